@@ -1,0 +1,76 @@
+"""Every error that a user of Penstock can meet. All derive from `PenstockError`.
+
+A message names the argument or key, what was found, what is allowed, and the nearest thing that would work.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class CaptureError(PenstockError):
+    """The model cannot be traced; the message names the user's source line and what to do."""
+
+
+class HardwareError(PenstockError):
+    """A hardware document is malformed: the key, the value found, what is allowed."""
+
+
+class DoesNotFit(PenstockError):
+    """No plan fits the memories: which memory, by how many bytes, the nearest plan that fits."""
+
+    def __init__(self, message: str, *, memory: str = "", missing_bytes: int = 0):
+        super().__init__(message)
+        self.memory = memory
+        self.missing_bytes = missing_bytes
+
+
+class PlanError(PenstockError):
+    """A plan, or an argument of `compile`, cannot be carried out as asked."""
+
+
+class PassError(PenstockError):
+    """A pass was asked for something that its contract (needs, gives, options) does not allow."""
+
+
+class VerifyError(PenstockError):
+    """A program breaks an invariant. The message carries the program text around the place.
+
+    `device` and `line` (1-based, in the program's text) say where.
+    """
+
+    def __init__(self, message: str, *, device: int | None = None, line: int | None = None):
+        super().__init__(message)
+        self.device = device
+        self.line = line
+
+
+class BatchError(PenstockError):
+    """A batch differs in names, shapes or dtypes from what was compiled."""
+
+
+class NonFiniteLoss(PenstockError):
+    """The loss became NaN or infinite; nothing was saved over an earlier checkpoint."""
+
+
+class BudgetExceeded(PenstockError):
+    """An op needs more of a memory than its budget; the message lists the op and the live values."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint is missing, truncated, altered or of another model; the message names the file."""
+
+
+class WorkerError(PenstockError):
+    """A worker process failed or vanished; every other worker has been stopped.
+
+    `device` is its index, `line` the program line it was at (text), `remote` its own traceback.
+    """
+
+    def __init__(self, message: str, *, device: int | None = None, line: str | None = None, remote: str = ""):
+        super().__init__(message)
+        self.device = device
+        self.line = line
+        self.remote = remote
