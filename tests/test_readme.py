@@ -1,0 +1,74 @@
+"""Every command of the README runs: `console` commands in `.ci/run`, `python` blocks right here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+# Fences whose content is shown, not run. Shell belongs into `console`, where it is checked.
+SHOWN_ONLY = {"text", "yaml", "json"}
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block; the language is empty for a bare fence."""
+    return re.findall(r"^```([^\n`]*)\n(.*?)^```[ ]*$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def console_commands(text: str) -> list[str]:
+    """Commands of the `console` blocks: lines that start with `$ `; the others show what is printed."""
+    lines = [line for language, content in blocks(text) if language == "console" for line in content.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def executed_lines(script: str) -> list[str]:
+    """Lines of a shell script that stand at its top level, without comments, blank lines and trailing blanks."""
+    return [line.rstrip() for line in script.splitlines() if line.strip() and not line.startswith(("#", " ", "\t"))]
+
+
+def test_blocks_and_commands_are_found() -> None:
+    text = "a\n```console\n$ make demo\nprinted\n$ make test\n```\nb\n```python\nx = 1\n```\n"
+    assert blocks(text) == [("console", "$ make demo\nprinted\n$ make test\n"), ("python", "x = 1\n")]
+    assert console_commands(text) == ["make demo", "make test"]
+
+
+def test_a_command_inside_a_comment_or_a_branch_does_not_count() -> None:
+    script = "# make demo\nif x; then\n    make test\nfi\n\nmake lint  \n"
+    assert executed_lines(script) == ["if x; then", "fi", "make lint"]
+
+
+def test_readme_sets_up_with_two_commands() -> None:
+    assert {"make demo", "make test"} <= set(console_commands(README))
+
+
+def test_ci_runs_every_console_command_word_for_word() -> None:
+    executed = executed_lines((ROOT / ".ci" / "run").read_text("utf-8"))
+    missing = [command for command in console_commands(README) if command not in executed]
+    assert not missing, f"README.md shows commands that .ci/run does not execute: {missing}"
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_only_shown() -> None:
+    unknown = {language for language, _ in blocks(README)} - SHOWN_ONLY - {"console", "python"}
+    assert not unknown, f"fences {unknown} in README.md: write shell as ```console and anything not run as ```text"
+
+
+def test_python_blocks_run_from_top_to_bottom(tmp_path: Path) -> None:
+    source = "\n".join(content for language, content in blocks(README) if language == "python")
+    if not source:
+        pytest.skip("README.md shows no Python yet")
+    command = [sys.executable, "-c", source]
+    result = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_links_to_files_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
