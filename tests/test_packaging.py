@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -47,7 +48,10 @@ def test_every_data_file_is_packaged() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_rooms_and_their_data(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), str(ROOT)]
+    # Built from a copy: setuptools would pack what an earlier build left in the repository's own build folder.
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "out", "*.egg-info", "__pycache__")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=unwanted)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), str(copy)]
     subprocess.run(build, check=True, timeout=240)
     (wheel,) = tmp_path.glob("penstock-*.whl")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}

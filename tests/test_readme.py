@@ -52,6 +52,14 @@ def test_ci_runs_every_console_command_word_for_word() -> None:
     assert not missing, f"README.md shows commands that .ci/run does not execute: {missing}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", ".pre-commit-config.yaml"])
+def test_every_make_target_that_is_named_exists(page: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:[`$:] ?)make ([a-z]+)", (ROOT / page).read_text("utf-8")))
+    assert named
+    assert named <= targets
+
+
 def test_every_block_is_of_a_kind_that_is_run_or_only_shown() -> None:
     unknown = {language for language, _ in blocks(README)} - SHOWN_ONLY - {"console", "python"}
     assert not unknown, f"fences {unknown} in README.md: write shell as ```console and anything not run as ```text"
