@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import networkx as nx
 import yaml
@@ -25,9 +25,12 @@ from pydantic import (
 )
 
 from . import units
+from .describe import describe_hardware
 from .errors import HardwareError
 from .hardware_errors import close_names, explain_validation
 from .links import Link, build_graph, build_links, find_path, unknown_memory
+from .overrides import overridden
+from .presets import cpu_document, preset_document, preset_names
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
@@ -93,12 +96,12 @@ class Host(Part):
     optimizer_params_per_s: Annotated[float, Field(gt=0)]
     root_complexes: Annotated[list[RootComplex], Field(min_length=1)]
     ssds: list[Ssd] = []
-    ssd_uplink_bandwidth: Union[Rate, None] = None  # shared by all disks of the host, per direction
+    ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction
     p2p: bool = False
-    nvlink_bandwidth: Union[Rate, None] = None
+    nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
-    price_dollars: Union[Annotated[float, Field(gt=0)], None] = None  # to buy, devices included
-    price_dollars_per_hour: Union[Annotated[float, Field(gt=0)], None] = None  # to rent
+    price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
+    price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 
 
 class Network(Part):
@@ -154,7 +157,7 @@ class Hardware(Part):
     source: str  # where the figures come from
     hosts: Annotated[list[Host], Field(min_length=1)]
     devices: Annotated[list[Device], Field(min_length=1)]
-    network: Union[Network, None] = None
+    network: Network | None = None
     throttled: bool = False  # the runtime holds transfers of CPU devices down to the rates written here
 
     # -- checks ----------------------------------------------------------------------------------------------------
@@ -175,18 +178,17 @@ class Hardware(Part):
             at = f"devices[{index}]"
             if device.host >= len(self.hosts):
                 raise HardwareError(f"{at}.host: found {device.host}, allowed: 0 to {len(self.hosts) - 1}")
-            complexes = len(self.hosts[device.host].root_complexes)
-            if device.root_complex >= complexes:
-                raise HardwareError(
-                    f"{at}.root_complex: found {device.root_complex}, allowed on host {device.host}: 0 to {complexes - 1}"
-                )
+            last = len(self.hosts[device.host].root_complexes) - 1
+            if device.root_complex > last:
+                found = f"found {device.root_complex}, allowed on host {device.host}: 0 to {last}"
+                raise HardwareError(f"{at}.root_complex: {found}")
             if device.name in seen:
                 raise HardwareError(f"{at}.name: {device.name!r} is already the name of devices[{seen[device.name]}]")
             if device.name in self._own_memories:
                 raise HardwareError(f"{at}.name: {device.name!r} is the name of a host's memory; choose another")
             seen[device.name] = index
         if len(self.hosts) > 1 and self.network is None:
-            raise HardwareError(f"network: missing, but there are {len(self.hosts)} hosts; give bandwidth and latency_s")
+            raise HardwareError(f"network: missing for {len(self.hosts)} hosts; give bandwidth and latency_s")
 
     # -- memories, links, routes -----------------------------------------------------------------------------------
 
@@ -300,8 +302,6 @@ class Hardware(Part):
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Hardware:
         """A machine of the papers or a common one, by name; overrides as in `with_`."""
-        from .presets import preset_document, preset_names
-
         document = preset_document(name)
         if document is None:
             raise HardwareError(f"no hardware preset {name!r}{close_names(name, preset_names())}")
@@ -332,8 +332,6 @@ class Hardware(Part):
         Giving any of `h2d`, `d2h` (device to DRAM and back) or `link` (device to device) makes the runtime hold
         transfers down to these rates. `ssd` adds a disk of that size.
         """
-        from .presets import cpu_document
-
         document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads)
         return cls.model_validate(document)
 
@@ -342,8 +340,6 @@ class Hardware(Part):
         (`memory="48GB"`), `ssds` (a number of disks, or a list), `root_complex_bandwidth`, `num_devices` on one
         host, or a key of the document. Raises HardwareError for a name that is none of these.
         """
-        from .overrides import overridden
-
         return type(self).model_validate(overridden(self, overrides))
 
     # -- ways to show one ------------------------------------------------------------------------------------------
@@ -358,6 +354,4 @@ class Hardware(Part):
 
     def describe(self) -> str:
         """A few lines of text: devices, hosts, disks, network, source."""
-        from .describe import describe_hardware
-
         return describe_hardware(self)

@@ -30,7 +30,8 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
                 host["ssds"] = _disks(host["ssds"], value)
         elif key == "root_complex_bandwidth":
             for host in document["hosts"]:
-                host["root_complexes"] = [{"bandwidth_up": value, "bandwidth_down": value}] * len(host["root_complexes"])
+                complex_ = {"bandwidth_up": value, "bandwidth_down": value}
+                host["root_complexes"] = [complex_] * len(host["root_complexes"])
         elif key in host_keys or key in device_keys:
             for part in document["hosts" if key in host_keys else "devices"]:
                 part[key] = value
