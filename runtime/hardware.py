@@ -115,7 +115,7 @@ class Device(Part):
     """A GPU, or a CPU worker process that stands for one with a memory budget of its own.
 
     `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype.
-    `op_overhead_s` is the fixed cost of one launched op of a layer's size. `threads` matters to CPU devices only.
+    `op_overhead_s` is the fixed cost of one torch call. `threads` matters to CPU devices only.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -130,7 +130,7 @@ class Device(Part):
     h2d_bandwidth: Rate
     d2h_bandwidth: Rate
     link_latency_s: Seconds = 20e-6
-    op_overhead_s: Seconds = 100e-6
+    op_overhead_s: Seconds = 8e-6
     threads: Annotated[int, Field(gt=0)] = 1
 
     @property
@@ -145,9 +145,10 @@ class Device(Part):
                 raise HardwareError(f"{self.name} has no rate for dtype {dtype!r}; it has {', '.join(dtypes)}")
         return self.peak_flops[dtype] * self.achieved_fraction[dtype]  # type: ignore[index]
 
-    def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32") -> float:
-        """Roofline seconds of one op: its arithmetic or its traffic to the device's memory, plus the overhead."""
-        return max(flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth) + self.op_overhead_s
+    def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1) -> float:
+        """Roofline seconds: arithmetic or traffic to the device's memory, and the overhead of `launches` calls."""
+        busy_s = max(flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth)
+        return busy_s + launches * self.op_overhead_s
 
 
 class Hardware(Part):

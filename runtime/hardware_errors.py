@@ -14,6 +14,7 @@ def close_names(name: str, names: Iterable[str]) -> str:
     known = list(names)
     lowered = {each.lower(): each for each in known}
     near = [lowered[each] for each in get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)]
+    near = near or [each for each in known if name and each.lower().startswith(name.lower())]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(known)}"
 
 
@@ -43,6 +44,8 @@ def key_path(location: tuple[int | str, ...]) -> str:
     """("hosts", 0, "dram_bytes") as hosts[0].dram_bytes."""
     path = ""
     for part in location:
+        if part == "[key]":  # pydantic's mark for a wrong key of a mapping; the key itself stands before it
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path or "document"
 

@@ -52,8 +52,8 @@ def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> li
         raise HardwareError(f"num_devices: found {count!r}, allowed: a whole number of 1 or more")
     if num_hosts > 1:
         raise HardwareError(f"num_devices: this machine has {num_hosts} hosts; write its devices in a document instead")
-    taken = {device["name"] for device in devices}
-    free = (name for i in range(count + len(devices)) if (name := f"{devices[0]['kind'][:1]}pu{i}") not in taken)
+    taken, prefix = {device["name"] for device in devices}, devices[0]["name"].rstrip("0123456789")
+    free = (name for i in range(count + len(devices)) if (name := f"{prefix}{i}") not in taken)
     more = [{**devices[i % len(devices)], "name": next(free)} for i in range(len(devices), count)]
     return devices[:count] + more
 

@@ -51,8 +51,8 @@ PARTS = {
     "rtx3090": GpuPart(24, 35.6, 71, 936, 4, 0.85, f"NVIDIA GA102 whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
     "rtx3090ti": GpuPart(24, 40, 80, 1008, 4, 0.85, f"NVIDIA RTX 3090 Ti datasheet ({_WHITEPAPER}); {_ASSUMED}"),
     "rtx4090": GpuPart(
-        24, 82.6, 165.2, 1008, 4, 0.95,
-        f"NVIDIA Ada whitepaper ({_WHITEPAPER}); achieved: a transformer block reaches 156 to 164 TFLOPS in Fuyou",
+        24, 82.6, 165.2, 1008, 4, 0.99,
+        f"NVIDIA Ada whitepaper ({_WHITEPAPER}); achieved: a transformer block reaches 164 TFLOPS in Fuyou",
     ),
     "rtx5090": GpuPart(32, 104.8, 209.5, 1792, 5, 0.85, f"NVIDIA RTX Blackwell whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
     "rtx4060-laptop": GpuPart(8, 14.6, 29.1, 256, 4, 0.80, f"NVIDIA RTX 4060 Laptop figures at 2.37 GHz; {_ASSUMED}"),
@@ -323,21 +323,23 @@ def cpu_document(
 ) -> Document:
     """CPU devices with a memory budget each, joined by loopback; any of the three rates throttles transfers."""
     source = "rates of one core of a 2020s server CPU as a guess; detect with measure=True for this machine's own"
-    copy = 7e9  # bytes/s of one thread copying
+    copy = 10e9  # bytes/s of one thread copying
+    down = next((rate for rate in (h2d, d2h) if rate is not None), copy)
+    up = next((rate for rate in (d2h, h2d) if rate is not None), copy)
     devices = [
         {
             "name": f"cpu{index}", "kind": "cpu", "memory_bytes": memory, "usable_fraction": 1.0,
-            "peak_flops": {"fp32": 80e9 * threads, "bf16": 80e9 * threads, "fp16": 20e9 * threads},
-            "achieved_fraction": 0.8, "memory_bandwidth": copy, "h2d_bandwidth": h2d or d2h or copy,
-            "d2h_bandwidth": d2h or h2d or copy, "link_latency_s": 50e-6, "op_overhead_s": 200e-6, "threads": threads,
+            "peak_flops": {"fp32": 80e9 * threads, "bf16": 160e9 * threads, "fp16": 20e9 * threads},
+            "achieved_fraction": 1.0, "memory_bandwidth": 2 * copy, "h2d_bandwidth": down,
+            "d2h_bandwidth": up, "link_latency_s": 20e-6, "op_overhead_s": 5e-6, "threads": threads,
         }
         for index in range(num_devices)
     ]  # fmt: skip
     one_host: Document = {
-        "dram_bytes": dram, "dram_usable_fraction": 1.0, "dram_bandwidth": 20e9,
-        "cpu_cores": max(1, num_devices) * threads, "optimizer_params_per_s": 1e9 * max(1, num_devices) * threads,
+        "dram_bytes": dram, "dram_usable_fraction": 1.0, "dram_bandwidth": 40e9,
+        "cpu_cores": max(1, num_devices) * threads, "optimizer_params_per_s": 1.5e9 * max(1, num_devices) * threads,
         "root_complexes": [{"bandwidth_up": 20e9, "bandwidth_down": 20e9}],
-        "nvlink_bandwidth": link or 1e9, "nvlink_latency_s": 200e-6,
+        "nvlink_bandwidth": 2e9 if link is None else link, "nvlink_latency_s": 100e-6,
     }  # fmt: skip
     if ssd is not None:
         one_host["ssds"] = [{"size_bytes": ssd, "read_bandwidth": "1GB/s", "write_bandwidth": "0.5GB/s"}]

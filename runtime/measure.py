@@ -1,0 +1,190 @@
+"""Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, the disk.
+
+Run as `python -m penstock.runtime.measure RANK WORLD THREADS RENDEZVOUS [DISK_FOLDER]`: one process per device, all
+at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SLICE_S = 0.4  # time for one figure
+MIB = 2**20
+
+
+def median_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
+    """Median seconds of `work`, repeated for `slice_s` and at least three times after one warm-up."""
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + slice_s
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def matmul_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of a linear layer of 768 to 3072 features over 512 tokens."""
+    tokens, weight = torch.randn(512, 768).to(dtype), torch.randn(3072, 768).to(dtype)
+    return 2 * 512 * 768 * 3072 / median_s(lambda: torch.nn.functional.linear(tokens, weight))
+
+
+def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
+    """Bytes copied per second between two tensors too large for the caches; each is one byte read and one written."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    return num_bytes / median_s(lambda: target.copy_(source))
+
+
+def copy_latency_s() -> float:
+    """Seconds of a copy too small to take any."""
+    source, target = torch.ones(64), torch.empty(64)
+    return median_s(lambda: target.copy_(source), slice_s=0.05)
+
+
+def call_overhead_s() -> float:
+    """Seconds of one torch call on data too small to count, with its share of autograd's work."""
+    weight, calls = torch.ones(8, requires_grad=True), 100
+
+    def chain() -> None:
+        value = weight
+        for _ in range(calls):
+            value = value * 1.0
+        value.sum().backward()
+
+    return median_s(chain, slice_s=0.2) / (2 * calls)  # forward and backward
+
+
+def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
+    """Parameters per second of torch's fused AdamW on fp32 states."""
+    param = torch.nn.Parameter(torch.randn(num_params))
+    param.grad = torch.randn(num_params)
+    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
+    return num_params / median_s(optimizer.step)
+
+
+def link_rates(num_bytes: int = 8 * MIB) -> dict[str, float]:
+    """Bandwidth and latency between ranks 0 and 1 of the process group, one direction at a time."""
+    rank, big, small = dist.get_rank(), torch.ones(num_bytes, dtype=torch.uint8), torch.ones(1)
+
+    def there_and_back(tensor: torch.Tensor) -> None:
+        if rank == 0:
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+
+    def one_way_s(tensor: torch.Tensor, repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            there_and_back(tensor)
+            times.append((time.perf_counter() - start) / 2)
+        return statistics.median(times[1:])
+
+    latency_s = one_way_s(small, 200)
+    return {"link_latency_s": latency_s, "link": num_bytes / max(one_way_s(big, 20) - latency_s, 1e-9)}
+
+
+def disk_rates(folder: str, size_bytes: int = 256 * MIB, block_bytes: int = 8 * MIB) -> dict[str, float]:
+    """Sequential write and read rate of a temporary file, past the page cache where the file system allows it.
+
+    Four threads, as the runtime's own. Raises OSError when the folder cannot be written or is full.
+    """
+    handle, path = tempfile.mkstemp(dir=folder, prefix="measure-")
+    os.close(handle)
+    try:
+        write_s, direct = _timed_blocks(path, size_bytes, block_bytes, write=True)
+        read_s, _ = _timed_blocks(path, size_bytes, block_bytes, write=False)
+    finally:
+        os.unlink(path)
+    return {"disk_write": size_bytes / write_s, "disk_read": size_bytes / read_s, "disk_direct": float(direct)}
+
+
+def _timed_blocks(path: str, size_bytes: int, block_bytes: int, write: bool) -> tuple[float, bool]:
+    """Seconds to write (and flush) or read the whole file, and whether O_DIRECT was possible."""
+    handle, direct = _open_direct(path, os.O_RDWR)
+
+    def move(offset: int) -> None:
+        with mmap.mmap(-1, block_bytes) as block:  # anonymous maps are page-aligned, as O_DIRECT demands
+            if write:
+                block[:] = os.urandom(4096) * (block_bytes // 4096)
+            moved = os.pwritev(handle, [block], offset) if write else os.preadv(handle, [block], offset)
+            if moved != block_bytes:
+                raise OSError(errno.EIO, f"moved {moved} of {block_bytes} bytes", path)
+
+    try:
+        if not write and not direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(move, range(0, size_bytes, block_bytes)))
+        if write:
+            os.fsync(handle)
+        return time.perf_counter() - start, direct
+    finally:
+        os.close(handle)
+
+
+def _open_direct(path: str, flags: int) -> tuple[int, bool]:
+    try:
+        return os.open(path, flags | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct access
+            raise
+        return os.open(path, flags), False
+
+
+def measure_cpu(disk_folder: str | None) -> dict[str, float]:
+    """All rates of this process's device, in step with the other ranks; the disk on rank 0 only."""
+    tasks: dict[str, Callable[[], float]] = {
+        "fp32": lambda: matmul_flops(torch.float32),
+        "bf16": lambda: matmul_flops(torch.bfloat16),
+        "fp16": lambda: matmul_flops(torch.float16),
+        "copy": copy_bandwidth,
+        "copy_latency_s": copy_latency_s,
+        "op_overhead_s": call_overhead_s,
+        "adamw": adamw_params_per_s,
+    }
+    rates = {}
+    for name, task in tasks.items():
+        dist.barrier()
+        rates[name] = task()
+    dist.barrier()
+    if dist.get_world_size() > 1 and dist.get_rank() < 2:
+        rates |= link_rates()
+    dist.barrier()
+    if disk_folder is not None and dist.get_rank() == 0:
+        rates |= disk_rates(disk_folder)
+    dist.barrier()
+    return rates
+
+
+def main(arguments: list[str]) -> None:
+    rank, world, threads, rendezvous, *folder = arguments
+    torch.set_num_threads(int(threads))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
+    )
+    try:
+        print(json.dumps(measure_cpu(folder[0] if folder else None)))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
