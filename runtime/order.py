@@ -1,0 +1,238 @@
+"""Who waits for whom: the partial order in which all devices' ops run. The verifier and the simulator share it.
+
+A task is what happens at one time: an op, a send together with its receive, or all members' calls of a collective.
+A task starts when the following have ended:
+- the producers of its operands; for what it takes over in place or frees, also the earlier readers;
+- the task before it on each of its streams (`free` and `resident` occupy none);
+- of a stage that is updated: an update waits for the fetches before it, a fetch for the updates before it;
+- of memory: a fetch waits for the frees of the weights that lay in its part of the arena, and any op that takes memory
+  waits for the shortest run of the releases before it in its own text that makes it fit the budget even if none of the
+  later releases has happened. So memory never overflows, whichever stream runs ahead, and an op never waits for
+  anything behind it in its text.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from . import ops
+from .memory import MemoryProfile, plan_arena
+from .program import Program, donated, operands, values_of, work_of
+
+
+@dataclass(eq=False)
+class Task:
+    """`parts`: per participating op its device, node and work. `waits`: indices of tasks, each with the reason."""
+
+    parts: list[tuple[int, fx.Node, ops.Work]]
+    waits: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Order:
+    """All tasks of a step, and for each op its task and its work."""
+
+    tasks: list[Task] = field(default_factory=list)
+    task_of: dict[fx.Node, int] = field(default_factory=dict)
+    work_of: dict[fx.Node, ops.Work] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One device's memory, for the waits that it causes."""
+
+    profile: MemoryProfile
+    budget_bytes: int
+
+
+def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
+    """The order of programs whose types are inferred and whose messages match.
+
+    Devices without an entry in `memories` wait for memory in their arena only.
+    """
+    order = Order()
+    _create_tasks(programs, order)
+    for program in programs:
+        _Device(program, order).connect(memories.get(program.device))
+    return order
+
+
+def find_cycle(order: Order) -> list[tuple[int, str]] | None:
+    """Tasks that wait for each other in a ring, each with the reason it waits for the next; None when all can run."""
+    blocked_by = [len(task.waits) for task in order.tasks]
+    followers: list[list[int]] = [[] for _ in order.tasks]
+    for index, task in enumerate(order.tasks):
+        for other, _ in task.waits:
+            followers[other].append(index)
+    ready = [index for index, count in enumerate(blocked_by) if count == 0]
+    for index in ready:  # grows while it is walked
+        for follower in followers[index]:
+            blocked_by[follower] -= 1
+            if blocked_by[follower] == 0:
+                ready.append(follower)
+    stuck = next((index for index, count in enumerate(blocked_by) if count), None)
+    if stuck is None:
+        return None
+    seen: dict[int, int] = {}
+    path: list[tuple[int, str]] = []
+    while stuck not in seen:
+        seen[stuck] = len(path)
+        following, why = next((other, why) for other, why in order.tasks[stuck].waits if blocked_by[other])
+        path.append((stuck, why))
+        stuck = following
+    return path[seen[stuck] :]
+
+
+def _create_tasks(programs: Sequence[Program], order: Order) -> None:
+    meetings: dict[tuple, int] = {}
+    for program in programs:
+        device, calls = program.device, dict[str, int]()
+        for node in program.ops():
+            work = work_of(program, node)
+            key: tuple | None = None
+            if node.target is ops.send:
+                key = (device, work.peer, work.tag)
+            elif node.target is ops.recv:
+                key = (work.peer, device, work.tag)
+            elif work.group:
+                calls[work.group] = calls.get(work.group, 0) + 1
+                key = (work.group, calls[work.group])
+            index = len(order.tasks) if key is None else meetings.setdefault(key, len(order.tasks))
+            if index == len(order.tasks):
+                order.tasks.append(Task([]))
+            order.tasks[index].parts.append((device, node, work))
+            order.task_of[node] = index
+            order.work_of[node] = work
+
+
+class _Device:
+    """Adds the waits of one program's ops, in one walk over its text."""
+
+    def __init__(self, program: Program, order: Order):
+        self.program = program
+        self.tasks = order.tasks
+        self.task_of = order.task_of
+        self.work_of = order.work_of
+        self.last_on: dict[str, int] = {}  # per stream the last task
+        self.readers: dict[fx.Node, list[int]] = {}  # per value, those walked over so far
+        self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
+        self.updated: dict[str, int] = {}  # per stage
+
+    def connect(self, memory: Memory | None) -> None:
+        arena = _ArenaWaits(self.program)
+        budget = None if memory is None else _BudgetWaits(memory)
+        for node in self.program.ops():
+            index, work = self.task_of[node], self.work_of[node]
+            self.wait_for_values(node, index)
+            self.wait_for_stream(node, index, work)
+            self.wait_for_weights(node, index)
+            for other in arena.visit(node, index):
+                self.wait(index, other, "its part of the arena is still taken")
+            if budget is not None:
+                for other in budget.visit(node, index, work):
+                    self.wait(index, other, "memory must be given back first")
+
+    def wait(self, index: int, other: int, why: str) -> None:
+        if index != other:
+            self.tasks[index].waits.append((other, why))
+
+    def wait_for_values(self, node: fx.Node, index: int) -> None:
+        gone = node.args if node.target is ops.free else donated(node)
+        for value in operands(node):
+            producer = value.args[0] if value.target is operator.getitem else value
+            self.wait(index, self.task_of[producer], f"needs `{value.name}`")  # type: ignore[index]
+            self.readers.setdefault(value, []).append(index)
+        for value in gone:
+            for reader in self.readers[value]:  # type: ignore[index]
+                self.wait(index, reader, f"`{value.name}` is still read")  # type: ignore[union-attr]
+
+    def wait_for_stream(self, node: fx.Node, index: int, work: ops.Work) -> None:
+        if node.target in (ops.free, ops.resident):
+            return
+        before = self.last_on.get(work.stream)
+        if before is not None:
+            self.wait(index, before, f"follows on stream {work.stream}")
+        self.last_on[work.stream] = index
+
+    def wait_for_weights(self, node: fx.Node, index: int) -> None:
+        if node.target is ops.fetch:
+            stage = str(node.args[0]).partition(".")[0]
+            self.fetches.setdefault(stage, []).append(index)
+            if stage in self.updated:
+                self.wait(index, self.updated[stage], f"{stage} is updated first")
+        elif node.target is ops.step:
+            stage = str(node.args[0])
+            for other in self.fetches.pop(stage, []):
+                self.wait(index, other, f"the weights of {stage} are still being read")
+            self.updated[stage] = index
+
+
+class _ArenaWaits:
+    """A fetch waits for the frees of all weights that overlapped its place before it."""
+
+    def __init__(self, program: Program):
+        self.offsets, _ = plan_arena(program)
+        self.given_back: list[tuple[int, int, int]] = []  # (offset, end, task of the free)
+
+    def visit(self, node: fx.Node, index: int) -> list[int]:
+        if node.target is ops.free:
+            for value in node.args:
+                if value in self.offsets:
+                    self.given_back.append((*self.place(value), index))  # type: ignore[arg-type]
+        elif node.target is ops.fetch:
+            start, end = self.place(node)
+            found = [task for first, last, task in self.given_back if first < end and start < last]
+            # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
+            self.given_back = [row for row in self.given_back if not (start <= row[0] and row[1] <= end)]
+            return found
+        return []
+
+    def place(self, value: fx.Node) -> tuple[int, int]:
+        return self.offsets[value], self.offsets[value] + value.meta["type"].bytes
+
+
+class _BudgetWaits:
+    """An op that takes device memory waits for the first releases of its text, as many as it takes to fit."""
+
+    def __init__(self, memory: Memory):
+        self.profile = memory.profile
+        self.budget_bytes = memory.budget_bytes
+        self.releases: list[int] = []  # tasks, in text order
+        self.released_bytes = [0]  # running sum
+        self.waited: dict[str, int] = {}  # per stream, how many releases its ops have waited for
+
+    def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
+        taken, given = memory_change(node, work)
+        found: list[int] = []
+        if taken and node.target is not ops.free:
+            spare = self.budget_bytes - self.profile.live_bytes[node]
+            count = bisect_left(self.released_bytes, self.released_bytes[-1] - spare)
+            count = min(count, len(self.releases))
+            found = self.releases[self.waited.get(work.stream, 0) : count]
+            self.waited[work.stream] = max(count, self.waited.get(work.stream, 0))
+        if given:
+            self.releases.append(index)
+            self.released_bytes.append(self.released_bytes[-1] + given)
+        return found
+
+
+def memory_change(node: fx.Node, work: ops.Work, memory: str = ops.DEVICE) -> tuple[int, int]:
+    """Bytes of a memory that an op takes when it starts and gives back when it ends, outside the arena.
+
+    Results that replace what the op takes over in place count with the difference only.
+    """
+    if node.target is ops.free:
+        freed = (v.meta["type"] for v in node.args if v.target is not ops.fetch)  # type: ignore[union-attr]
+        return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
+    if node.target is ops.fetch:
+        return 0, 0
+    made = (value.meta["type"] for value in values_of(node))
+    grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
+    grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)
+    workspace = work.workspace_bytes if memory == ops.DEVICE else 0
+    return max(0, grown) + workspace, max(0, -grown) + workspace

@@ -1,0 +1,150 @@
+"""Rules about all devices together: messages and collectives match, nobody waits in a ring, memories suffice."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from . import ops
+from .errors import VerifyError
+from .memory import MemoryProfile, over_budget
+from .order import build_order, find_cycle
+from .program import Program, values_of, work_of
+from .text import describe, print_node
+from .verify_case import Case, fail, line_of, where
+
+Call = tuple[Program, fx.Node]
+
+
+def check_devices(case: Case) -> None:
+    """One program per device of one plan, and a machine with that many devices."""
+    first = case.programs[0]
+    last = first.interface.num_devices - 1
+    if [p.device for p in case.programs] != list(range(last + 1)):
+        found = ", ".join(str(p.device) for p in case.programs)
+        raise VerifyError(f"expected programs for devices 0 to {last} in order, found {found}")
+    for program in case.programs:
+        if program.function != first.function:
+            message = f"device {program.device} has `{program.function}`, device 0 has `{first.function}`"
+            raise VerifyError(message, device=program.device)
+        if program.interface is not first.interface and program.interface != first.interface:
+            raise VerifyError(f"device {program.device} is of another plan than device 0", device=program.device)
+    if case.hardware is not None and len(case.hardware.devices) < len(case.programs):
+        raise VerifyError(f"{len(case.programs)} programs, but the hardware has {len(case.hardware.devices)} devices")
+
+
+def check_messages(case: Case) -> None:
+    """Sends and receives match one to one by (source, destination, tag), with equal shape and dtype."""
+    sends: dict[tuple[int, int, str], Call] = {}
+    recvs: dict[tuple[int, int, str], Call] = {}
+    for program in case.programs:
+        for node in program.ops():
+            if node.target is ops.send:
+                key, side = (program.device, node.kwargs["dst"], node.kwargs["tag"]), sends
+            elif node.target is ops.recv:
+                key, side = (node.kwargs["src"], program.device, node.kwargs["tag"]), recvs
+            else:
+                continue
+            if key in side:  # type: ignore[comparison-overlap]
+                earlier = line_of(*side[key])  # type: ignore[index]
+                fail(program, node, f"tag {key[2]!r} is used again between the same devices, first in line {earlier}")
+            side[key] = (program, node)  # type: ignore[index]
+    for key, (program, node) in sends.items():
+        if key not in recvs:
+            fail(program, node, f"device {key[1]} never receives {key[2]!r} from device {key[0]}")
+    for key, (program, node) in recvs.items():
+        if key not in sends:
+            fail(program, node, f"device {key[0]} never sends {key[2]!r} to device {key[1]}")
+        _check_equal_types(sends[key], (program, node))
+
+
+def _check_equal_types(send: Call, recv: Call) -> None:
+    sent: ops.Value = send[1].args[0].meta["type"]  # type: ignore[union-attr]
+    received: ops.Value = recv[1].meta["type"]
+    if (sent.shape, sent.dtype) != (received.shape, received.dtype):
+        message = f"expects {describe(received)}, but {describe(sent)} is sent by {where(*send)}"
+        fail(*recv, message)
+
+
+def check_collectives(case: Case) -> None:
+    """All members of a group call it equally often, and with the same kind of value each time."""
+    calls: dict[str, dict[int, list[Call]]] = {}
+    groups = case.programs[0].interface.groups
+    for program in case.programs:
+        for node in program.ops():
+            group = work_of(program, node).group if node.target is ops.all_reduce else ""
+            if not group:
+                continue
+            if program.device not in {device for device, _, _ in groups[group]}:
+                fail(program, node, f"device {program.device} has no member in group {group!r}")
+            calls.setdefault(group, {}).setdefault(program.device, []).append((program, node))
+    for group, by_device in calls.items():
+        members = sorted({device for device, _, _ in groups[group]})
+        most = max(by_device.values(), key=len)
+        for device in members:
+            own = by_device.get(device, [])
+            if len(own) < len(most):
+                message = f"device {device} calls group {group!r} {len(own)} times, this device {len(most)} times"
+                fail(*most[len(own)], message)
+            for mine, other in zip(own, most):
+                kinds = [call[1].args[0].meta["type"].kind for call in (mine, other)]  # type: ignore[union-attr]
+                if kinds[0] != kinds[1]:
+                    fail(*mine, f"group {group!r} meets {kinds[0]} here and {kinds[1]} in {where(*other)}")
+
+
+def check_deadlock(case: Case) -> None:
+    """Every op can start: no ring of ops that wait for each other over operands, streams, messages and memory."""
+    order = build_order(case.programs, case.memories)
+    ring = find_cycle(order)
+    if ring is None:
+        return
+    lines = []
+    for index, why in ring:
+        both = " and ".join(where(case.by_device[device], node) for device, node, _ in order.tasks[index].parts)
+        lines.append(f"    {both}\n        waits: {why}, so for")
+    device, node, _ = order.tasks[ring[0][0]].parts[0]
+    chain = "\n".join([f"deadlock, {len(ring)} places wait in a ring:", *lines, "    the first one again\n"])
+    fail(case.by_device[device], node, chain)
+
+
+def check_device_memory(case: Case) -> None:
+    """At every op, each device's memory holds what the program has alive."""
+    if case.hardware is None:
+        return
+    for program in case.programs:
+        device, profile = case.hardware.devices[program.device], case.profiles[program.device]
+        if profile.peak_bytes[ops.DEVICE] > device.budget_bytes:
+            _fail_memory(program, profile, ops.DEVICE, device.name, device.budget_bytes, {})
+
+
+def check_dram(case: Case) -> None:
+    """Each host's DRAM holds the sum of what its devices' programs need at their peaks."""
+    if case.hardware is None:
+        return
+    for host in range(len(case.hardware.hosts)):
+        own = [p for p in case.programs if case.hardware.devices[p.device].host == host]
+        peaks = {p.device: case.profiles[p.device].peak_bytes[ops.DRAM] for p in own}
+        budget_bytes = case.hardware.dram_budget_bytes(host)
+        if sum(peaks.values()) <= budget_bytes:
+            continue
+        program = max(own, key=lambda p: peaks[p.device])
+        others = {f"device {device}, all": peak for device, peak in peaks.items() if device != program.device}
+        _fail_memory(program, case.profiles[program.device], ops.DRAM, f"dram{host}", budget_bytes, others)
+
+
+def _fail_memory(
+    program: Program, profile: MemoryProfile, memory: str, name: str, budget_bytes: int, others: dict[str, int]
+) -> None:
+    node = profile.peak_at[memory]
+    parts = profile.persistent.device if memory == ops.DEVICE else profile.persistent.dram
+    held = {f"{part}, kept across steps": size for part, size in parts.items() if size}
+    if memory == ops.DEVICE and profile.arena_bytes:
+        held["arena of fetched weights"] = profile.arena_bytes
+    held = {**held, **others, **profile.live_values[memory]}
+    made = [value.name for value in values_of(node)] if node is not None else []
+    live = {value: size for value, size in held.items() if value not in made}
+    need_bytes = profile.peak_bytes[memory] + sum(others.values()) - sum(live.values())
+    what = ", ".join(made) or "this op"
+    if node is None:  # nothing runs and it is too much already
+        message = over_budget(name, budget_bytes, need_bytes, "the step", "", live)
+        raise VerifyError(message, device=program.device)
+    fail(program, node, over_budget(name, budget_bytes, need_bytes, what, print_node(node) or "", live) + "\n")

@@ -1,0 +1,201 @@
+"""Rules about what a step must do: which ops it may hold, every micro-batch once, every gradient to its update."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import ops
+from .program import Program, StageSpec, operands, values_of
+from .verify_case import Case, fail, line_of
+
+COMMON = {ops.load, ops.resident, ops.fetch, ops.free, ops.send, ops.recv}
+LEGAL = {
+    "step": COMMON | {ops.forward, ops.backward, ops.add, ops.offload, ops.all_reduce, ops.norm, ops.clip, ops.step},
+    "evaluate": COMMON | {ops.evaluate},
+}
+
+
+def check_legality(case: Case) -> None:
+    """Only the ops that the function may hold; one home for a stage's weights, and its update where they lie."""
+    allowed = LEGAL[case.function]
+    for program in case.programs:
+        homes: dict[str, fx.Node] = {}
+        for node in program.ops():
+            if node.target not in allowed:
+                names = ", ".join(sorted(op.name for op in allowed))
+                fail(program, node, f"`{node.target.name}` is not allowed in `{case.function}`; there are {names}")  # type: ignore[union-attr]
+            if node.target in (ops.fetch, ops.resident):
+                stage = str(node.args[0]).partition(".")[0]
+                home = homes.setdefault(stage, node)
+                if home.target is not node.target:
+                    fail(program, node, f"{stage} is both resident and fetched, first in line {line_of(program, home)}")
+            elif node.target is ops.step:
+                _check_update(program, node, homes)
+            elif node.target is ops.backward:
+                _check_kept(program, node)
+
+
+def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) -> None:
+    stage, memory = str(node.args[0]), operands(node)[0].meta["type"].memory
+    if stage not in homes:
+        fail(program, node, f"{stage} is updated on a device that has none of its weights")
+    wanted = ops.DRAM if homes[stage].target is ops.fetch else ops.DEVICE
+    if memory != wanted:
+        how = "fetched" if wanted == ops.DRAM else "resident"
+        fail(program, node, f"{stage} is {how}, so its states lie in {wanted}, but its gradients lie in {memory}")
+
+
+def _check_kept(program: Program, node: fx.Node) -> None:
+    """What forward kept borrows the weights that it ran on: backward must get these, for the same micro-batch."""
+    bound = ops.backward.bind(node.args, node.kwargs)
+    kept, weights = bound["kept"], bound["weights"]
+    if kept is None:
+        return
+    forward = kept.args[0]
+    if weights is not forward.args[1]:
+        made = forward.args[1].name
+        fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
+    if bound["micro_batch"] != forward.kwargs["micro_batch"]:
+        fail(program, node, f"`{kept.name}` is of micro-batch {forward.kwargs['micro_batch']}")
+
+
+def check_coverage(case: Case) -> None:
+    """Each stage runs on one device and does each micro-batch once: forward and backward in `step`, else evaluate."""
+    face = case.programs[0].interface
+    wanted = (ops.forward, ops.backward) if case.function == "step" else (ops.evaluate,)
+    done: dict[tuple[ops.Op, str, int], tuple[Program, fx.Node]] = {}
+    homes: dict[str, tuple[Program, fx.Node]] = {}
+    for program in case.programs:
+        for node in program.ops():
+            if node.target not in wanted:
+                continue
+            stage, micro_batch = str(node.args[0]), node.kwargs["micro_batch"]
+            home = homes.setdefault(stage, (program, node))[0]
+            if home is not program:
+                fail(program, node, f"{stage} runs on device {home.device} already")
+            key = (node.target, stage, micro_batch)
+            if key in done:
+                first = line_of(*done[key])
+                fail(program, node, f"{node.target.name} of {stage}, micro-batch {micro_batch} is done in line {first}")  # type: ignore[union-attr]
+            done[key] = (program, node)
+    for stage, spec in face.stages.items():
+        for op in wanted:
+            missing = [m for m in range(face.micro_batches) if (op, stage, m) not in done]
+            if missing and (op is not ops.backward or _has_gradients(spec)):
+                program, node = homes.get(stage, (case.programs[0], case.programs[0].batch))
+                message = f"no {op.name} of {stage} for micro-batch {', '.join(map(str, missing))}"
+                fail(program, _last_op(program), message)
+
+
+def _has_gradients(spec: StageSpec) -> bool:
+    return spec.trained_params > 0 or any(value.requires_grad for value in spec.inputs)
+
+
+def _last_op(program: Program) -> fx.Node:
+    nodes = (node for node in reversed(program.graph.nodes) if node.op == "output" or isinstance(node.target, ops.Op))
+    return next(nodes, program.batch)
+
+
+def check_micro_batches(case: Case) -> None:
+    """No op mixes values of different micro-batches, also over messages."""
+    senders = {
+        (program.device, node.kwargs["dst"], node.kwargs["tag"]): node.args[0]
+        for program in case.programs
+        for node in program.ops()
+        if node.target is ops.send
+    }
+    device_of: dict[fx.Node, int] = {}
+    for program in case.programs:
+        device_of.update((node, program.device) for node in program.ops())
+
+    def micro_batch_of(value: fx.Node) -> int:
+        producer = value.args[0] if value.target is operator.getitem else value
+        assert isinstance(producer, fx.Node)
+        while producer.target in (ops.recv, ops.add):
+            if producer.target is ops.recv:
+                value = senders[producer.kwargs["src"], device_of[producer], producer.kwargs["tag"]]  # type: ignore[index, assignment]
+            else:
+                value = operands(producer)[0]
+            producer = value.args[0] if value.target is operator.getitem else value  # type: ignore[assignment]
+        return producer.kwargs["micro_batch"]  # type: ignore[return-value]
+
+    for program in case.programs:
+        for node in program.ops():
+            if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.add):
+                continue
+            tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
+            own = node.kwargs["micro_batch"] if node.target is not ops.add else micro_batch_of(tensors[0])
+            for value in tensors:
+                if micro_batch_of(value) != own:
+                    other = micro_batch_of(value)
+                    fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What a value of gradients holds: a stage's micro-batches, and the groups that it was summed over."""
+
+    stage: str
+    micro_batches: frozenset[int] = frozenset()
+    groups: frozenset[str] = frozenset()
+
+
+def check_gradients(case: Case) -> None:
+    """Each trained stage's gradients, of all micro-batches and summed over its ties, reach one update or the result."""
+    if case.function != "step":
+        return
+    face = case.programs[0].interface
+    updates: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
+    returned: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
+    for program in case.programs:
+        sums: dict[fx.Node, _Sum] = {}
+        for node in program.ops():
+            if node.target is ops.step:
+                updates.setdefault(str(node.args[0]), []).append((program, node, sums[operands(node)[0]]))
+            else:
+                _follow(node, sums)
+        for values in program.results().values():
+            for value in values:
+                if value in sums:
+                    returned.setdefault(sums[value].stage, []).append((program, _last_op(program), sums[value]))
+    for stage, spec in face.stages.items():
+        if spec.trained_params == 0:
+            continue
+        ends = updates.get(stage) or returned.get(stage, [])
+        if len(ends) != 1:
+            place = ends[1] if ends else (case.programs[0], _last_op(case.programs[0]))
+            fail(place[0], place[1], f"the gradients of {stage} reach {len(ends)} updates; one is needed")
+        _check_sum(*ends[0], {name for name, rows in face.groups.items() if _trains(rows, spec)})
+
+
+def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
+    """Note what the gradients hold that an op produces."""
+    made = [value for value in values_of(node) if value.meta["type"].kind == "grads"]
+    if not made:
+        return
+    given = [value for value in operands(node) if value in sums]
+    if node.target is ops.backward:
+        before = sums[given[0]].micro_batches if given else frozenset()
+        own = frozenset([node.kwargs["micro_batch"]])
+        sums[made[0]] = _Sum(str(node.args[0]), before | own)  # type: ignore[arg-type]
+        return
+    group = {str(node.kwargs["group"])} if node.target is ops.all_reduce else set()
+    for value, source in zip(made, given):
+        sums[value] = _Sum(sums[source].stage, sums[source].micro_batches, sums[source].groups | group)
+
+
+def _trains(rows: tuple[tuple[int, str, str], ...], spec: StageSpec) -> bool:
+    trained = {param.name for param in spec.params if param.requires_grad}
+    return any(stage == spec.name and name in trained for _, stage, name in rows)
+
+
+def _check_sum(program: Program, node: fx.Node, found: _Sum, groups: set[str]) -> None:
+    missing = sorted(set(range(program.interface.micro_batches)) - found.micro_batches)
+    if missing:
+        fail(program, node, f"the gradients of {found.stage} lack micro-batch {', '.join(map(str, missing))}")
+    if groups - found.groups:
+        names = ", ".join(sorted(groups - found.groups))
+        fail(program, node, f"the gradients of {found.stage} hold a tied parameter and were not summed over {names}")
