@@ -1,0 +1,215 @@
+"""Example inputs to fake tensors, and a model's output to named results with the loss first.
+
+In: the user's batch (dict, tuple or tensor; tensors real, fake, on meta, or shape descriptions) and output object.
+Out: `TraceInputs` (what to call forward with, placeholder names) and a dict of named output tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from ..runtime.errors import CaptureError
+
+
+@dataclass
+class TraceInputs:
+    """The user's batch on fake tensors: `args`/`kwargs` call forward, `batch` is for a loss function."""
+
+    batch: Any = None
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
+    symbols: dict[str, Any] = field(default_factory=dict)
+
+
+def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: bool) -> TraceInputs:
+    """Make the fake batch. With `dynamic`, dim 0 is the symbol b; dim 1 of token ids, masks and 3-d floats is s.
+
+    Raises CaptureError for a batch without tensors, or names that collide once made legal.
+    """
+    made = TraceInputs()
+    faker = _Faker(fake_mode, dynamic, made)
+    if isinstance(example_inputs, Mapping) and not _is_spec(example_inputs):
+        made.kwargs = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
+        made.batch = made.kwargs
+    elif isinstance(example_inputs, (tuple, list)):
+        names = _forward_names(model, len(example_inputs))
+        made.args = tuple(faker.convert(name, value) for name, value in zip(names, example_inputs))
+        made.batch = made.args
+    else:
+        made.batch = faker.convert(_forward_names(model, 1)[0], example_inputs)
+        made.args = (made.batch,)
+    if not made.tensors:
+        raise CaptureError(
+            f"example_inputs holds no tensor (found {type(example_inputs).__name__}); pass a dict or tuple of tensors, "
+            'or shapes such as {"input_ids": {"shape": [2, 128], "dtype": "int64"}}'
+        )
+    return made
+
+
+class _Faker:
+    """Turns each leaf of the batch into a fake tensor and names it."""
+
+    def __init__(self, fake_mode: FakeTensorMode, dynamic: bool, made: TraceInputs):
+        self.fake_mode, self.dynamic, self.made = fake_mode, dynamic, made
+        self.sizes: dict[tuple[int, int], Any] = {}  # (dim, size) -> symbol
+
+    def convert(self, name: str, value: Any) -> Any:
+        if _is_spec(value) or _is_tensor_like(value):
+            return self._fake(_legal(name), value)
+        if isinstance(value, Mapping):
+            return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
+        return value  # a flag or number: part of the program, not an input
+
+    def _fake(self, name: str, value: Any) -> torch.Tensor:
+        if name in self.made.tensors:
+            raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
+        shape, dtype = (value["shape"], value.get("dtype", "float32")) if _is_spec(value) else (value.shape, value.dtype)
+        dtype = _dtype(name, dtype)
+        sizes = self._symbolic(tuple(shape), dtype) if self.dynamic else tuple(shape)
+        with self.fake_mode:
+            if isinstance(value, torch.Tensor) and not self.dynamic and value.layout == torch.strided:
+                fake = torch.empty_strided(sizes, value.stride(), dtype=dtype, device="cpu")
+            else:
+                fake = torch.empty(sizes, dtype=dtype, device="cpu")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            fake.requires_grad_()
+        self.made.tensors[name] = fake
+        return fake
+
+    def _symbolic(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Replace dim 0, and dim 1 where it looks like a sequence, by the symbol of that size."""
+        tokens = not dtype.is_floating_point
+        is_sequence = len(shape) == 3 or (len(shape) >= 2 and tokens)
+        return tuple(
+            self._symbol(dim, size) if size > 1 and (dim == 0 or (dim == 1 and is_sequence)) else size
+            for dim, size in enumerate(shape)
+        )
+
+    def _symbol(self, dim: int, size: int) -> Any:
+        if (dim, size) not in self.sizes:
+            stem = "bs"[dim]
+            count = sum(other == dim for other, _ in self.sizes)
+            name = stem if count == 0 else f"{stem}{count + 1}"
+            shape_env = self.fake_mode.shape_env
+            assert shape_env is not None, "dynamic inputs need a shape environment"
+            source = ConstantSource(f"size_{name}")
+            symbol = shape_env.create_symbol(size, source, DimDynamic.DYNAMIC)
+            made = shape_env.create_symintnode(symbol, hint=size, source=source)
+            self.sizes[dim, size] = self.made.symbols[name] = made
+        return self.sizes[dim, size]
+
+
+def _is_spec(value: Any) -> bool:
+    """A shape description: {"shape": [2, 128], "dtype": "int64"}."""
+    return (
+        isinstance(value, Mapping)
+        and "shape" in value
+        and set(value) <= {"shape", "dtype"}
+        and not isinstance(value["shape"], torch.Tensor)
+    )
+
+
+def _is_tensor_like(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        hasattr(value, "shape") and hasattr(value, "dtype") and isinstance(value.shape, (tuple, list))
+    )
+
+
+def _dtype(name: str, dtype: Any) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CaptureError(f'input {name!r}: unknown dtype {dtype!r}; use a torch dtype or its name, e.g. "int64"')
+    return found
+
+
+def _legal(name: str) -> str:
+    """"a.b" -> "a_b"; never a keyword, never starting with a digit."""
+    legal = re.sub(r"\W", "_", name)
+    return f"{legal}_" if keyword.iskeyword(legal) else f"input_{legal}" if legal[:1].isdigit() else legal
+
+
+def _forward_names(model: nn.Module, count: int) -> list[str]:
+    """Names of forward's first `count` positional parameters."""
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind == parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
+    if len(names) < count:
+        raise CaptureError(
+            f"example_inputs has {count} positional inputs, but {type(model).__name__}.forward takes {len(names)} "
+            f"({', '.join(names)})"
+        )
+    return names[:count]
+
+
+def named_outputs(
+    model: nn.Module, output: Any, inputs: TraceInputs, loss_fn: Callable[[Any, Any], Any] | None
+) -> dict[str, torch.Tensor]:
+    """The model's output tensors by name, "loss" first: `loss_fn(output, batch)`, `output.loss`, or a scalar output.
+
+    Raises CaptureError when there is no scalar loss: which outputs were found and what to do.
+    """
+    found = _flatten_output("", output)
+    if loss_fn is not None:
+        loss = loss_fn(output, inputs.batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise CaptureError(f"loss_fn must return a tensor with one element; it returned {_describe(loss)}")
+        found.pop("loss", None)
+        found = {name: value for name, value in found.items() if value is not loss}
+    elif "loss" in found:
+        loss = found.pop("loss")
+        if loss.numel() != 1:
+            raise CaptureError(f"the model's loss must have one element; it is {_describe(loss)}: average it, or pass loss_fn")
+    elif isinstance(output, torch.Tensor) and output.numel() == 1:
+        return {"loss": output}
+    else:
+        raise CaptureError(_no_loss(model, found, inputs))
+    return {"loss": loss, **found}
+
+
+def _flatten_output(name: str, output: Any) -> dict[str, torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return {_legal(name or "output"): output}
+    if isinstance(output, Mapping):
+        items = [(str(key), item) for key, item in output.items()]
+    elif is_dataclass(output) and not isinstance(output, type):
+        items = [(f.name, getattr(output, f.name)) for f in fields(output)]
+    elif isinstance(output, (tuple, list)):
+        names = getattr(output, "_fields", None) or [str(i) for i in range(len(output))]
+        items = list(zip([n if name or not n.isdigit() else f"output_{n}" for n in names], output))
+    else:
+        return {}
+    flat: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        flat.update(_flatten_output(f"{name}_{key}" if name else key, item))
+    return flat
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _no_loss(model: nn.Module, found: dict[str, torch.Tensor], inputs: TraceInputs) -> str:
+    names = ", ".join(f"{name} ({_describe(value)})" for name, value in found.items()) or "no tensor at all"
+    message = f"{type(model).__name__} gave no loss to train on; its outputs are: {names}."
+    if "labels" in inspect.signature(model.forward).parameters and inputs.kwargs.get("labels") is None:
+        return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn(output, batch).'
+    return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn(output, batch)."
