@@ -165,26 +165,29 @@ def root_port(address: str | None, pci: Path) -> str:
     return f"node {numa.read_text().strip()}" if numa.is_file() else "unknown"
 
 
-def nvlink_bandwidth(index: int) -> float | None:
-    """Bytes/s per direction over all active NVLinks of a GPU; None without NVLink, or without nvidia-ml-py to ask."""
+def nvlink_bandwidth(index: int, major: int) -> float | None:
+    """Usable bytes/s per direction over all active NVLinks of a GPU of compute capability `major`.
+
+    None without NVLink, or without nvidia-ml-py to ask. The rate of one link follows from the architecture, since
+    some drivers report a wrong version of the link.
+    """
     try:
         import pynvml
     except ImportError:
         return None
-    rates = []
+    active = 0
     try:
         pynvml.nvmlInit()
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-                if pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                    version = pynvml.nvmlDeviceGetNvLinkVersion(handle, link)  # 1: NVLink 1.0, 7: NVLink 5.0
-                    rates.append(20e9 if version == 1 else 50e9 if version >= 7 else 25e9)
+                active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         pass  # NVML answers "not supported" for links that a GPU does not have: what was found so far counts
-    return 0.8 * sum(rates) or None
+    per_link = 20e9 if major <= 6 else 25e9 if major <= 9 else 50e9
+    return 0.8 * active * per_link or None
 
 
 def _unknown_part(properties: Any) -> dict[str, Any]:
@@ -218,7 +221,7 @@ def _gpu_document() -> dict[str, Any]:
     host = _host(ram_bytes(), 0.8) | {
         "root_complexes": [{"bandwidth_up": rate, "bandwidth_down": rate} for rate in widest],
         "p2p": p2p,
-        "nvlink_bandwidth": nvlink_bandwidth(0) if p2p else None,
+        "nvlink_bandwidth": nvlink_bandwidth(0, properties[0].major) if p2p else None,
     }
     guessed = f", guessed for {', '.join(sorted(set(unknown)))}" if unknown else ""
     return {

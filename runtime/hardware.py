@@ -54,6 +54,17 @@ def _for_every_dtype(value: object) -> object:
     return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.value, key.start_mark) for key, _ in node.value]
+        for index, (key, mark) in enumerate(keys):
+            if key in [earlier for earlier, _ in keys[:index]]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
+        return super().construct_mapping(node, deep)
+
+
 class Part(BaseModel):
     """Common rules of all parts: immutable, and no key beyond those listed."""
 
@@ -285,7 +296,7 @@ class Hardware(Part):
     def load(cls, path: str | Path) -> Hardware:
         """Read a YAML or JSON document. Raises HardwareError naming the file, and the line or key at fault."""
         try:
-            document = yaml.safe_load(Path(path).read_text())
+            document = yaml.load(Path(path).read_text(), Loader=_StrictLoader)
         except (OSError, UnicodeDecodeError) as error:
             raise HardwareError(f"cannot read the hardware document {path}: {error}") from error
         except yaml.YAMLError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,21 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
     assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
+
+
+@pytest.mark.parametrize(("active", "major", "rate"), [(12, 8, 240e9), (18, 9, 360e9), (18, 10, 720e9), (0, 8, None)])
+def test_nvlinks_are_counted(active: int, major: int, rate: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(handle: int, link: int) -> int:
+        if link >= active:
+            raise RuntimeError("not supported")
+        return 1
+
+    driver = SimpleNamespace(
+        NVMLError=RuntimeError, NVML_NVLINK_MAX_LINKS=18, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetNvLinkState=state,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert detect.nvlink_bandwidth(0, major) == (rate if rate is None else pytest.approx(rate))
 
 
 @pytest.mark.gpu
