@@ -59,6 +59,7 @@ class OpGraph:
     fallback_reason: str | None = None  # why the recorder gave up, if the export tracer took over
     missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
+    param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
 
     @property

@@ -61,7 +61,7 @@ def _empty() -> dict[str, int]:
 
 
 def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
-    """Offsets of all fetched weights in the device's arena (first fit, in issue order) and the arena's size in bytes."""
+    """Offsets of all fetched weights in the device's arena (first fit, in issue order), and its size in bytes."""
     offsets: dict[fx.Node, int] = {}
     live: list[tuple[int, int, fx.Node]] = []  # (offset, end, value), sorted by offset
     size = 0
@@ -156,7 +156,8 @@ def over_budget(memory: str, budget_bytes: int, need_bytes: int, name: str, op: 
     largest = sorted(live.items(), key=lambda item: -item[1])[:8]
     rows = "\n".join(f"    {format_bytes(size):>10}  {value}" for value, size in largest)
     more = f"\n    and {len(live) - len(largest)} more" if len(live) > len(largest) else ""
+    missing = used + need_bytes - budget_bytes
     return (
         f"{memory}: {name} needs {format_bytes(need_bytes)}, but {format_bytes(used)} of {format_bytes(budget_bytes)} "
-        f"are taken{f' at `{op}`' if op else ''}; missing {format_bytes(used + need_bytes - budget_bytes)}. Live values:\n{rows}{more}"
+        f"are taken{f' at `{op}`' if op else ''}; missing {format_bytes(missing)}. Live values:\n{rows}{more}"
     )

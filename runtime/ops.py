@@ -1,8 +1,8 @@
 """The instruction set: one record per op.
 
-A record holds the op's name, the streams it may occupy, whether it acts on something besides its results, which operands
-it takes over, its inference (operand types to result types; raises on bad operands) and its work (how much of which
-resource). The signature of `infer` is the op's signature. All three runtimes implement exactly these names.
+A record holds the op's name, the streams it may occupy, whether it acts on something besides its results, which
+operands it takes over, its inference (operand types to result types; raises on bad operands) and its work (how much
+of which resource). The signature of `infer` is the op's signature. All three runtimes implement exactly these names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Value:
 class Work:
     """What one op occupies: a stream, and an amount of exactly one resource.
 
-    `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device", "dram"
-    or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of device memory is held while
-    the op runs. `tag` and `peer` match a send with its receive; `group` names a collective.
+    `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
+    "dram" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of device memory is
+    held while the op runs. `tag` and `peer` match a send with its receive; `group` names a collective.
     """
 
     stream: str
@@ -183,16 +183,17 @@ fetch = Op(
 )
 
 
-def _offload(ctx: Context, grads: Value) -> Value:
-    _want(grads, "grads", "what is offloaded", DEVICE)
-    return Value("grads", grads.bytes, DRAM, stage=grads.stage, dtype=grads.dtype)
+def _offload(ctx: Context, value: Value) -> Value:
+    if not isinstance(value, Value) or value.kind not in ("grads", "tensor") or value.memory != DEVICE:
+        raise ValueError("what is offloaded must be gradients or a tensor on the device")
+    return replace(value, memory=DRAM, owned=True)
 
 
 offload = Op(
     "offload",
     (D2H,),
     _offload,
-    lambda ctx, grads: Work(D2H, moved_bytes=grads.bytes, source=DEVICE, target=DRAM),
+    lambda ctx, value: Work(D2H, moved_bytes=value.bytes, source=DEVICE, target=DRAM),
     paper="Mobius eq. 1: gradients move to DRAM once a step",
 )
 
@@ -238,8 +239,8 @@ def _forward_work(
         COMPUTE,
         flops=s.forward_flops,
         traffic_bytes=s.forward_traffic_bytes,
-        launches=s.ops_forward,
-        workspace_bytes=s.forward_workspace_bytes,
+        launches=s.launches,
+        workspace_bytes=s.forward_workspace_bytes if keep else s.light_workspace_bytes,
     )
 
 
@@ -255,7 +256,9 @@ evaluate = Op(
     "evaluate",
     (COMPUTE,),
     _evaluate,
-    lambda ctx, stage, weights, *inputs, micro_batch: _forward_work(ctx, stage, weights, *inputs, micro_batch=micro_batch),
+    lambda ctx, stage, weights, *inputs, micro_batch: _forward_work(
+        ctx, stage, weights, *inputs, micro_batch=micro_batch, keep=False
+    ),
 )
 
 
@@ -307,8 +310,9 @@ def _backward_work(
         COMPUTE,
         flops=s.backward_flops + (s.forward_flops if again else 0.0),
         traffic_bytes=s.backward_traffic_bytes + (s.forward_traffic_bytes if again else 0.0),
-        launches=(3 if again else 2) * s.ops_forward,
-        workspace_bytes=s.backward_workspace_bytes + (s.kept_bytes if again else 0),
+        launches=(3 if again else 2) * s.launches,
+        workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
+        + (s.kept_bytes if again else 0),
     )
 
 
@@ -378,7 +382,12 @@ recv = Op(
     (RECV,),
     _recv,
     lambda ctx, like, *, src, tag: Work(
-        RECV, moved_bytes=_recv(ctx, like, src=src, tag=tag).bytes, source=f"device{src}", target=DEVICE, peer=src, tag=tag
+        RECV,
+        moved_bytes=_recv(ctx, like, src=src, tag=tag).bytes,
+        source=f"device{src}",
+        target=DEVICE,
+        peer=src,
+        tag=tag,
     ),
 )
 
@@ -470,11 +479,19 @@ def _step_work(ctx: Context, stage: str, grads: Value, norm: Value | None = None
     )
 
 
-step = Op("step", (COMPUTE, CPU), _step, _step_work, effect=True, paper="ZeRO-Offload: the optimizer runs where its states lie")
+step = Op(
+    "step",
+    (COMPUTE, CPU),
+    _step,
+    _step_work,
+    effect=True,
+    paper="ZeRO-Offload: the optimizer runs where its states lie",
+)
 
 ALL: dict[str, Op] = {
     op.name: op
     for op in (
-        load, resident, fetch, offload, free, forward, evaluate, backward, add, send, recv, all_reduce, norm, clip, step,
+        load, resident, fetch, offload, free, forward, evaluate, backward, add, send, recv, all_reduce, norm, clip,
+        step,
     )
 }  # fmt: skip

@@ -77,6 +77,7 @@ class StageSpec:
     loss: str | None = None  # the name of the output that is the loss
     kept_bytes: int = 0
     forward_workspace_bytes: int = 0
+    light_workspace_bytes: int = 0  # of a forward that keeps nothing
     backward_workspace_bytes: int = 0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
@@ -84,7 +85,7 @@ class StageSpec:
     backward_traffic_bytes: float = 0.0
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
-    ops_forward: int = 0  # torch calls in one forward, for the launch overhead of the cost model
+    launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
 
     @property
     def weight_bytes(self) -> int:
@@ -239,7 +240,9 @@ def infer(program: Program, node: fx.Node) -> Any:
         result = node.target.infer(context, *args, **kwargs)
     except (TypeError, KeyError, StopIteration, AttributeError, ValueError) as error:
         reason = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
-        raise VerifyError(f"`{node.target.name}` does not take these operands: {reason}", device=program.device) from error
+        raise VerifyError(
+            f"`{node.target.name}` does not take these operands: {reason}", device=program.device
+        ) from error
     node.meta["type"] = result
     return result
 

@@ -32,10 +32,11 @@ def print_program(program: Program, comments: bool = False) -> str:
 def program_lines(program: Program, comments: bool = False) -> list[str]:
     lines = [f"def {program.function}(rt, batch):"]
     for node in program.graph.nodes:
-        line = print_node(node)
-        if line is not None:
-            lines.append(f"    {line}".ljust(COMMENT_COLUMN) + f"  # {_comment(program, node)}" if comments and node.op != "output" else f"    {line}")
-    if not program.results():
+        statement = print_node(node)
+        if statement is not None:
+            comment = _comment(program, node) if comments and node.op != "output" else ""
+            lines.append(f"    {statement}".ljust(COMMENT_COLUMN) + f"  # {comment}" if comment else f"    {statement}")
+    if not any(node.op == "output" for node in program.graph.nodes):
         lines.append("    return {}")
     return lines
 
@@ -73,9 +74,7 @@ def excerpt(program: Program, node: fx.Node, around: int = 4) -> str:
     number = line_numbers(program)[node]
     lines = program_lines(program)
     first, last = max(1, number - around), min(len(lines), number + around)
-    return "\n".join(
-        f"{'-->' if n == number else '   '} {n:5d} {lines[n - 1]}" for n in range(first, last + 1)
-    )
+    return "\n".join(f"{'-->' if n == number else '   '} {n:5d} {lines[n - 1]}" for n in range(first, last + 1))
 
 
 def describe(value: ops.Value) -> str:

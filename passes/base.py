@@ -1,0 +1,81 @@
+"""What every pass is, and what they hand on to each other.
+
+A pass is a small frozen dataclass: `plan` reads a `Draft` and returns one decision (plain data, a field of the saved
+plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) are checked before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..runtime.errors import PassError
+from ..runtime.hardware import Hardware
+from ..runtime.program import Program
+from .blocks import Block
+from .opgraph import OpGraph
+from .stages import Stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, besides model and hardware. Amounts are per global batch unless said otherwise."""
+
+    micro_batches: int = 1
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    state_bytes_per_param: float = 8.0
+    stages: int | None = None  # number of stages; None: as many as devices
+
+
+@dataclass
+class Draft:
+    """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on."""
+
+    graph: OpGraph
+    hardware: Hardware
+    options: Options = field(default_factory=Options)
+    blocks: list[Block] = field(default_factory=list)
+    partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
+    stages: list[Stage] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)  # stage -> device
+    programs: list[Program] = field(default_factory=list)
+
+    def stage_of(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.spec.name == name)
+
+    def stages_on(self, device: int) -> list[Stage]:
+        return [stage for stage, d in zip(self.stages, self.devices) if d == device]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Base of all passes. `decides` is the field of the plan that holds the pass's decision."""
+
+    name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    gives: ClassVar[tuple[str, ...]] = ()
+    decides: ClassVar[str]
+
+    def plan(self, draft: Draft) -> Any:
+        raise NotImplementedError
+
+    def rewrite(self, draft: Draft, decision: Any) -> None:
+        raise NotImplementedError
+
+
+def check_contracts(passes: Sequence[Pass]) -> None:
+    """Raise `PassError` where a pass needs what no earlier pass gives, or a pass comes twice."""
+    given: set[str] = set()
+    seen: set[str] = set()
+    for p in passes:
+        missing = [need for need in p.needs if need not in given]
+        if missing:
+            givers = [q.name for q in passes if set(missing) & set(q.gives)]
+            hint = f"; put {', '.join(givers)} before it" if givers else ""
+            raise PassError(f"pass {p.name!r} needs {', '.join(missing)}, which no pass before it gives{hint}")
+        if p.name in seen:
+            raise PassError(f"pass {p.name!r} comes twice")
+        seen.add(p.name)
+        given.update(p.gives)

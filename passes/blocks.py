@@ -1,0 +1,176 @@
+"""Basic blocks: runs of consecutive op-graph nodes that are planned, measured and printed as one.
+
+A block holds nodes in recorded order. Nodes that depend on nothing but the batch and constants (masks, position ids,
+rotary tables) belong to no block: every stage that uses them computes them anew instead of receiving them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from ..runtime.hardware import Device
+from .opgraph import OpGraph, is_mode_switch, value_tensors
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One forward and one backward of a block on one micro-batch; see `costs.measure`. Bytes, FLOPs, counts."""
+
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    forward_traffic_bytes: float = 0.0
+    backward_traffic_bytes: float = 0.0
+    kept_bytes: int = 0  # saved for backward, without parameters and without inputs
+    saved_inputs: tuple[bool, ...] = ()  # per input of the block: does backward need it?
+    saved_outputs: tuple[bool, ...] = ()  # per output: is it part of kept_bytes?
+    forward_peak_bytes: int = 0  # live at once in forward, saved tensors and outputs included
+    light_peak_bytes: int = 0  # the same without gradients
+    backward_peak_bytes: int = 0  # live at once in backward, beyond what forward left
+    launches: int = 0  # aten calls in forward
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of nodes. `inputs` and `outputs` are nodes of other blocks, shared nodes or placeholders."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    hash: str = ""
+    inputs: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()
+    param_bytes: int = 0  # of the computation's fp32 parameters, each once
+    cost: BlockCost = field(default_factory=BlockCost)
+
+    def with_cost(self, cost: BlockCost) -> Block:
+        return replace(self, cost=cost)
+
+
+def shared_nodes(graph: OpGraph) -> set[fx.Node]:
+    """Nodes that depend only on the batch and constants: no parameter, no gradient, no randomness, no written buffer.
+
+    A node that shares storage with something written by an unshared node is unshared too.
+    """
+    written = {name for node in graph.nodes for name in node.meta.get("updates_buffers", ())}
+    parameters = graph.parameters()
+    shared: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output" or is_mode_switch(node):
+            continue
+        if node.op == "placeholder":
+            shared.add(node)
+        elif node.op == "get_attr":
+            if node.target not in parameters and node.target not in written:
+                shared.add(node)
+        elif all(arg in shared for arg in node.all_input_nodes) and not (
+            node.meta.get("random") or node.meta.get("updates_buffers") or graph.node_parameters(node)
+        ):
+            shared.add(node)
+    return _without_written(graph, shared)
+
+
+def _without_written(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
+    """Drop shared nodes whose storage an unshared node writes, and all that depends on them, until none is left."""
+    while True:
+        dirty = {
+            storage_root(target)
+            for node in graph.nodes
+            if node not in shared
+            for target in node.meta.get("mutates", ())
+        }
+        bad = {n for n in shared if n.op != "placeholder" and storage_root(n) in dirty}
+        for node in graph.nodes:
+            if node in shared and any(arg in bad for arg in node.all_input_nodes):
+                bad.add(node)
+        if not bad:
+            return shared
+        shared = shared - bad
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The first node of the chain of views and in-place results that `node` is one of."""
+    while node.meta.get("alias_of") is not None:
+        node = node.meta["alias_of"]
+    return node
+
+
+def node_inputs(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes outside `nodes` that they read, in order of first use."""
+    inside = set(nodes)
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            if arg not in inside:
+                found.setdefault(arg)
+    return list(found)
+
+
+def node_outputs(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool] = lambda user: True) -> list[fx.Node]:
+    """Nodes of `nodes` that something outside reads, in order."""
+    inside = set(nodes)
+    return [n for n in nodes if any(user not in inside and wanted(user) for user in n.users)]
+
+
+def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], inputs: list[fx.Node]) -> str:
+    """Equal for blocks that are the same computation on the same shapes under the same local names."""
+    number: dict[fx.Node, str] = {n: f"in{i}" for i, n in enumerate(inputs)}
+    text = [f"{number[n]} {_signature(n.meta.get('val'))}" for n in inputs]
+    for i, node in enumerate(nodes):
+        number[node] = f"v{i}"
+        target = _target(graph, name, node)
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n]))
+        evaluation = fx.node.map_arg(
+            (node.meta.get("eval_args"), node.meta.get("eval_kwargs")), lambda n: _Name(number.get(n, "?"))
+        )
+        flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"))
+        path = _local(name, node.meta.get("module_path", ""))
+        text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
+    outside = [number[n] for n in node_outputs(nodes)]
+    text.append(f"out {outside}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+class _Name(str):
+    """Prints without quotes inside argument tuples."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _local(block: str, path: str) -> str:
+    return path[len(block) + 1 :] if block and (path == block or path.startswith(block + ".")) else path
+
+
+def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(node.target))
+        trained = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in leaf.named_parameters()]
+        return f"{_local(block, str(node.target))} {leaf!r} {trained}"
+    if node.op == "get_attr":
+        trained = [(p.requires_grad,) for p in graph.node_parameters(node).values()]
+        return f"{_local(block, str(node.target))} {trained}"
+    if isinstance(node.target, str):
+        return node.target
+    return f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', node.target)}"
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return str([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in value_tensors(value)])
+
+
+def block_time_s(block: Block, device: Device, precision: str) -> float:
+    """Roofline seconds of one forward and one backward of a block on a device."""
+    cost = block.cost
+    return (
+        device.compute_s(cost.forward_flops, cost.forward_traffic_bytes, precision)
+        + device.compute_s(cost.backward_flops, cost.backward_traffic_bytes, precision)
+        + 3 * cost.launches * device.op_overhead_s
+    )
