@@ -6,9 +6,9 @@ A task starts when the following have ended:
 - the task before it on each of its streams (`free` and `resident` occupy none);
 - of a stage that is updated: an update waits for the fetches before it, a fetch for the updates before it;
 - of memory: a fetch waits for the frees of the weights that lay in its part of the arena, and any op that takes memory
-  waits for the shortest run of the releases before it in its own text that makes it fit the budget even if none of the
-  later releases has happened. So memory never overflows, whichever stream runs ahead, and an op never waits for
-  anything behind it in its text.
+  waits for the first releases of its own text, as many as make it fit the budget even if no later release has happened
+  and everything before it in the text has started. So memory never overflows, whichever stream runs ahead, and an op
+  never waits for anything behind it in its text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import MemoryProfile, plan_arena
+from .memory import plan_arena
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -43,22 +43,23 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """One device's memory, for the waits that it causes."""
+class Quota:
+    """What one device's program may use of a memory, and what of it is taken throughout (states, arena)."""
 
-    profile: MemoryProfile
     budget_bytes: int
+    base_bytes: int
 
 
-def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
+def build_order(programs: Sequence[Program], quotas: Mapping[tuple[int, str], Quota]) -> Order:
     """The order of programs whose types are inferred and whose messages match.
 
-    Devices without an entry in `memories` wait for memory in their arena only.
+    `quotas` by (device, memory); where there is none, nobody waits for that memory, except for a place in the arena.
     """
     order = Order()
     _create_tasks(programs, order)
     for program in programs:
-        _Device(program, order).connect(memories.get(program.device))
+        own = {memory: quota for (device, memory), quota in quotas.items() if device == program.device}
+        _Device(program, order).connect(own)
     return order
 
 
@@ -123,9 +124,9 @@ class _Device:
         self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
         self.updated: dict[str, int] = {}  # per stage
 
-    def connect(self, memory: Memory | None) -> None:
+    def connect(self, quotas: Mapping[str, Quota]) -> None:
         arena = _ArenaWaits(self.program)
-        budget = None if memory is None else _BudgetWaits(memory)
+        budgets = [_BudgetWaits(memory, quota) for memory, quota in quotas.items()]
         for node in self.program.ops():
             index, work = self.task_of[node], self.work_of[node]
             self.wait_for_values(node, index)
@@ -133,9 +134,9 @@ class _Device:
             self.wait_for_weights(node, index)
             for other in arena.visit(node, index):
                 self.wait(index, other, "its part of the arena is still taken")
-            if budget is not None:
+            for budget in budgets:
                 for other in budget.visit(node, index, work):
-                    self.wait(index, other, "memory must be given back first")
+                    self.wait(index, other, f"{budget.memory} memory must be given back first")
 
     def wait(self, index: int, other: int, why: str) -> None:
         if index != other:
@@ -197,31 +198,32 @@ class _ArenaWaits:
 
 
 class _BudgetWaits:
-    """An op that takes device memory waits for the first releases of its text, as many as it takes to fit."""
+    """An op that takes some of a memory waits for the first releases of its text, as many as it takes to fit."""
 
-    def __init__(self, memory: Memory):
-        self.profile = memory.profile
-        self.budget_bytes = memory.budget_bytes
+    def __init__(self, memory: str, quota: Quota):
+        self.memory = memory
+        self.spare_bytes = quota.budget_bytes - quota.base_bytes  # if everything up to here had started and ended
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, how many releases its ops have waited for
 
     def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
-        taken, given = memory_change(node, work)
+        taken, given = memory_change(node, work, self.memory)
+        self.spare_bytes -= taken
         found: list[int] = []
-        if taken and node.target is not ops.free:
-            spare = self.budget_bytes - self.profile.live_bytes[node]
-            count = bisect_left(self.released_bytes, self.released_bytes[-1] - spare)
+        if taken:
+            count = bisect_left(self.released_bytes, self.released_bytes[-1] - self.spare_bytes)
             count = min(count, len(self.releases))
             found = self.releases[self.waited.get(work.stream, 0) : count]
             self.waited[work.stream] = max(count, self.waited.get(work.stream, 0))
         if given:
+            self.spare_bytes += given
             self.releases.append(index)
             self.released_bytes.append(self.released_bytes[-1] + given)
         return found
 
 
-def memory_change(node: fx.Node, work: ops.Work, memory: str = ops.DEVICE) -> tuple[int, int]:
+def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]:
     """Bytes of a memory that an op takes when it starts and gives back when it ends, outside the arena.
 
     Results that replace what the op takes over in place count with the difference only.

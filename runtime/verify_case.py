@@ -9,10 +9,11 @@ from typing import NoReturn
 
 from torch import fx
 
+from . import ops
 from .errors import VerifyError
 from .hardware import Hardware
 from .memory import MemoryProfile, profile_memory
-from .order import Memory
+from .order import Quota
 from .program import Program
 from .text import line_numbers, print_node
 
@@ -37,11 +38,20 @@ class Case:
         return {program.device: profile_memory(program) for program in self.programs}
 
     @cached_property
-    def memories(self) -> dict[int, Memory]:
-        if self.hardware is None:
-            return {}
-        budgets = [device.budget_bytes for device in self.hardware.devices]
-        return {device: Memory(profile, budgets[device]) for device, profile in self.profiles.items()}
+    def quotas(self) -> dict[tuple[int, str], Quota]:
+        """Per device its own memory; of its host's DRAM its peak and an equal part of what all peaks leave."""
+        found: dict[tuple[int, str], Quota] = {}
+        for host in range(len(self.hardware.hosts)) if self.hardware is not None else ():
+            assert self.hardware is not None
+            devices = [d for d in self.profiles if self.hardware.devices[d].host == host]
+            left = self.hardware.dram_budget_bytes(host) - sum(self.profiles[d].peak_bytes[ops.DRAM] for d in devices)
+            for device in devices:
+                profile = self.profiles[device]
+                own_bytes = profile.persistent.total(ops.DEVICE) + profile.arena_bytes
+                found[device, ops.DEVICE] = Quota(self.hardware.devices[device].budget_bytes, own_bytes)
+                dram_bytes = profile.peak_bytes[ops.DRAM] + left // len(devices)
+                found[device, ops.DRAM] = Quota(dram_bytes, profile.persistent.total(ops.DRAM))
+        return found
 
 
 def fail(program: Program, node: fx.Node, message: str) -> NoReturn:

@@ -11,9 +11,9 @@ from . import ops
 from .program import Program, StageSpec, operands, values_of
 from .verify_case import Case, fail, line_of
 
-COMMON = {ops.load, ops.resident, ops.fetch, ops.free, ops.send, ops.recv}
+COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.free, ops.send, ops.recv}
 LEGAL = {
-    "step": COMMON | {ops.forward, ops.backward, ops.add, ops.offload, ops.all_reduce, ops.norm, ops.clip, ops.step},
+    "step": COMMON | {ops.forward, ops.backward, ops.add, ops.all_reduce, ops.norm, ops.clip, ops.step},
     "evaluate": COMMON | {ops.evaluate},
 }
 
@@ -114,7 +114,7 @@ def check_micro_batches(case: Case) -> None:
     def micro_batch_of(value: fx.Node) -> int:
         producer = value.args[0] if value.target is operator.getitem else value
         assert isinstance(producer, fx.Node)
-        while producer.target in (ops.recv, ops.add):
+        while producer.target in (ops.recv, ops.add, ops.offload):
             if producer.target is ops.recv:
                 value = senders[producer.kwargs["src"], device_of[producer], producer.kwargs["tag"]]  # type: ignore[index, assignment]
             else:

@@ -1,0 +1,108 @@
+"""What a task of a step costs on a machine: seconds that are fixed, and amounts that flow through shared resources.
+
+- Computation: the device's roofline and its overhead per launch.
+- A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
+- A collective: a ring over the members' memories, in each of whose n steps between neighbours a 2(n-1)/n part of the
+  bytes moves, all neighbours at the same time.
+- On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
+
+Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
+computation waits for the former, while the latter are asked for ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import ops
+from .hardware import Hardware
+from .links import Link
+from .order import Task
+
+URGENT, AHEAD = 0, 1
+PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`fixed_s` passes first, then all `flows` (path, amount) run at the same time; bytes, or parameters."""
+
+    fixed_s: float = 0.0
+    flows: tuple[tuple[tuple[str, ...], float], ...] = ()
+    priority: int = URGENT
+
+
+class CostModel:
+    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16")."""
+
+    def __init__(self, hardware: Hardware, precision: str):
+        self.hardware = hardware
+        self.precision = precision
+        self.links = {**hardware.links(), **_host_resources(hardware)}
+        self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
+        self.known: dict[tuple[int, ops.Work], Cost] = {}
+
+    def cost(self, task: Task) -> Cost:
+        device, node, work = task.parts[0]
+        if work.group:
+            return self.collective([(d, w) for d, _, w in task.parts])
+        if work.stream in (ops.SEND, ops.RECV):
+            return self.transfer(device, work, URGENT)
+        key = (device, work)
+        if key not in self.known:
+            self.known[key] = self.single(device, work, PRIORITY.get(node.target, URGENT))  # type: ignore[call-overload]
+        return self.known[key]
+
+    def single(self, device: int, work: ops.Work, priority: int) -> Cost:
+        owner = self.hardware.devices[device]
+        if work.stream == ops.COMPUTE:
+            return Cost(owner.compute_s(work.flops, work.traffic_bytes, self.precision, work.launches))
+        if work.stream == ops.CPU and work.params:
+            return Cost(flows=((_optimizer(owner.host), work.params),))
+        if work.stream == ops.CPU:
+            return Cost(flows=((_dram(owner.host), work.traffic_bytes),))
+        return self.transfer(device, work, priority) if work.source else Cost()
+
+    def transfer(self, device: int, work: ops.Work, priority: int) -> Cost:
+        path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))
+        return Cost(latency_s, ((path, work.moved_bytes),), priority)
+
+    def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
+        if len(members) == 1:  # all members lie on one device: added up in place
+            return Cost()
+        memories = [self.memory(device, work.source) for device, work in members]
+        routes = [self.route(memories[i - 1], memory) for i, memory in enumerate(memories)]
+        rounds = 2 * (len(members) - 1)
+        amount = max(work.moved_bytes for _, work in members) * rounds / len(members)
+        return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))
+
+    def memory(self, device: int, name: str) -> str:
+        """The machine's name for "device", "dram" or "device3" as a program of `device` says it."""
+        if name == ops.DRAM:
+            return f"dram{self.hardware.devices[device].host}"
+        return self.hardware.devices[device if name == ops.DEVICE else int(name.removeprefix("device"))].name
+
+    def route(self, source: str, target: str) -> tuple[tuple[str, ...], float]:
+        """Links between two memories, and the seconds of an empty transfer."""
+        if (source, target) not in self.routes:
+            path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
+            self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
+        return self.routes[source, target]
+
+
+def _optimizer(host: int) -> tuple[str, ...]:
+    return (f"host{host}.optimizer",)
+
+
+def _dram(host: int) -> tuple[str, ...]:
+    return (f"host{host}.dram",)
+
+
+def _host_resources(hardware: Hardware) -> dict[str, Link]:
+    """What the devices of a host share besides links, as links of their own: amounts per second."""
+    found = {}
+    for index, host in enumerate(hardware.hosts):
+        for (name,), rate in ((_optimizer(index), host.optimizer_params_per_s), (_dram(index), host.dram_bandwidth)):
+            found[name] = Link(name, f"dram{index}", f"dram{index}", rate, 0.0)
+    return found

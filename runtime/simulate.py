@@ -1,0 +1,165 @@
+"""A discrete-event simulation of one step on all devices: the third way to run a program, in which only time passes.
+
+Tasks start in the order of `order.py`: operands, streams, rendezvous and memory. What they cost is in `costs.py`, how
+their transfers share links in `sharing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from . import ops
+from .costs import CostModel
+from .hardware import Hardware
+from .order import Order, build_order, memory_change
+from .program import Program
+from .sharing import Lane, Traffic
+from .text import print_node
+from .timeline import Span, Timeline
+from .verify_case import Case
+from .verify_devices import check_collectives, check_deadlock, check_devices, check_messages
+
+
+def simulate(
+    programs: Sequence[Program],
+    hardware: Hardware,
+    *,
+    precision: str = "fp32",
+    start: Sequence[float] | None = None,
+) -> Timeline:
+    """Time one step of all devices, without running anything.
+
+    `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
+    device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
+    does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
+    Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
+    has no rate for the precision.
+    """
+    case = Case(programs, hardware)
+    for rule in (check_devices, check_messages, check_collectives):
+        rule(case)
+    order = build_order(programs, case.quotas)
+    engine = _Engine(order, CostModel(hardware, precision))
+    engine.run(start)
+    if len(engine.ended_s) < len(order.tasks):
+        check_deadlock(case)
+        raise AssertionError("the simulation stopped, but no ring of waits was found")
+    return _timeline(case, hardware, order, engine)
+
+
+class _Engine:
+    """Runs the tasks of an order; fills `began_s` and `ended_s` per task and the bytes that went over each link."""
+
+    def __init__(self, order: Order, model: CostModel):
+        self.tasks = order.tasks
+        self.costs = [model.cost(task) for task in order.tasks]
+        self.traffic = Traffic(model.links)
+        self.blocked_by = [len(task.waits) for task in order.tasks]
+        self.followers: list[list[int]] = [[] for _ in order.tasks]
+        for index, task in enumerate(order.tasks):
+            for other, _ in task.waits:
+                self.followers[other].append(index)
+        self.flows_left = [len(cost.flows) for cost in self.costs]
+        self.began_s: dict[int, float] = {}
+        self.ended_s: dict[int, float] = {}
+        self.moved: dict[tuple[str, ...], float] = {}
+        # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
+        self.events: list[tuple[float, int, int | Lane, int]] = []
+        self.count = 0
+
+    def run(self, start: Sequence[float] | None) -> None:
+        offsets = start or []
+        for index, blocked in enumerate(self.blocked_by):
+            if not blocked:
+                self.begin(index, 0.0, offsets)
+        while self.events:
+            now_s, _, what, version = heappop(self.events)
+            if isinstance(what, int):
+                over = self.flow(what, now_s)
+            elif version == what.version:
+                flow, changed = self.traffic.end(what, now_s)
+                self.expect(changed)
+                self.flows_left[flow] -= 1  # type: ignore[index]
+                over = None if self.flows_left[flow] else flow  # type: ignore[index, assignment]
+            else:
+                continue
+            if over is not None:
+                self.end(over, now_s, offsets)
+
+    def begin(self, index: int, now_s: float, offsets: Sequence[float]) -> None:
+        if offsets:
+            now_s = max(now_s, *(offsets[device] for device, _, _ in self.tasks[index].parts))
+        self.began_s[index] = now_s
+        self.push(now_s + self.costs[index].fixed_s, index, 0)
+
+    def flow(self, index: int, now_s: float) -> int | None:
+        """The fixed part is over: start the task's flows; the task itself when it has none."""
+        cost = self.costs[index]
+        for path, amount in cost.flows:
+            self.moved[path] = self.moved.get(path, 0.0) + amount
+            self.expect(self.traffic.start(self.traffic.lane(path, cost.priority), index, amount, now_s))
+        return None if cost.flows else index
+
+    def end(self, index: int, now_s: float, offsets: Sequence[float]) -> None:
+        self.ended_s[index] = now_s
+        for follower in self.followers[index]:
+            self.blocked_by[follower] -= 1
+            if not self.blocked_by[follower]:
+                self.begin(follower, now_s, offsets)
+
+    def expect(self, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            if lane.flows and lane.rate > 0:
+                self.push(lane.next_end_s(), lane, lane.version)
+
+    def push(self, at_s: float, what: int | Lane, version: int) -> None:
+        self.count += 1
+        heappush(self.events, (at_s, self.count, what, version))
+
+
+def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> Timeline:
+    names = [device.name for device in hardware.devices[: len(case.programs)]]
+    spans, peak_bytes = [], {name: case.profiles[device].peak_bytes[ops.DEVICE] for device, name in enumerate(names)}
+    for program in case.programs:
+        host = f"dram{hardware.devices[program.device].host}"
+        peak_bytes[host] = peak_bytes.get(host, 0) + case.profiles[program.device].peak_bytes[ops.DRAM]
+        for node in program.ops():
+            if node.target in (ops.free, ops.resident):
+                continue
+            task = order.task_of[node]
+            stream, text = order.work_of[node].stream, print_node(node) or ""
+            began_s, ended_s = engine.began_s[task], engine.ended_s[task]
+            spans.append(Span(program.device, stream, node.target.name, text, began_s, ended_s))  # type: ignore[union-attr]
+    moved = {link: 0.0 for link in hardware.links()}
+    for path, amount in engine.moved.items():
+        for link in path:
+            if link in moved:
+                moved[link] += amount
+    step_s = max(engine.ended_s.values(), default=0.0)
+    busy = {name: moved[name] / link.bandwidth / step_s if step_s else 0.0 for name, link in hardware.links().items()}
+    whole = {link: round(amount) for link, amount in moved.items()}
+    return Timeline(spans, names, peak_bytes, whole, busy, _memory_over_time(case, hardware, order, engine))
+
+
+def _memory_over_time(
+    case: Case, hardware: Hardware, order: Order, engine: _Engine
+) -> dict[str, list[tuple[float, int]]]:
+    """Per memory its bytes after every change, as the simulation went."""
+    changes: dict[str, list[tuple[float, int]]] = {}
+    for program in case.programs:
+        owner, profile = hardware.devices[program.device], case.profiles[program.device]
+        for memory, name in ((ops.DEVICE, owner.name), (ops.DRAM, f"dram{owner.host}")):
+            rows = changes.setdefault(name, [])
+            rows.append((0.0, profile.persistent.total(memory) + (profile.arena_bytes if memory == ops.DEVICE else 0)))
+            for node in program.ops():
+                taken, given = memory_change(node, order.work_of[node], memory)
+                task = order.task_of[node]
+                rows += [(engine.began_s[task], taken)] if taken else []
+                rows += [(engine.ended_s[task], -given)] if given else []
+    found = {}
+    for name, rows in changes.items():
+        rows.sort()
+        found[name] = list(zip((at_s for at_s, _ in rows), accumulate(change for _, change in rows)))
+    return found
