@@ -137,7 +137,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from error
         if digest is not None and seen.hexdigest() != digest:
-            raise CheckpointError(f"{self.path}: the bytes of {name!r} were altered since they were written. {_RESTORE}")
+            raise CheckpointError(f"{self.path}: the bytes of {name!r} were altered after writing. {_RESTORE}")
         return tensor
 
     def _read_header(self, file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -190,7 +190,7 @@ def _header(rows: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mappin
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's memory, without a copy where it is contiguous."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _write_all(file: Any, data: memoryview) -> None:

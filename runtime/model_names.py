@@ -1,0 +1,41 @@
+"""The names of a model's parameters and buffers: which are one tensor (ties), and which are never saved."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under each of its names, parameters first."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found
+
+
+def never_saved(model: nn.Module) -> set[str]:
+    """Names of the buffers that are not part of the state dict: the model computes them itself."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Each name of a tensor that has an earlier one, to its first. Tensors are told by identity, so meta works."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, tensor in named_tensors(model).items():
+        canonical = first.setdefault(id(tensor), name)
+        if canonical != name:
+            ties[name] = canonical
+    return ties
+
+
+def aliases_of(ties: dict[str, str]) -> dict[str, list[str]]:
+    """Each canonical name of `ties` to all names of its tensor, itself first."""
+    groups: dict[str, list[str]] = {}
+    for alias, canonical in ties.items():
+        groups.setdefault(canonical, [canonical]).append(alias)
+    return groups
