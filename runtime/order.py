@@ -63,6 +63,11 @@ def build_order(programs: Sequence[Program], quotas: Mapping[tuple[int, str], Qu
     return order
 
 
+def producer_of(value: fx.Node) -> fx.Node:
+    """The op that produces a value, which may be one of several results."""
+    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+
+
 def find_cycle(order: Order) -> list[tuple[int, str]] | None:
     """Tasks that wait for each other in a ring, each with the reason it waits for the next; None when all can run."""
     blocked_by = [len(task.waits) for task in order.tasks]
@@ -143,14 +148,13 @@ class _Device:
             self.tasks[index].waits.append((other, why))
 
     def wait_for_values(self, node: fx.Node, index: int) -> None:
-        gone = node.args if node.target is ops.free else donated(node)
+        gone = operands(node) if node.target is ops.free else donated(node)
         for value in operands(node):
-            producer = value.args[0] if value.target is operator.getitem else value
-            self.wait(index, self.task_of[producer], f"needs `{value.name}`")  # type: ignore[index]
+            self.wait(index, self.task_of[producer_of(value)], f"needs `{value.name}`")
             self.readers.setdefault(value, []).append(index)
         for value in gone:
-            for reader in self.readers[value]:  # type: ignore[index]
-                self.wait(index, reader, f"`{value.name}` is still read")  # type: ignore[union-attr]
+            for reader in self.readers[value]:
+                self.wait(index, reader, f"`{value.name}` is still read")
 
     def wait_for_stream(self, node: fx.Node, index: int, work: ops.Work) -> None:
         if node.target in (ops.free, ops.resident):

@@ -8,7 +8,7 @@ more than it. A lower class gets what the classes above leave.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .links import Link
@@ -78,7 +78,7 @@ class Lane:
     moved_bytes: float = 0.0
     since_s: float = 0.0
     version: int = 0
-    flows: list[tuple[float, Hashable]] = field(default_factory=list)  # (moved_bytes at which it ends, flow)
+    flows: list[tuple[float, int]] = field(default_factory=list)  # (moved_bytes at which it ends, flow)
 
     def advance(self, now_s: float) -> None:
         if now_s > self.since_s:
@@ -87,7 +87,7 @@ class Lane:
 
     def next_end_s(self) -> float:
         """When the first of its flows ends at the present rate."""
-        left = min(self.flows)[0] - self.moved_bytes  # type: ignore[type-var]
+        left = min(self.flows)[0] - self.moved_bytes
         return self.since_s + max(0.0, left / self.rate) if self.rate > 0 else math.inf
 
 
@@ -107,7 +107,7 @@ class Traffic:
             self.lanes[key] = Lane(path, priority, resources, len(self.lanes))
         return self.lanes[key]
 
-    def start(self, lane: Lane, flow: Hashable, num_bytes: float, now_s: float) -> list[Lane]:
+    def start(self, lane: Lane, flow: int, num_bytes: float, now_s: float) -> list[Lane]:
         """Begin a flow; returns the lanes whose next end has changed."""
         lane.advance(now_s)
         if not lane.flows:
@@ -117,10 +117,10 @@ class Traffic:
         lane.flows.append((lane.moved_bytes + num_bytes, flow))
         return self.share(lane, now_s)
 
-    def end(self, lane: Lane, now_s: float) -> tuple[Hashable, list[Lane]]:
+    def end(self, lane: Lane, now_s: float) -> tuple[int, list[Lane]]:
         """End the lane's next flow; returns it and the lanes whose next end has changed."""
         lane.advance(now_s)
-        row = min(lane.flows, key=lambda row: row[0])
+        row = min(lane.flows)
         lane.flows.remove(row)
         if not lane.flows:
             for resource in lane.resources:

@@ -81,8 +81,8 @@ class _Engine:
             elif version == what.version:
                 flow, changed = self.traffic.end(what, now_s)
                 self.expect(changed)
-                self.flows_left[flow] -= 1  # type: ignore[index]
-                over = None if self.flows_left[flow] else flow  # type: ignore[index, assignment]
+                self.flows_left[flow] -= 1
+                over = None if self.flows_left[flow] else flow
             else:
                 continue
             if over is not None:

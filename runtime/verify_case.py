@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -64,6 +64,14 @@ def fail(program: Program, node: fx.Node, message: str) -> NoReturn:
 def line_of(program: Program, node: fx.Node) -> int:
     """Line of a node in the file that the program was read from, else in the program's own text."""
     return _numbered(program).get(node, 1)
+
+
+def message_key(program: Program, node: fx.Node) -> tuple[int, int, str]:
+    """What a send and its receive have in common: (source, destination, tag)."""
+    fields: Any = node.kwargs
+    if node.target is ops.send:
+        return program.device, fields["dst"], fields["tag"]
+    return fields["src"], program.device, fields["tag"]
 
 
 def where(program: Program, node: fx.Node) -> str:

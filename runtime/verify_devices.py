@@ -10,7 +10,7 @@ from .memory import MemoryProfile, over_budget
 from .order import build_order, find_cycle
 from .program import Program, values_of, work_of
 from .text import describe, print_node
-from .verify_case import Case, fail, line_of, where
+from .verify_case import Case, fail, line_of, message_key, where
 
 Call = tuple[Program, fx.Node]
 
@@ -38,16 +38,13 @@ def check_messages(case: Case) -> None:
     recvs: dict[tuple[int, int, str], Call] = {}
     for program in case.programs:
         for node in program.ops():
-            if node.target is ops.send:
-                key, side = (program.device, node.kwargs["dst"], node.kwargs["tag"]), sends
-            elif node.target is ops.recv:
-                key, side = (node.kwargs["src"], program.device, node.kwargs["tag"]), recvs
-            else:
+            if node.target not in (ops.send, ops.recv):
                 continue
-            if key in side:  # type: ignore[comparison-overlap]
-                earlier = line_of(*side[key])  # type: ignore[index]
+            key, side = message_key(program, node), sends if node.target is ops.send else recvs
+            if key in side:
+                earlier = line_of(*side[key])
                 fail(program, node, f"tag {key[2]!r} is used again between the same devices, first in line {earlier}")
-            side[key] = (program, node)  # type: ignore[index]
+            side[key] = (program, node)
     for key, (program, node) in sends.items():
         if key not in recvs:
             fail(program, node, f"device {key[1]} never receives {key[2]!r} from device {key[0]}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 from torch import fx
 
 from . import ops
+from .order import producer_of
 from .program import Program, StageSpec, operands, values_of
-from .verify_case import Case, fail, line_of
+from .verify_case import Case, fail, line_of, message_key
 
 COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.free, ops.send, ops.recv}
 LEGAL = {
@@ -70,16 +70,17 @@ def check_coverage(case: Case) -> None:
     homes: dict[str, tuple[Program, fx.Node]] = {}
     for program in case.programs:
         for node in program.ops():
-            if node.target not in wanted:
+            op = node.target
+            if not isinstance(op, ops.Op) or op not in wanted:
                 continue
-            stage, micro_batch = str(node.args[0]), node.kwargs["micro_batch"]
+            stage, micro_batch = str(node.args[0]), _micro_batch(node)
             home = homes.setdefault(stage, (program, node))[0]
             if home is not program:
                 fail(program, node, f"{stage} runs on device {home.device} already")
-            key = (node.target, stage, micro_batch)
+            key = (op, stage, micro_batch)
             if key in done:
                 first = line_of(*done[key])
-                fail(program, node, f"{node.target.name} of {stage}, micro-batch {micro_batch} is done in line {first}")  # type: ignore[union-attr]
+                fail(program, node, f"{op.name} of {stage}, micro-batch {micro_batch} is done in line {first}")
             done[key] = (program, node)
     for stage, spec in face.stages.items():
         for op in wanted:
@@ -101,37 +102,34 @@ def _last_op(program: Program) -> fx.Node:
 
 def check_micro_batches(case: Case) -> None:
     """No op mixes values of different micro-batches, also over messages."""
-    senders = {
-        (program.device, node.kwargs["dst"], node.kwargs["tag"]): node.args[0]
-        for program in case.programs
-        for node in program.ops()
-        if node.target is ops.send
-    }
-    device_of: dict[fx.Node, int] = {}
-    for program in case.programs:
-        device_of.update((node, program.device) for node in program.ops())
+    owners = {node: program for program in case.programs for node in program.ops()}
+    sent = {message_key(program, node): node.args[0] for node, program in owners.items() if node.target is ops.send}
 
     def micro_batch_of(value: fx.Node) -> int:
-        producer = value.args[0] if value.target is operator.getitem else value
-        assert isinstance(producer, fx.Node)
-        while producer.target in (ops.recv, ops.add, ops.offload):
+        producer = producer_of(value)
+        while producer.target in (ops.recv, ops.add, ops.offload):  # these pass on what another op made
             if producer.target is ops.recv:
-                value = senders[producer.kwargs["src"], device_of[producer], producer.kwargs["tag"]]  # type: ignore[index, assignment]
+                value = sent[message_key(owners[producer], producer)]  # type: ignore[assignment]
             else:
                 value = operands(producer)[0]
-            producer = value.args[0] if value.target is operator.getitem else value  # type: ignore[assignment]
-        return producer.kwargs["micro_batch"]  # type: ignore[return-value]
+            producer = producer_of(value)
+        return _micro_batch(producer)
 
-    for program in case.programs:
-        for node in program.ops():
-            if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.add):
-                continue
-            tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
-            own = node.kwargs["micro_batch"] if node.target is not ops.add else micro_batch_of(tensors[0])
-            for value in tensors:
-                if micro_batch_of(value) != own:
-                    other = micro_batch_of(value)
-                    fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
+    for node, program in owners.items():
+        if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.add):
+            continue
+        tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
+        own = micro_batch_of(tensors[0]) if node.target is ops.add else _micro_batch(node)
+        for value in tensors:
+            other = micro_batch_of(value)
+            if other != own:
+                fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
+
+
+def _micro_batch(node: fx.Node) -> int:
+    number = node.kwargs["micro_batch"]
+    assert isinstance(number, int)
+    return number
 
 
 @dataclass(frozen=True)
@@ -179,8 +177,7 @@ def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
     given = [value for value in operands(node) if value in sums]
     if node.target is ops.backward:
         before = sums[given[0]].micro_batches if given else frozenset()
-        own = frozenset([node.kwargs["micro_batch"]])
-        sums[made[0]] = _Sum(str(node.args[0]), before | own)  # type: ignore[arg-type]
+        sums[made[0]] = _Sum(str(node.args[0]), before | {_micro_batch(node)})
         return
     group = {str(node.kwargs["group"])} if node.target is ops.all_reduce else set()
     for value, source in zip(made, given):

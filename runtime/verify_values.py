@@ -25,7 +25,7 @@ def check_structure(case: Case) -> None:
             for value in node.all_input_nodes:
                 if value not in seen:
                     fail(program, place or node, f"`{value.name}` is used before it is produced")
-            if place is node:
+            if place is not None and place is node:
                 _check_call(program, node)
             seen.add(node)
 
