@@ -1,6 +1,6 @@
 """A discrete-event simulation of one step on all devices: the third way to run a program, in which only time passes.
 
-Tasks start in the order of `order.py`: operands, streams, rendezvous and memory. What they cost is in `costs.py`, how
+Tasks start in the order of `order.py`: operands, streams, rendezvous and memory. What they cost is in `task_costs.py`, how
 their transfers share links in `sharing.py`.
 """
 
@@ -11,11 +11,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from . import ops
-from .costs import CostModel
 from .hardware import Hardware
 from .order import Order, build_order, memory_change
 from .program import Program
 from .sharing import Lane, Traffic
+from .task_costs import CostModel
 from .text import print_node
 from .timeline import Span, Timeline
 from .verify_case import Case
