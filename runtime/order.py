@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import plan_arena
+from .memory import MemoryProfile, plan_arena
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -43,23 +43,31 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Quota:
-    """What one device's program may use of a memory, and what of it is taken throughout (states, arena)."""
+class Memory:
+    """The memories of one device's program: its profile, its device's budget, and its part of the host's DRAM if that
+    is limited."""
 
+    profile: MemoryProfile
     budget_bytes: int
-    base_bytes: int
+    dram_budget_bytes: int | None = None
+
+    def waits(self) -> list[_BudgetWaits]:
+        device, dram = (self.profile.persistent.total(memory) for memory in (ops.DEVICE, ops.DRAM))
+        found = [_BudgetWaits(ops.DEVICE, self.budget_bytes - device - self.profile.arena_bytes)]
+        if self.dram_budget_bytes is not None:
+            found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - dram))
+        return found
 
 
-def build_order(programs: Sequence[Program], quotas: Mapping[tuple[int, str], Quota]) -> Order:
-    """The order of programs whose types are inferred and whose messages match.
+def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
+    """The order of programs whose types are inferred and whose messages match; also of one of them alone.
 
-    `quotas` by (device, memory); where there is none, nobody waits for that memory, except for a place in the arena.
+    Devices without an entry in `memories` wait for a place in their arena only.
     """
     order = Order()
     _create_tasks(programs, order)
     for program in programs:
-        own = {memory: quota for (device, memory), quota in quotas.items() if device == program.device}
-        _Device(program, order).connect(own)
+        _Device(program, order).connect(memories.get(program.device))
     return order
 
 
@@ -129,9 +137,9 @@ class _Device:
         self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
         self.updated: dict[str, int] = {}  # per stage
 
-    def connect(self, quotas: Mapping[str, Quota]) -> None:
+    def connect(self, memory: Memory | None) -> None:
         arena = _ArenaWaits(self.program)
-        budgets = [_BudgetWaits(memory, quota) for memory, quota in quotas.items()]
+        budgets = [] if memory is None else memory.waits()
         for node in self.program.ops():
             index, work = self.task_of[node], self.work_of[node]
             self.wait_for_values(node, index)
@@ -204,9 +212,9 @@ class _ArenaWaits:
 class _BudgetWaits:
     """An op that takes some of a memory waits for the first releases of its text, as many as it takes to fit."""
 
-    def __init__(self, memory: str, quota: Quota):
+    def __init__(self, memory: str, spare_bytes: int):
         self.memory = memory
-        self.spare_bytes = quota.budget_bytes - quota.base_bytes  # if everything up to here had started and ended
+        self.spare_bytes = spare_bytes  # if everything up to here had started and ended
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, how many releases its ops have waited for

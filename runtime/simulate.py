@@ -1,7 +1,7 @@
 """A discrete-event simulation of one step on all devices: the third way to run a program, in which only time passes.
 
-Tasks start in the order of `order.py`: operands, streams, rendezvous and memory. What they cost is in `task_costs.py`, how
-their transfers share links in `sharing.py`.
+Tasks start in the order of `order.py`: operands, streams, rendezvous and memory. What they cost is in `task_costs.py`,
+how their transfers share links in `sharing.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def simulate(
     case = Case(programs, hardware)
     for rule in (check_devices, check_messages, check_collectives):
         rule(case)
-    order = build_order(programs, case.quotas)
+    order = build_order(programs, case.memories)
     engine = _Engine(order, CostModel(hardware, precision))
     engine.run(start)
     if len(engine.ended_s) < len(order.tasks):

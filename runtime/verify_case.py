@@ -13,7 +13,7 @@ from . import ops
 from .errors import VerifyError
 from .hardware import Hardware
 from .memory import MemoryProfile, profile_memory
-from .order import Quota
+from .order import Memory
 from .program import Program
 from .text import line_numbers, print_node
 
@@ -38,19 +38,18 @@ class Case:
         return {program.device: profile_memory(program) for program in self.programs}
 
     @cached_property
-    def quotas(self) -> dict[tuple[int, str], Quota]:
+    def memories(self) -> dict[int, Memory]:
         """Per device its own memory; of its host's DRAM its peak and an equal part of what all peaks leave."""
-        found: dict[tuple[int, str], Quota] = {}
-        for host in range(len(self.hardware.hosts)) if self.hardware is not None else ():
-            assert self.hardware is not None
-            devices = [d for d in self.profiles if self.hardware.devices[d].host == host]
-            left = self.hardware.dram_budget_bytes(host) - sum(self.profiles[d].peak_bytes[ops.DRAM] for d in devices)
-            for device in devices:
-                profile = self.profiles[device]
-                own_bytes = profile.persistent.total(ops.DEVICE) + profile.arena_bytes
-                found[device, ops.DEVICE] = Quota(self.hardware.devices[device].budget_bytes, own_bytes)
-                dram_bytes = profile.peak_bytes[ops.DRAM] + left // len(devices)
-                found[device, ops.DRAM] = Quota(dram_bytes, profile.persistent.total(ops.DRAM))
+        found: dict[int, Memory] = {}
+        if self.hardware is None:
+            return found
+        for device, profile in self.profiles.items():
+            owner = self.hardware.devices[device]
+            same = [d for d in self.profiles if self.hardware.devices[d].host == owner.host]
+            peaks = [self.profiles[d].peak_bytes[ops.DRAM] for d in same]
+            left = self.hardware.dram_budget_bytes(owner.host) - sum(peaks)
+            dram_bytes = profile.peak_bytes[ops.DRAM] + left // len(peaks)
+            found[device] = Memory(profile, owner.budget_bytes, dram_bytes)
         return found
 
 

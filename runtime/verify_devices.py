@@ -90,7 +90,7 @@ def check_collectives(case: Case) -> None:
 
 def check_deadlock(case: Case) -> None:
     """Every op can start: no ring of ops that wait for each other over operands, streams, messages and memory."""
-    order = build_order(case.programs, case.quotas)
+    order = build_order(case.programs, case.memories)
     ring = find_cycle(order)
     if ring is None:
         return
