@@ -1,0 +1,109 @@
+"""Memory that is taken once and reused: the arena for fetched weights, and flat buffers with a place for each parameter.
+
+A stage's weights are one flat buffer, so that a fetch is one copy. Host buffers that a CUDA device copies from or to
+are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .program import ParamSpec, StageSpec, aligned
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor inside a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a flat buffer lies."""
+
+    places: tuple[Place, ...]
+    total_bytes: int
+
+    @staticmethod
+    def of(params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512) -> Layout:
+        """In order, each start aligned; `dtype` replaces the dtypes of the parameters."""
+        places, offset = [], 0
+        for param in params:
+            own = getattr(torch, param.dtype) if dtype is None else dtype
+            size = param.numel * own.itemsize
+            places.append(Place(param.name, param.shape, own, offset, size))
+            offset += aligned(size, alignment)
+        return Layout(tuple(places), offset)
+
+    def views(self, flat: Tensor, start_bytes: int = 0) -> dict[str, Tensor]:
+        """The tensors inside `flat` (uint8), beginning at `start_bytes`."""
+        found = {}
+        for place in self.places:
+            start = start_bytes + place.offset_bytes
+            found[place.name] = flat[start : start + place.size_bytes].view(place.dtype).view(place.shape)
+        return found
+
+
+def weights_layout(spec: StageSpec) -> Layout:
+    """All parameters in the dtype of the computation; as long as `spec.weight_bytes`."""
+    return Layout.of(spec.params)
+
+
+def grads_layout(spec: StageSpec) -> Layout:
+    """The gradients of the trained parameters, packed."""
+    return Layout.of((p for p in spec.params if p.requires_grad), alignment=64)
+
+
+def masters_layout(spec: StageSpec) -> Layout:
+    """The trained parameters in fp32, packed."""
+    return Layout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
+
+
+def allocate(num_bytes: int, device: torch.device, pinned: bool = False) -> Tensor:
+    """An uninitialised flat buffer; `pinned` asks for page-locked host memory."""
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+class Arena:
+    """One preallocated block of a device's memory in which every fetched stage has a planned place.
+
+    A place is written again only behind the events of those who read what lay there before: the waits of the fetch
+    (`runtime/order.py`) see to that.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flat = allocate(0, device)
+        self._views: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+    @property
+    def bytes(self) -> int:
+        return self.flat.numel()
+
+    def ensure(self, num_bytes: int) -> None:
+        """Make it at least this large; only between steps, when nothing lies in it."""
+        if num_bytes > self.bytes:
+            self._views.clear()
+            self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
+            self.flat = allocate(num_bytes, self.device)
+
+    def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
+        return self.flat[offset_bytes : offset_bytes + num_bytes]
+
+    def views(self, name: str, layout: Layout, offset_bytes: int) -> dict[str, Tensor]:
+        """The tensors of a stage at this place: always the same dict for the same place."""
+        key = (name, offset_bytes)
+        if key not in self._views:
+            self._views[key] = layout.views(self.flat, offset_bytes)
+        return self._views[key]

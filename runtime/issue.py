@@ -1,0 +1,160 @@
+"""One program made ready to be issued: per op, everything that can be known before the first step.
+
+Most of all what it waits for. The order is that of the verifier and the simulator (`order.py`), so a device cannot
+block where the verifier saw that it would not, and memory is reused only behind those who used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from . import ops
+from .memory import Persistent, plan_arena, profile_memory
+from .order import Memory, build_order
+from .program import Program, donated, values_of, work_of
+from .text import line_numbers, print_node
+
+
+@dataclass
+class Issue:
+    """One op. `takes` and `gives` are values by name and memory, `waits` the indices of earlier ops (see `Issues`)."""
+
+    index: int
+    op: str
+    line: int  # 1-based, in the generated file
+    text: str
+    stream: str
+    memory: str  # in which it works: that of its first operand or result
+    results: list[str]
+    takes: list[tuple[str, str, int]]  # memory, name, bytes
+    gives: list[tuple[str, str]]  # taken over in place, or freed
+    workspace_bytes: int
+    moved_bytes: int
+    route: tuple[str, str]  # source, target
+    micro_batch: int | None
+    offset_bytes: int  # in the arena
+    tag: str  # of a message; for a load the name of the input
+    peer: int
+    stages: list[str]  # of its operands and results, in order
+    waits: tuple[int, ...] = ()
+    least_s: float = 0.0  # what a transfer takes at least, where links are held down
+
+    @property
+    def where(self) -> str:
+        """For messages: the op's text, with its micro-batch."""
+        return f"`{self.text}`" + ("" if self.micro_batch is None else f" (micro-batch {self.micro_batch})")
+
+
+@dataclass
+class Issues:
+    """All ops of a program in text order."""
+
+    ops: list[Issue]
+    arena_bytes: int
+    persistent: Persistent
+    homes: dict[str, str]  # per stage that runs here, the memory in which its weights lie
+    updated: set[str]  # the stages that a `step` trains
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # per route, "dram -> device"
+    streams: set[str] = field(default_factory=set)
+
+    @property
+    def batch_names(self) -> list[str]:
+        """The inputs of the batch that this device loads."""
+        return sorted({op.tag for op in self.ops if op.op == "load"})
+
+    def tags(self, op: str, peer: int) -> set[str]:
+        return {issue.tag for issue in self.ops if issue.op == op and issue.peer == peer}
+
+
+StreamOf = Callable[[fx.Node, ops.Work], str]
+
+
+def plan_issues(
+    program: Program,
+    budget_bytes: int,
+    dram_budget_bytes: int | None = None,
+    stream_of: StreamOf = lambda node, work: work.stream,
+) -> Issues:
+    """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
+    profile = profile_memory(program)
+    offsets, arena_bytes = plan_arena(program)
+    lines = line_numbers(program)
+    plan = Issues([], arena_bytes, profile.persistent, {}, set())
+    index_of: dict[fx.Node, int] = {}
+    for node in program.ops():
+        work = work_of(program, node)
+        index_of[node] = len(plan.ops)
+        plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
+        plan.ops[-1].offset_bytes = offsets.get(node, 0)
+        if node.target in (ops.resident, ops.fetch):
+            stage = str(node.args[0]).partition(".")[0]
+            plan.homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
+        elif node.target is ops.step:
+            plan.updated.add(str(node.args[0]))
+        if work.moved_bytes:
+            route = " -> ".join(plan.ops[-1].route)
+            plan.moved_bytes[route] = plan.moved_bytes.get(route, 0) + work.moved_bytes
+        if node.target not in (ops.free, ops.resident):
+            plan.streams.add(plan.ops[-1].stream)
+    order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
+    direct: list[set[int]] = [set() for _ in plan.ops]
+    for node, index in index_of.items():
+        task = order.tasks[order.task_of[node]]
+        direct[index] = {index_of[order.tasks[other].parts[0][1]] for other, _ in task.waits}
+    _reduce_waits(plan.ops, direct)
+    return plan
+
+
+def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
+    assert isinstance(node.target, ops.Op)
+    made = values_of(node)
+    if node.target is ops.free:
+        gone = [v for v in node.args if v.target is not ops.fetch]  # type: ignore[union-attr]
+    else:
+        gone = donated(node)
+    kinds = [v.meta["type"] for v in made] or [n.meta["type"] for n in node.all_input_nodes if "type" in n.meta]
+    takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in made if v.meta["type"].owned]
+    micro_batch = node.kwargs.get("micro_batch")
+    return Issue(
+        index=index,
+        op=node.target.name,
+        line=line,
+        text=print_node(node) or "",
+        stream=stream,
+        memory=kinds[0].memory if kinds else ops.DEVICE,
+        results=[v.name for v in made],
+        takes=[] if node.target is ops.fetch else takes,
+        gives=[(v.meta["type"].memory, v.name) for v in gone],  # type: ignore[union-attr]
+        workspace_bytes=work.workspace_bytes,
+        moved_bytes=work.moved_bytes,
+        route=(work.source, work.target),
+        micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+        offset_bytes=0,
+        tag=str(node.args[1]) if node.target is ops.load else work.tag,
+        peer=work.peer,
+        stages=[v.meta["type"].stage for v in node.all_input_nodes if "type" in v.meta and v.meta["type"].stage],
+    )
+
+
+def _reduce_waits(issues: list[Issue], direct: list[set[int]]) -> None:
+    """Keep one wait per other stream, the last: streams work in order. Ops without a stream pass on what they wait for."""
+    for issue in issues:
+        last: dict[str, int] = {}
+        for other in _expand(direct[issue.index], issues, direct):
+            stream = issues[other].stream
+            if stream != issue.stream:
+                last[stream] = max(other, last.get(stream, other))
+        issue.waits = tuple(sorted(last.values()))
+
+
+def _expand(indices: set[int], issues: list[Issue], direct: list[set[int]]) -> set[int]:
+    found: set[int] = set()
+    for index in indices:
+        if issues[index].op in ("free", "resident"):
+            found |= _expand(direct[index], issues, direct)
+        else:
+            found.add(index)
+    return found

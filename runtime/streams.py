@@ -1,0 +1,260 @@
+"""The streams of one device: each runs its tasks one after another, in the order in which they were issued.
+
+`ThreadStream` is a thread with a queue (everything of a CPU device, and what a CUDA device does on the host),
+`CudaStream` a `torch.cuda.Stream`, `InlineStream` the calling thread. All have one interface: `issue` takes a task and
+the events it must wait for and returns the task's own event; nothing else synchronises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from _queue import SimpleQueue
+from collections.abc import Callable, Iterable, MutableSequence
+from typing import Any, Protocol
+
+import torch
+
+Task = Callable[[], None]
+
+
+class Label(Protocol):
+    """What a stream must know of the op behind a task."""
+
+    line: int  # 1-based, in the generated file
+
+
+class Fault(Exception):
+    """A task of a stream raised; `error` is what it raised, `label` the op it belongs to."""
+
+    def __init__(self, label: Any, error: BaseException):
+        super().__init__(str(error))
+        self.label = label
+        self.error = error
+
+
+class HostEvent:
+    """Set once, when a task on a thread is over; `failed` when it, or one that it needed, raised."""
+
+    __slots__ = ("done", "failed", "stream", "waiters")
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self.done = False
+        self.failed = False
+        self.waiters: list[Any] = []
+
+    def wait(self) -> None:
+        if self.done:
+            return
+        lock = threading.Lock()
+        lock.acquire()
+        self.waiters.append(lock)
+        if not self.done:  # else `set` may have passed the list already
+            lock.acquire()
+
+    def set(self) -> None:
+        self.done = True
+        for lock in self.waiters:
+            lock.release()
+
+
+class CudaEvent:
+    """The end of a task on a CUDA stream. Never failed: such a task raises when it is issued."""
+
+    __slots__ = ("end", "start", "stream")
+    failed = False
+
+    def __init__(self, stream: CudaStream):
+        self.stream = stream
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
+
+    @property
+    def done(self) -> bool:
+        return self.end.query()
+
+    def wait(self) -> None:
+        """Block the calling thread, not the device, until the task is over."""
+        self.end.synchronize()
+
+
+Event = HostEvent | CudaEvent
+
+
+class Stream:
+    """What all streams have in common; `spans`: what ran since `begin`, with seconds of `time.perf_counter`."""
+
+    is_cuda = False
+
+    def __init__(self, name: str):
+        self.name = name
+        self.spans: list[tuple[Any, float, float]] = []  # label, start, end
+
+    def begin(self) -> None:
+        """Forget the spans of the last step."""
+        self.spans = []
+
+    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+        """Run `task` when all that was issued before it, and all of `waits`, is over; do not wait for it here."""
+        raise NotImplementedError
+
+    def finish(self, notices: SimpleQueue[Any]) -> None:
+        """Put this stream into `notices` once all that was issued so far is over."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Take no more tasks. A thread ends behind its last task."""
+
+
+class InlineStream(Stream):
+    """Runs every task at once on the calling thread: no other stream could overlap with it anyway."""
+
+    def __init__(self, name: str, board: MutableSequence[int], slot: int):
+        super().__init__(name)
+        self.board, self.slot = board, slot
+
+    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+        event = HostEvent(self)
+        for other in waits:
+            other.wait()
+            if other.failed:
+                event.failed = event.done = True
+                return event
+        self.board[self.slot] = label.line
+        start_s = time.perf_counter()
+        try:
+            task()
+        except Exception as error:
+            raise Fault(label, error) from error
+        self.spans.append((label, start_s, time.perf_counter()))
+        self.board[self.slot] = -label.line
+        event.done = True
+        return event
+
+    def finish(self, notices: SimpleQueue[Any]) -> None:
+        notices.put(self)
+
+
+class ThreadStream(Stream):
+    """One daemon thread with a queue.
+
+    A task that raises puts a `Fault` into `notices`; whatever is issued behind it, or waits for it elsewhere, is skipped
+    and fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor.
+    """
+
+    def __init__(self, name: str, notices: SimpleQueue[Any], board: MutableSequence[int], slot: int, num_threads: int):
+        super().__init__(name)
+        self.notices, self.board, self.slot, self.num_threads = notices, board, slot, num_threads
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"penstock-{name}", daemon=True)
+        self.thread.start()
+
+    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+        event = HostEvent(self)
+        self.queue.put((task, [w for w in waits if w.failed or not w.done], event, label))
+        return event
+
+    def finish(self, notices: SimpleQueue[Any]) -> None:
+        self.queue.put((lambda: notices.put(self), None, None, None))
+
+    def close(self) -> None:
+        self.queue.put((None, None, None, None))
+
+    def _run(self) -> None:
+        torch.get_num_threads()  # a thread's first use would else overwrite the number set next
+        torch.set_num_threads(self.num_threads)
+        broken = False
+        while True:
+            task, waits, event, label = self.queue.get()
+            if task is None:
+                return
+            if event is None:
+                task()
+                continue
+            for other in waits:
+                other.wait()
+                broken |= other.failed
+            if not broken:
+                broken = not self._execute(task, label)
+            del task  # before the event: whoever it wakes may count on the memory that only this task held
+            event.failed = broken
+            event.set()
+            del event, waits
+
+    def _execute(self, task: Task, label: Label) -> bool:
+        self.board[self.slot] = label.line
+        start_s = time.perf_counter()
+        try:
+            task()
+        except BaseException as error:
+            self.notices.put(Fault(label, error))
+            return False
+        self.spans.append((label, start_s, time.perf_counter()))
+        self.board[self.slot] = -label.line
+        return True
+
+
+class CudaStream(Stream):
+    """One `torch.cuda.Stream`. Tasks only launch work, so they run at once on the calling thread.
+
+    What a thread must do first (a CPU optimizer before the fetch of its weights) blocks the caller; between CUDA
+    streams there are only events on the device.
+    """
+
+    is_cuda = True
+
+    def __init__(self, name: str, device: torch.device, board: MutableSequence[int], slot: int):
+        super().__init__(name)
+        self.device, self.board, self.slot = device, board, slot
+        self.stream = torch.cuda.Stream(device)
+        self.last: CudaEvent | None = None
+        self.timed: list[tuple[Any, CudaEvent]] = []
+        self.origin = torch.cuda.Event(enable_timing=True)
+        self.origin_s = 0.0
+
+    def begin(self) -> None:
+        super().begin()
+        self.timed, self.last = [], None
+        self.origin.record(self.stream)  # the stream is idle between steps, so this is now
+        self.origin_s = time.perf_counter()
+
+    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+        event = CudaEvent(self)
+        for other in waits:
+            if isinstance(other, HostEvent):
+                other.wait()
+                if other.failed:
+                    raise Fault(label, RuntimeError("an op that this one needs has failed"))
+            elif other.stream is not self:
+                self.stream.wait_event(other.end)
+        self.board[self.slot] = label.line
+        with torch.cuda.stream(self.stream):
+            event.start.record(self.stream)
+            try:
+                task()
+            except Exception as error:
+                raise Fault(label, error) from error
+            event.end.record(self.stream)
+        self.timed.append((label, event))
+        self.last = event
+        return event
+
+    def hold(self, value: Any) -> None:
+        """Keep the memory of tensors that another stream made until this stream is past its present end."""
+        if isinstance(value, torch.Tensor):
+            if value.is_cuda:
+                value.record_stream(self.stream)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self.hold(item)
+
+    def finish(self, notices: SimpleQueue[Any]) -> None:
+        if self.last is not None:
+            self.last.wait()
+        for label, event in self.timed:
+            start_s = self.origin_s + self.origin.elapsed_time(event.start) / 1e3
+            end_s = start_s + event.start.elapsed_time(event.end) / 1e3
+            self.spans.append((label, start_s, end_s))
+        self.timed = []
+        notices.put(self)
