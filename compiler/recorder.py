@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..runtime.errors import CaptureError
@@ -36,6 +37,23 @@ class _Mode(TorchFunctionMode):
         return self.recorder.on_function(func, args, kwargs or {})
 
 
+class _DrawWatch(TorchDispatchMode):
+    """Notices whether what runs under it draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with self:
+                return run(*args)
+
+        return watched
+
+
 class Recorder(GraphWriter):
     """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`."""
 
@@ -45,6 +63,7 @@ class Recorder(GraphWriter):
         self.num_calls = 0
         self.leaves = leaf_modules(held.model)
         self.calls: dict[Any, Call] = {}
+        self.draws: _DrawWatch | None = None  # watches the custom function being recorded
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -121,8 +140,9 @@ class Recorder(GraphWriter):
         call = self.calls.get(kind)
         if call is None:
             call = self.calls[kind] = Call("call_function", _apply_of(kind))
+        self.draws = _DrawWatch()
         with torch._C.DisableTorchFunction():
-            return self.perform(call, self.lower(args), {}, run, args, {})
+            return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
 
     def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
@@ -150,7 +170,7 @@ class Recorder(GraphWriter):
         result = self._fresh(result, mutated)
         node = self._record(call, args, kwargs, result, touched)
         node.meta["mutates"] = mutated
-        node.meta["random"] = self._draws(call, real_args, real_kwargs or {})
+        node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
         self._note_buffers(call, node, args, kwargs)
         self.bind(node, result)
         return result
@@ -171,10 +191,10 @@ class Recorder(GraphWriter):
 
     def _value_needed(self) -> str:
         return (
-            f"{self.lines.current()}\n  this line needs the value of a tensor, but a program is compiled before any value "
-            "is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or numpy(), "
-            "and fixed-size masks instead of nonzero() or boolean indexing; in a mixture of experts choose a batched "
-            'implementation (transformers: model.set_experts_implementation("batched_mm"))'
+            f"{self.lines.current()}\n  this line needs the value of a tensor, but a program is compiled before any "
+            "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
+            "numpy(), and fixed-size masks instead of nonzero() or boolean indexing; in a mixture of experts choose a "
+            'batched implementation (transformers: model.set_experts_implementation("batched_mm"))'
         )
 
     def _record(self, call: Call, args: Any, kwargs: Any, value: Any, touched: list) -> fx.Node:
@@ -183,7 +203,8 @@ class Recorder(GraphWriter):
         self.steps.append(node)
         if isinstance(value, torch.Tensor):
             storage = storage_of(value)
-            node.meta["alias_of"] = next((n for n, t, _ in touched if storage_of(t) == storage), self.storages.get(storage))
+            argument = next((n for n, t, _ in touched if storage_of(t) == storage), None)
+            node.meta["alias_of"] = argument or self.storages.get(storage)
             self.storages.setdefault(storage, node)
         elif value is not None:
             storages = {storage_of(t) for t in tensors_in(value)}
@@ -204,7 +225,10 @@ class Recorder(GraphWriter):
             return type(result)(self._fresh(item, mutated) for item in result)
         return result
 
-    def _draws(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _is_random(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if self.draws is not None:
+            watch, self.draws = self.draws, None
+            return watch.seen
         if call.kind == "call_module":
             return is_random_module(self.held.modules[call.target])
         return is_random(call, args, kwargs)
@@ -255,5 +279,3 @@ def _running_statistics(target: Any, args: Any, kwargs: Any) -> tuple[fx.Node, .
     default = target is nn.functional.instance_norm
     training = kwargs.get(flag, args[5] if len(args) > 5 else default)
     return tuple(node for node in given if training and isinstance(node, fx.Node))
-
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..passes.opgraph import OpGraph, build_module, is_mode_switch
+from ..passes.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
 from ..runtime.errors import CaptureError
 from .recorder import Recorder
 from .trace_calls import SourceLines
@@ -35,6 +36,7 @@ def trace(
     loss_fn: LossFn | None = None,
     tracer: str = "auto",
     dynamic: bool = False,
+    autocast: torch.dtype | None = None,
     evaluation: bool = True,
 ) -> OpGraph:
     """Capture one training step of `model` on `example_inputs`.
@@ -43,6 +45,8 @@ def trace(
     loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
     tracer: "recorder", "export", or "auto": the recorder, then torch.export if the recorder cannot represent a call.
     dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
+    autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
+        without it may run so too, but a dtype that the model itself reads and casts back to stays what it was.
     evaluation: also find out which arguments differ in evaluation mode.
 
     The model is left exactly as it was. Raises CaptureError with the user's source line and what to do.
@@ -52,33 +56,43 @@ def trace(
     if tracer not in ("auto", "recorder", "export"):
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
     if tracer == "export":
-        return _export(model, example_inputs, loss_fn, dynamic)
+        return _export(model, example_inputs, loss_fn, dynamic, autocast)
     try:
-        return _record(model, example_inputs, loss_fn, dynamic, evaluation)
+        return _record(model, example_inputs, loss_fn, dynamic, autocast, evaluation)
     except Unrecordable as error:
         if tracer == "recorder":
             raise
         reason = error
     try:
-        found = _export(model, example_inputs, loss_fn, dynamic)
+        found = _export(model, example_inputs, loss_fn, dynamic, autocast)
     except CaptureError as error:
         raise CaptureError(f"{reason}\nand torch.export could not capture the model either: {error}") from error
     found.fallback_reason = str(reason)
     return found
 
 
-def _export(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, dynamic: bool) -> OpGraph:
+def _export(
+    model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, dynamic: bool, autocast: torch.dtype | None
+) -> OpGraph:  # fmt: skip
+    if autocast is not None:
+        raise CaptureError("torch.export bakes the dtypes of autocast into its graph: trace without autocast")
     from .export_tracer import export_trace  # torch.export takes a second to import and is rarely needed
 
     return export_trace(model, example_inputs, loss_fn, dynamic)
 
 
 def _record(
-    model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, dynamic: bool, evaluation: bool
-) -> OpGraph:  # fmt: skip
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFn | None,
+    dynamic: bool,
+    autocast: torch.dtype | None,
+    evaluation: bool,
+) -> OpGraph:
     fake_mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
     inputs = fake_inputs(model, example_inputs, fake_mode, dynamic)
-    with borrowed(model, fake_mode) as held, enable_python_dispatcher() if dynamic else nullcontext():
+    around = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
+    with borrowed(model, fake_mode) as held, enable_python_dispatcher() if dynamic else nullcontext(), around:
         recorder = Recorder(held, fake_mode)
         outputs = _run(recorder, inputs, loss_fn)
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
@@ -88,14 +102,13 @@ def _record(
         eval_error = _align(recorder, inputs, loss_fn, nodes, unused) if evaluation else "evaluation was not traced"
     _check_symbols(inputs)
     _remove(recorder.graph, removable)
-    meta_buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     return OpGraph(
         module=build_module(model, recorder.graph, recorder.constants),
         inputs=inputs.tensors,
         outputs=nodes,
         model=model,
         eval_error=eval_error,
-        missing_buffers=tuple(sorted(meta_buffers - model.state_dict(keep_vars=True).keys())),
+        missing_buffers=missing_buffers(model),
         constants=recorder.constants,
         symbols=inputs.symbols,
     )
@@ -117,7 +130,8 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
             raise
         except Exception as error:
             line = SourceLines().of_traceback(error.__traceback__)
-            raise Unrecordable(f"{line}\n  {type(model).__name__}.forward failed: {type(error).__name__}: {error}") from error
+            reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
+            raise Unrecordable(f"{line}\n  {reason}") from error
 
 
 def _align(
@@ -168,7 +182,7 @@ def _merge_grad_switches(graph: fx.Graph) -> None:
     """Drop gradient switches that are overridden before any op, or that change nothing."""
     is_switch = torch._C._set_grad_enabled
     nodes = list(graph.nodes)
-    for node, following in zip(nodes, nodes[1:]):
+    for node, following in pairwise(nodes):
         if node.target is is_switch and following.target is is_switch:
             graph.erase_node(node)
     enabled = True

@@ -33,7 +33,8 @@ class Call:
 
 _TENSOR_GETTERS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
 _QUERIES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point"}
-_QUERIES |= {"is_complex", "element_size", "is_contiguous", "get_device", "__len__", "__repr__", "__format__", "__hash__"}
+_QUERIES |= {"is_complex", "element_size", "is_contiguous", "get_device"}
+_QUERIES |= {"__len__", "__repr__", "__format__", "__hash__"}
 _REFUSED = {
     "backward": "runs backward() inside forward: return the loss and let the training step run backward",
     "register_hook": "registers a tensor hook, which a captured program would not call",
@@ -43,8 +44,8 @@ _REFUSED = {
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _OPERATORS |= {"true_divide": operator.truediv, "matmul": operator.matmul}
 _NOT_OPERATORS = {"__index__", "__contains__", "__call__"}
-_DATA_DEPENDENT = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__"}
-_DATA_DEPENDENT |= {"__contains__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select"}
+_DATA_DEPENDENT = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select"}
+_DATA_DEPENDENT |= {"__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"}
 
 
 def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> Call:
@@ -81,8 +82,8 @@ def is_data_dependent(func: Callable[..., Any]) -> bool:
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
 _RANDOM |= {"multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"}
 _RANDOM |= {"cauchy_", "log_normal_", "gumbel_softmax", "trunc_normal_"}
-_DROPOUTS = {f"{kind}{suffix}" for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout") for suffix in ("", "_")}
-_DROPOUTS |= {"dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"}
+_DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+_DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dropout3d"}
 
 
 def is_random(call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -159,10 +160,12 @@ class SourceLines:
 
     def is_users(self, code: CodeType) -> bool:
         if code not in self.known:
-            file = code.co_filename
-            stdlib = file.startswith(self.stdlib) and "site-packages" not in file
-            self.known[code] = not (stdlib or file.startswith(("<frozen", *self.skip)))
+            self.known[code] = self.is_users_file(code.co_filename)
         return self.known[code]
+
+    def is_users_file(self, file: str) -> bool:
+        stdlib = file.startswith(self.stdlib) and "site-packages" not in file
+        return not (stdlib or file.startswith(("<frozen", *self.skip)))
 
     def text(self, file: str, line: int) -> str:
         if (file, line) not in self.lines:
@@ -171,7 +174,7 @@ class SourceLines:
         return self.lines[file, line]
 
     def current(self) -> str:
-        """"modeling.py:42: code" of the innermost user frame of the running stack, "" if there is none."""
+        """The innermost user frame of the running stack as "modeling.py:42: code", "" if there is none."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if self.is_users(frame.f_code):

@@ -83,8 +83,8 @@ def _refuse(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
-                f"module {path or 'root'!r} ({type(module).__name__}) has backward hooks, which a captured program would "
-                "not call: remove them (handle.remove()) before compiling"
+                f"module {path or 'root'!r} ({type(module).__name__}) has backward hooks, which a captured program "
+                "would not call: remove them (handle.remove()) before compiling"
             )
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and is_lazy(tensor):

@@ -77,8 +77,8 @@ class _Faker:
     def _fake(self, name: str, value: Any) -> torch.Tensor:
         if name in self.made.tensors:
             raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
-        shape, dtype = (value["shape"], value.get("dtype", "float32")) if _is_spec(value) else (value.shape, value.dtype)
-        dtype = _dtype(name, dtype)
+        shape = value["shape"] if _is_spec(value) else value.shape
+        dtype = _dtype(name, value.get("dtype", "float32") if _is_spec(value) else value.dtype)
         sizes = self._symbolic(tuple(shape), dtype) if self.dynamic else tuple(shape)
         with self.fake_mode:
             if isinstance(value, torch.Tensor) and not self.dynamic and value.layout == torch.strided:
@@ -137,7 +137,7 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def _legal(name: str) -> str:
-    """"a.b" -> "a_b"; never a keyword, never starting with a digit."""
+    """A Python name: "a.b" becomes "a_b"; never a keyword, never starting with a digit."""
     legal = re.sub(r"\W", "_", name)
     return f"{legal}_" if keyword.iskeyword(legal) else f"input_{legal}" if legal[:1].isdigit() else legal
 
@@ -175,7 +175,9 @@ def named_outputs(
     elif "loss" in found:
         loss = found.pop("loss")
         if loss.numel() != 1:
-            raise CaptureError(f"the model's loss must have one element; it is {_describe(loss)}: average it, or pass loss_fn")
+            raise CaptureError(
+                f"the model's loss must be one number, not {_describe(loss)}: average it, or pass loss_fn"
+            )
     elif isinstance(output, torch.Tensor) and output.numel() == 1:
         return {"loss": output}
     else:
@@ -211,5 +213,5 @@ def _no_loss(model: nn.Module, found: dict[str, torch.Tensor], inputs: TraceInpu
     names = ", ".join(f"{name} ({_describe(value)})" for name, value in found.items()) or "no tensor at all"
     message = f"{type(model).__name__} gave no loss to train on; its outputs are: {names}."
     if "labels" in inspect.signature(model.forward).parameters and inputs.kwargs.get("labels") is None:
-        return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn(output, batch).'
-    return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn(output, batch)."
+        return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn.'
+    return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn."

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..runtime.errors import CaptureError
 from .trace_calls import SourceLines
@@ -112,8 +112,8 @@ class GraphWriter:
         if isinstance(value, range):
             return list(value)
         raise Unrecordable(
-            f"{self.lines.current()}\n  passes a {kind.__module__}.{kind.__name__} to a torch function; a program can hold "
-            "tensors, numbers, strings, dtypes, devices, slices and nests of them"
+            f"{self.lines.current()}\n  passes a {kind.__module__}.{kind.__name__} to a torch function; a program can "
+            "hold tensors, numbers, strings, dtypes, devices, slices and nests of them"
         )
 
     def _size_node(self, value: torch.SymInt | torch.SymFloat) -> Any:
@@ -143,13 +143,13 @@ class GraphWriter:
 
     def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
         """A tensor that is no input, parameter or buffer: kept with the graph under a name of its own."""
-        if isinstance(tensor, FakeTensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_wrapped(tensor):
             raise Unrecordable(f"{self.lines.current()}\n  uses a tensor that was made where the recorder cannot see")
         if id(tensor) not in self.constant_of:
             if tensor.requires_grad:
                 raise CaptureError(
-                    f"{self.lines.current()}\n  uses a trainable tensor of shape {list(tensor.shape)} that is not registered "
-                    "in the model: assign it as an nn.Parameter attribute of a module"
+                    f"{self.lines.current()}\n  uses a trainable tensor of shape {list(tensor.shape)} that is not "
+                    "registered in the model: assign it as an nn.Parameter attribute of a module"
                 )
             name = f"_constant{len(self.constants)}"
             self.busy = True
@@ -190,6 +190,11 @@ class GraphWriter:
         node = self.add_plain("placeholder", name, (), fake)
         self.storages.setdefault(storage_of(fake), node)
         self.bind(node, fake)
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Inside vmap, grad and other function transforms, tensors are wrappers that mean nothing outside."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

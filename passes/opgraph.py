@@ -8,7 +8,7 @@ Node meta (every node but the output node has each of the first ten):
 | key | meaning |
 |---|---|
 | `val` | the value on fake tensors: a `FakeTensor` on cpu, a nest of them, or a plain Python value |
-| `module_path` | the user's dotted path of the innermost module call the op ran in ("" is the root; a leaf module: its own) |
+| `module_path` | dotted path of the innermost module call that the op ran in ("" is the root; a leaf: its own) |
 | `module_type` | class name of that module |
 | `module_call` | number of that call; it tells two calls of one shared module apart |
 | `source` | "file.py:123: code" of the user's innermost line, "" for placeholders |
@@ -144,6 +144,12 @@ def build_module(model: nn.Module, graph: fx.Graph, constants: dict[str, torch.T
             owner.register_buffer(last, value, persistent=kept)
     built.graph = graph
     return built
+
+
+def missing_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Non-persistent buffers on the meta device: their values are neither here nor in a checkpoint."""
+    on_meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    return tuple(sorted(on_meta - model.state_dict(keep_vars=True).keys()))
 
 
 def value_tensors(value: Any) -> Iterator[torch.Tensor]:

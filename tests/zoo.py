@@ -43,6 +43,14 @@ def token_batch(batch: int = BATCH, sequence: int = SEQUENCE, *, seed: int = 0) 
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def without_cache(model: nn.Module) -> nn.Module:
+    """Turn `use_cache` off in every configuration: eager then runs the attention kernel that training uses."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
 def _hugging_face(config_name: str, model_name: str, seed: int, **options: Any) -> nn.Module:
     import transformers
 
@@ -117,8 +125,8 @@ def _encoder(name: str, seed: int, dropout: float) -> Made:
 def t5(dropout: float = 0.1, seed: int = 0) -> Made:
     """Encoder-decoder with cross-attention, shared embeddings and relative position biases."""
     model = _hugging_face(
-        "T5Config", "T5ForConditionalGeneration", seed, vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2,
-        num_heads=4, dropout_rate=dropout, decoder_start_token_id=0, eos_token_id=1,
+        "T5Config", "T5ForConditionalGeneration", seed, vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64,
+        num_layers=2, num_heads=4, dropout_rate=dropout, decoder_start_token_id=0, eos_token_id=1,
     )  # fmt: skip
     batch = token_batch(seed=seed)
     return model, {**batch, "labels": batch["labels"][:, :6].contiguous()}
@@ -251,7 +259,7 @@ class InPlace(nn.Module):
         F.leaky_relu(h, 0.1, inplace=True)
         with torch.no_grad():
             self.calls += 1
-            self.mean.lerp_(h.detach().mean(0), 0.1)
+            self.mean.lerp_(h.detach().float().mean(0), 0.1)
             torch.add(self.mean, 1, out=torch.empty_like(self.mean))
         return self.second(h - self.mean)
 
