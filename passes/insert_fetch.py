@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -41,19 +41,19 @@ class InsertFetch(Pass):
         return decision
 
     def early_phases(self, program: Program, budget_bytes: int) -> dict[str, list[str]]:
-        """Look ahead everywhere, then give up the look-ahead of the largest neighbours until the device holds it."""
-        swapped = {phase.stage for phase in phases(program)}
-        early = {stage: ["forward", "backward"] if self.prefetch else [] for stage in swapped}
+        """Look ahead everywhere, except where two neighbours weigh more than the device holds beside the rest."""
+        order = phases(program)
+        early = {phase.stage: ["forward", "backward"] if self.prefetch else [] for phase in order}
         while True:
             trial = program.copy()
             fetch_weights(trial, early)
-            if profile_memory(trial).peak_bytes[ops.DEVICE] <= budget_bytes:
-                break
-            worst = _largest_neighbours(phases(program), early)
-            if worst is None:
-                break  # the verifier names what is missing
-            early[worst.stage].remove(worst.kind)
-        return early
+            profile = profile_memory(trial)
+            excess = profile.peak_bytes[ops.DEVICE] - budget_bytes
+            heavy = _heavy_neighbours(order, early, profile.arena_bytes - excess) if excess > 0 else []
+            for phase in heavy:
+                early[phase.stage].remove(phase.kind)
+            if not heavy:
+                return early  # it fits, or the verifier names what is missing
 
     def rewrite(self, draft: Draft, decision: dict[str, list[str]]) -> None:
         known = [stage.spec.name for stage in draft.stages]
@@ -127,15 +127,16 @@ def fetch_weights(program: Program, early: dict[str, list[str]]) -> None:
     place_frees(program)
 
 
-def _largest_neighbours(order: list[Phase], early: dict[str, list[str]]) -> Any:
-    """The early phase whose stage and the one before it weigh most together, or None."""
+def _heavy_neighbours(order: list[Phase], early: dict[str, list[str]], room_bytes: int) -> list[Phase]:
+    """Early phases whose stage and the one before it do not fit `room_bytes` together, or else the heaviest one."""
     sizes = {
         phase.stage: phase.nodes[0].args[1].meta["type"].bytes  # type: ignore[union-attr]
         for phase in order
     }
     pairs = [
-        (sizes[before.stage] + sizes[phase.stage], i)
-        for i, (before, phase) in enumerate(itertools.pairwise(order), 1)
+        (sizes[before.stage] + sizes[phase.stage], phase)
+        for before, phase in itertools.pairwise(order)
         if phase.kind in early.get(phase.stage, ())
     ]
-    return order[max(pairs)[1]] if pairs else None
+    heavy = [phase for size, phase in pairs if size > room_bytes]
+    return heavy or [phase for _, phase in sorted(pairs, key=lambda pair: -pair[0])[:1]]

@@ -34,8 +34,8 @@ class Stage:
 def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]) -> list[Stage]:
     """One stage per list of block names. Raises `PassError` unless every block is in exactly one stage and
     no stage reads a value of a later one."""
-    home = _homes(blocks, partition)
-    return [_Builder(graph, blocks, home, i, tuple(names)).build() for i, names in enumerate(partition)]
+    facts = _Facts(graph, blocks, _homes(blocks, partition))
+    return [_Builder(facts, i, tuple(names)).build() for i, names in enumerate(partition)]
 
 
 def _homes(blocks: Sequence[Block], partition: list[list[str]]) -> dict[fx.Node, int]:
@@ -60,25 +60,50 @@ def _homes(blocks: Sequence[Block], partition: list[list[str]]) -> dict[fx.Node,
     return home
 
 
-class _Builder:
-    def __init__(
-        self, graph: OpGraph, blocks: Sequence[Block], home: dict[fx.Node, int], index: int, names: tuple[str, ...]
-    ):
-        self.graph, self.home, self.index, self.names = graph, home, index, names
-        self.blocks = [block for block in blocks if block.name in set(names)]
+class _Facts:
+    """What all stages of one partition ask of the model, found once."""
+
+    def __init__(self, graph: OpGraph, blocks: Sequence[Block], home: dict[fx.Node, int]):
+        self.graph, self.home = graph, home
+        self.nodes = graph.nodes
+        self.order = {node: i for i, node in enumerate(self.nodes)}
         self.shared = shared_nodes(graph)
-        self.is_last = index == max(home.values())
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.ties = graph.ties()
+        self.parameters, self.buffers = graph.parameters(), graph.buffers()
+        self.last = max(home.values())
+        self.own: dict[int, list[fx.Node]] = {}
+        for node in self.nodes:
+            if node in home:
+                self.own.setdefault(home[node], []).append(node)
+        self.blocks = {block.name: block for block in blocks}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.shared:
+            for target in node.meta.get("mutates", ()):
+                self.writers.setdefault(storage_root(target), []).append(node)
+        self.first_home: dict[str, int] = {}  # the stage that counts and saves a parameter
+        for node, index in home.items():
+            for name in graph.node_parameters(node):
+                canonical = self.ties.get(name, name)
+                self.first_home[canonical] = min(index, self.first_home.get(canonical, index))
+
+
+class _Builder:
+    def __init__(self, facts: _Facts, index: int, names: tuple[str, ...]):
+        self.facts, self.graph, self.home = facts, facts.graph, facts.home
+        self.index, self.names = index, names
+        self.blocks = [facts.blocks[name] for name in names]
+        self.shared, self.order = facts.shared, facts.order
+        self.is_last = index == facts.last
 
     def build(self) -> Stage:
-        own = [n for n in self.graph.nodes if self.home.get(n) == self.index]
+        own = self.facts.own.get(self.index, [])
         results = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
         outside = self._shared_closure([a for n in own for a in n.all_input_nodes] + list(results.values()))
         boundary = sorted(
             {a for n in own for a in n.all_input_nodes if self.home.get(a, self.index) != self.index},
             key=self.order.__getitem__,
         )
-        batch = [n for n in self.graph.nodes if n.op == "placeholder" and n in outside]
+        batch = sorted((n for n in outside if n.op == "placeholder"), key=self.order.__getitem__)
         body = sorted([*own, *(n for n in outside if n.op != "placeholder")], key=self.order.__getitem__)
         sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
         loss = next((n for name, n in results.items() if name == "loss"), None)
@@ -93,10 +118,6 @@ class _Builder:
 
     def _shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
         """Shared nodes that these read, with all that they read, and every node that writes one of them in place."""
-        writers: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.shared:
-            for target in node.meta.get("mutates", ()):
-                writers.setdefault(storage_root(target), []).append(node)
         found: set[fx.Node] = set()
         stack = [n for n in wanted if n in self.shared]
         while stack:
@@ -104,7 +125,7 @@ class _Builder:
             if node not in found:
                 found.add(node)
                 stack.extend(a for a in node.all_input_nodes if a in self.shared)
-                stack.extend(writers.get(storage_root(node), ()))
+                stack.extend(self.facts.writers.get(storage_root(node), ()))
         return found
 
     def _graph(self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
@@ -155,16 +176,16 @@ class _Builder:
 
     def _owned(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
         """Parameters and buffers that the stage's nodes use, each object once, under its first name here."""
-        ties = self.graph.ties()
-        parameters, buffers = self.graph.parameters(), self.graph.buffers()
-        first_home = _first_homes(self.graph, self.home)
+        facts, ties = self.facts, self.facts.ties
         found: dict[str, ParamSpec] = {}
+        taken: set[str] = set()
         held: dict[str, ParamSpec] = {}
         for node in body:
-            for name, tensor, is_parameter in _named_tensors(self.graph, node, parameters, buffers):
+            for name, tensor, is_parameter in _named_tensors(self.graph, node, facts.parameters, facts.buffers):
                 canonical = ties.get(name, name)
-                if is_parameter and canonical not in {ties.get(n, n) for n in found}:
-                    owner = first_home[canonical] == self.index
+                if is_parameter and canonical not in taken:
+                    taken.add(canonical)
+                    owner = facts.first_home[canonical] == self.index
                     dtype = _compute_dtype(tensor, self.graph)
                     found[name] = ParamSpec(name, tuple(tensor.shape), dtype, tensor.requires_grad, owner)
                 elif not is_parameter and name not in held:
@@ -198,17 +219,6 @@ def _named_tensors(
         if name in graph.constants:
             return [(name, graph.constants[name], False)]
     return []
-
-
-def _first_homes(graph: OpGraph, home: dict[fx.Node, int]) -> dict[str, int]:
-    """The first stage that uses each parameter: it counts and saves the parameter where several share it."""
-    ties = graph.ties()
-    first: dict[str, int] = {}
-    for node, index in home.items():
-        for name in graph.node_parameters(node):
-            canonical = ties.get(name, name)
-            first[canonical] = min(index, first.get(canonical, index))
-    return first
 
 
 def _stage_costs(blocks: list[Block], inputs: set[fx.Node], outputs: list[fx.Node]) -> dict[str, Any]:

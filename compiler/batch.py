@@ -1,0 +1,111 @@
+"""The global batch: its leaves by name, its micro-batch's shapes, and whether a later batch is of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime.errors import BatchError, PlanError
+from .trace_inputs import _forward_names as forward_names
+from .trace_inputs import _is_spec as is_spec
+from .trace_inputs import _legal as legal_name
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Shape and dtype of every leaf of one global batch; `size` is their common first dimension."""
+
+    leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    size: int
+
+    @staticmethod
+    def of(model: nn.Module, example_inputs: Any) -> BatchShape:
+        """Raises `PlanError` unless all tensors share their first dimension."""
+        leaves = {}
+        for name, value in flatten(model, example_inputs).items():
+            shape, dtype = _shape(value)
+            leaves[name] = (shape, dtype)
+        if not leaves:
+            raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
+        sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
+        first, size = next(iter(sizes.items()))
+        for name, found in sizes.items():
+            if found != size or found == 0:
+                raise PlanError(
+                    f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every input "
+                    f"is cut into micro-batches along its first dimension; expand {name!r} to {size} rows"
+                )
+        return BatchShape(leaves, size)
+
+    def check_divisible(self, micro_batches: int) -> None:
+        if micro_batches < 1 or self.size % micro_batches:
+            near = sorted((m for m in range(1, self.size + 1) if self.size % m == 0), key=lambda m: abs(m - micro_batches))
+            raise PlanError(
+                f"micro_batches={micro_batches} does not divide the batch of {self.size}; nearest that do: "
+                f"{', '.join(map(str, sorted(near[:2])))}"
+            )
+
+    def check(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """The batch's leaves by name. Raises `BatchError` where names, shapes or dtypes differ from the compiled ones."""
+        found = flatten(model, batch)
+        missing = [name for name in self.leaves if name not in found]
+        if missing:
+            raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
+        unknown = [name for name in found if name not in self.leaves]
+        if unknown:
+            raise BatchError(f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}")
+        for name, (shape, dtype) in self.leaves.items():
+            value = found[name]
+            if tuple(value.shape) != shape or value.dtype != dtype:
+                raise BatchError(
+                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{list(shape)}; "
+                    "pad or cut the batch, or compile again for the new shape"
+                )
+        return found
+
+
+def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
+    """The same nest with each tensor replaced by the shape of one micro-batch."""
+    if is_spec(example_inputs) or isinstance(example_inputs, torch.Tensor):
+        shape, dtype = _shape(example_inputs)
+        return {"shape": [shape[0] // micro_batches, *shape[1:]], "dtype": str(dtype).removeprefix("torch.")}
+    if isinstance(example_inputs, Mapping):
+        return {key: micro_batch_spec(value, micro_batches) for key, value in example_inputs.items()}
+    if isinstance(example_inputs, (tuple, list)):
+        return type(example_inputs)(micro_batch_spec(value, micro_batches) for value in example_inputs)
+    return example_inputs
+
+
+def flatten(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Tensor leaves by the placeholder names that capture gives them."""
+    found: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if is_spec(value) or isinstance(value, torch.Tensor):
+            found[legal_name(name)] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(f"{name}.{key}" if name else str(key), item)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                walk(f"{name}.{i}", item)
+
+    if isinstance(batch, Mapping) and not is_spec(batch):
+        walk("", batch)
+    elif isinstance(batch, (tuple, list)):
+        for name, value in zip(forward_names(model, len(batch)), batch):
+            walk(name, value)
+    else:
+        walk(forward_names(model, 1)[0], batch)
+    return found
+
+
+def _shape(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    dtype = value.get("dtype", "float32")
+    return tuple(value["shape"]), dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))

@@ -1,0 +1,63 @@
+"""Will it fit: every memory's peak against its budget, before anything starts, and the nearest thing that fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ..passes.base import Draft
+from ..runtime import ops
+from ..runtime.errors import DoesNotFit
+from ..runtime.memory import MemoryProfile, profile_memory
+from ..runtime.program import Program
+from ..runtime.text import print_node
+from ..runtime.units import format_bytes
+
+
+def check_fit(draft: Draft) -> None:
+    """Raise `DoesNotFit` naming the memory, what fills it, the missing bytes and what would fit."""
+    hardware = draft.hardware
+    dram: dict[int, list[MemoryProfile]] = defaultdict(list)
+    for program in draft.programs:
+        device = hardware.devices[program.device]
+        profile = profile_memory(program)
+        dram[device.host].append(profile)
+        peak, budget = profile.peak_bytes[ops.DEVICE], device.budget_bytes
+        if peak > budget:
+            raise DoesNotFit(_device_text(draft, program, profile, budget), memory=device.name, missing_bytes=peak - budget)
+    for host, profiles in dram.items():
+        need = sum(p.peak_bytes[ops.DRAM] for p in profiles)
+        budget = hardware.dram_budget_bytes(host)
+        if need > budget:
+            raise DoesNotFit(_dram_text(draft, host, profiles, need, budget), memory=f"dram{host}", missing_bytes=need - budget)
+
+
+def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget: int) -> str:
+    device = draft.hardware.devices[program.device]
+    peak = profile.peak_bytes[ops.DEVICE]
+    at = profile.peak_at[ops.DEVICE]
+    held = {**profile.persistent.device, "fetched weights": profile.arena_bytes}
+    parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in held.items() if n)
+    where = f" at `{print_node(at)}`" if at is not None else ""
+    count = draft.options.micro_batches
+    return (
+        f"{device.name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing {format_bytes(peak - budget)}"
+        f"{where}; of that {parts or 'no weights'}. With {len(draft.stages)} stages and {count} micro-batches. "
+        f"Nearest that fits: devices with {format_bytes(round(peak / device.usable_fraction))} of memory, more stages, "
+        f"or more and smaller micro-batches"
+    )
+
+
+def _dram_text(draft: Draft, host: int, profiles: list[MemoryProfile], need: int, budget: int) -> str:
+    parts: dict[str, int] = defaultdict(int)
+    for profile in profiles:
+        for what, num_bytes in profile.persistent.dram.items():
+            parts[what] += num_bytes
+    parts["gradients on their way"] = need - sum(parts.values())
+    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
+    fraction = draft.hardware.hosts[host].dram_usable_fraction
+    nearest = f'dram="{round(need / fraction / 1e9 + 0.5)}GB"'
+    return (
+        f"dram{host} has {format_bytes(budget)} usable and needs {format_bytes(need)}, missing "
+        f"{format_bytes(need - budget)}: {text}. Nearest that fits: this hardware with {nearest}, or an optimizer with "
+        f"fewer states (now {draft.options.state_bytes_per_param:g} bytes per parameter)"
+    )

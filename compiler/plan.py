@@ -1,0 +1,105 @@
+"""The plan: every decision and nothing else, as a document that a user may save, edit and compile again.
+
+The predicted figures and the rivals are kept beside the decisions; the plan's hash covers the decisions alone, so equal
+hashes give equal files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..runtime.errors import PlanError
+
+Phase = Literal["forward", "backward"]
+
+
+class Prediction(BaseModel):
+    """What the simulator expects of one step. Seconds, and bytes per memory and per link."""
+
+    model_config = ConfigDict(extra="forbid")
+    step_s: float
+    peak_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    busy: dict[str, float]  # "gpu0 compute" -> share of the step
+    bottleneck: str
+    arena_bytes: list[int]  # per device, part of its peak
+
+
+class Rival(BaseModel):
+    """A candidate that was not chosen, and why."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    step_s: float | None = None
+    reason: str
+
+
+class Decisions(BaseModel):
+    """One field per pass; its name is the pass's `decides`."""
+
+    model_config = ConfigDict(extra="forbid")
+    blocks: dict[str, int]  # block -> number of op-graph nodes, in order
+    stages: list[list[str]]  # stage -> its blocks
+    devices: list[int]  # stage -> device
+    schedule: Literal["fill-drain"]
+    rematerialise: list[str]  # stages
+    fetch: dict[str, list[Phase]]  # swapped stage -> phases whose fetch is issued one phase early
+    optimizer: dict[str, Literal["device", "dram"]]  # stage -> where it is stepped
+
+
+class Plan(BaseModel):
+    """See the module's text. `passes` is the pipeline as text, `strategy` the name it was asked under."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    hardware: str
+    strategy: str
+    passes: str
+    micro_batches: int = Field(gt=0)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    max_grad_norm: float | None = None
+    decisions: Decisions
+    predicted: Prediction | None = None
+    rivals: list[Rival] = []
+
+    @property
+    def hash(self) -> str:
+        """Six hexadecimal digits over the decisions."""
+        decided = self.model_dump(exclude={"predicted", "rivals", "hardware"})
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Raises `PlanError` naming the key that is missing, unknown or wrong."""
+        try:
+            return Plan.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"plan {path}: {error.strerror}") from error
+        except pydantic.ValidationError as error:
+            raise PlanError(f"plan {path}: {plain_errors(error)}") from error
+
+    @staticmethod
+    def from_any(given: Any) -> Plan:
+        if isinstance(given, Plan):
+            return given
+        if isinstance(given, (str, Path)):
+            return Plan.load(given)
+        raise PlanError(f"plan must be a Plan or the path of one; found {type(given).__name__}")
+
+
+def plain_errors(error: pydantic.ValidationError) -> str:
+    rows = []
+    for row in error.errors():
+        where = ".".join(str(part) for part in row["loc"]) or "the document"
+        rows.append(f"{where}: {row['msg']}, found {row.get('input')!r:.80}")
+    return "; ".join(rows)

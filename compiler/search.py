@@ -1,0 +1,189 @@
+"""From (graph, hardware, wishes) to the plan that the simulator likes best, with the rivals and why they lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..passes.base import Draft, Options, Pass
+from ..passes.coarsen import Coarsen
+from ..passes.partition_balanced import PartitionBalanced
+from ..passes.schedule_pipeline import evaluation_programs
+from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
+from ..runtime.hardware import Hardware
+from ..runtime.memory import profile_memory
+from ..runtime.program import Program
+from ..runtime.simulate import simulate
+from ..runtime.timeline import Timeline
+from ..runtime.units import format_seconds
+from ..runtime.verify import verify
+from .fit import check_fit
+from .plan import Decisions, Plan, Prediction, Rival
+from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, run_passes
+
+Trace = Callable[[int], Any]  # number of micro-batches -> op graph of one micro-batch
+LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
+
+
+@dataclass
+class Candidate:
+    """One complete, verified compilation."""
+
+    name: str
+    draft: Draft
+    passes: list[Pass]
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+    evaluation: list[Program]
+    timeline: Timeline
+
+
+@dataclass
+class Wishes:
+    """What the user fixed. None or "auto" leaves it to the search."""
+
+    strategy: str
+    micro_batches: int | None
+    batch_size: int
+    options: Options
+    dump: Callable[[str, Draft], None] | None = None
+    decided: Plan | None = None
+
+
+@dataclass
+class Found:
+    best: Candidate
+    rivals: list[Rival] = field(default_factory=list)
+
+
+def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> Found:
+    """Try every candidate and keep the fastest simulated one; the first of equals.
+
+    Raises `DoesNotFit` with the nearest miss if none fits.
+    """
+    best: Candidate | None = None
+    rivals: list[Rival] = []
+    misses: list[PenstockError] = []
+    for name, passes, draft in _candidates(trace, hardware, wishes):
+        try:
+            candidate = compile_candidate(name, draft, passes, wishes)
+        except (DoesNotFit, PassError) as error:
+            misses.append(error)
+            rivals.append(Rival(name=name, reason=str(error).split("\n")[0]))
+            continue
+        loser = candidate
+        if best is None or candidate.timeline.step_s < best.timeline.step_s:
+            best, loser = candidate, best  # type: ignore[assignment]
+        if loser is not None:
+            rivals.append(Rival(name=loser.name, step_s=loser.timeline.step_s, reason="slower"))
+    if best is None:
+        raise _nearest(misses)
+    for rival in rivals:
+        if rival.step_s is not None:
+            more = rival.step_s / best.timeline.step_s - 1
+            rival.reason = f"{more:.1%} slower ({format_seconds(rival.step_s)})"
+    return Found(best, rivals)
+
+
+def compile_candidate(name: str, draft: Draft, passes: Sequence[Pass], wishes: Wishes) -> Candidate:
+    """Run the passes, prove the programs and simulate them. Raises `DoesNotFit` where a memory is too small."""
+    decided = wishes.decided.decisions.model_dump() if wishes.decided else None
+    todo = [p for p in passes if not (draft.blocks and isinstance(p, Coarsen))]
+    decisions, records = run_passes(draft, todo, decided, dump=wishes.dump, record=wishes.dump is not None)
+    if draft.blocks and "blocks" not in decisions:
+        decisions["blocks"] = {block.name: len(block.nodes) for block in draft.blocks}
+    check_fit(draft)
+    _verify_memory(draft)
+    evaluation = evaluation_programs(draft, decisions["fetch"])
+    timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
+    return Candidate(name, draft, list(passes), decisions, records, evaluation, timeline)
+
+
+def _verify_memory(draft: Draft) -> None:
+    """Every budget holds in issue order (`check_fit`); here also that no device waits for ever for memory."""
+    try:
+        verify(draft.programs, draft.hardware)
+    except VerifyError as error:
+        raise DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}") from error
+
+
+def make_plan(found: Found, model: str, strategy: str) -> Plan:
+    """The chosen candidate as a document."""
+    best = found.best
+    return Plan(
+        model=model,
+        hardware=best.draft.hardware.name,
+        strategy=strategy,
+        passes=pipeline_text(best.passes),
+        micro_batches=best.draft.options.micro_batches,
+        precision=best.draft.options.precision,  # type: ignore[arg-type]
+        max_grad_norm=best.draft.options.max_grad_norm,
+        decisions=Decisions(**best.decisions),
+        predicted=predict(best.draft, best.timeline),
+        rivals=found.rivals,
+    )
+
+
+def predict(draft: Draft, timeline: Timeline) -> Prediction:
+    hardware = draft.hardware
+    name, share = timeline.bottleneck()
+    return Prediction(
+        step_s=timeline.step_s,
+        peak_bytes=dict(timeline.peak_bytes),
+        budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
+        moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
+        busy={f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share},
+        bottleneck=f"{name}, busy {share:.0%}",
+        arena_bytes=[profile_memory(program).arena_bytes for program in draft.programs],
+    )
+
+
+def _candidates(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[tuple[str, list[Pass], Draft]]:
+    counts = [wishes.micro_batches] if wishes.micro_batches else micro_batch_counts(wishes.batch_size, hardware)
+    for i, count in enumerate(counts):
+        options = dataclasses.replace(wishes.options, micro_batches=count)
+        graph = trace(count)
+        if i and len(graph.nodes) > LARGE_GRAPH_NODES:
+            break
+        base = Draft(graph, hardware, options)
+        if wishes.strategy != "auto" or wishes.decided:
+            text = wishes.decided.passes if wishes.decided else wishes.strategy
+            passes = parse_pipeline(text, hardware.num_devices)
+            yield f"{wishes.strategy}, {count} micro-batches", passes, base
+            continue
+        run_passes(base, [Coarsen()])
+        for stages in stage_counts(base):
+            passes = parse_pipeline(
+                PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}"), hardware.num_devices
+            )
+            draft = Draft(graph, hardware, options, blocks=base.blocks)
+            yield f"{stages} stages, {count} micro-batches", passes, draft
+
+
+def micro_batch_counts(batch_size: int, hardware: Hardware) -> list[int]:
+    """Divisors of the batch, as many as devices first (Mobius 3.1: M = N), then up to four times as many."""
+    devices = hardware.num_devices
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    near = min(divisors, key=lambda m: (abs(m - devices), m))
+    return [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
+
+
+def stage_counts(draft: Draft) -> list[int]:
+    """The fewest stages that fit, in whole rounds over the devices, and up to three more rounds and twice as many."""
+    devices, blocks = draft.hardware.num_devices, len(draft.blocks)
+    try:
+        fewest = len(PartitionBalanced().plan(draft))
+    except DoesNotFit:
+        fewest = blocks
+    counts = [fewest, *(fewest + k * devices for k in range(1, 4)), 2 * fewest, blocks if blocks <= 8 * devices else fewest]
+    return sorted({n for n in counts if n <= blocks})
+
+
+def _nearest(misses: list[PenstockError]) -> PenstockError:
+    """The miss by the fewest bytes, or the first one that is not about memory."""
+    if not misses:
+        return PlanError("no candidate could be built for this model and hardware")
+    fits = [m for m in misses if isinstance(m, DoesNotFit)]
+    return min(fits, key=lambda m: m.missing_bytes or 1 << 62) if fits else misses[0]

@@ -1,0 +1,148 @@
+"""Strategies: a named line of text is a pipeline of passes, and a pipeline is run pass by pass.
+
+After each pass the driver verifies the programs (their memory only at the end, since earlier forms are not meant to fit)
+and records the pass's time, the change in the number of ops, the simulated step and the peak memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..passes.base import Draft, Pass, check_contracts
+from ..passes.coarsen import Coarsen
+from ..passes.insert_fetch import InsertFetch
+from ..passes.insert_optimizer import InsertOptimizer
+from ..passes.insert_remat import InsertRemat
+from ..passes.map_round_robin import MapRoundRobin
+from ..passes.partition_balanced import PartitionBalanced
+from ..passes.schedule_pipeline import SchedulePipeline
+from ..runtime import ops
+from ..runtime.errors import PassError
+from ..runtime.memory import profile_memory
+from ..runtime.simulate import simulate
+from ..runtime.verify import verify
+
+PASSES: dict[str, type[Pass]] = {
+    p.name: p
+    for p in (
+        Coarsen,
+        PartitionBalanced,
+        MapRoundRobin,
+        SchedulePipeline,
+        InsertRemat,
+        InsertFetch,
+        InsertOptimizer,
+    )
+}
+
+# Rematerialisation comes before fetching: only a stage without saved tensors may lose its weights between its forward
+# and its backward. The optimizer comes last: where a stage is stepped follows from where its weights live.
+PIPELINE = (
+    "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
+)
+STRATEGIES: dict[str, str] = {
+    "mobius": PIPELINE,
+    "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
+}
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: seconds it took, ops it added, and the programs' simulated step and peak behind it."""
+
+    name: str
+    took_s: float
+    ops_added: int
+    step_s: float | None
+    peak_bytes: int | None
+
+
+def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
+    """Passes of a strategy's name or of a line such as "coarsen, partition-balanced{stages=4}, ...".
+
+    `devices` as an option's value is the number of devices. Raises `PassError` with close names.
+    """
+    line = STRATEGIES.get(text, text)
+    if "," not in line and line not in PASSES:
+        close = difflib.get_close_matches(line, [*STRATEGIES, *PASSES], n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise PassError(f"strategy={text!r} is neither a strategy ({', '.join(STRATEGIES)}, auto) nor a pipeline{hint}")
+    found = re.findall(r"\s*([\w-]+)\s*(?:\{([^}]*)\})?\s*(?:,|$)", line)
+    passes = [_make(name, options, num_devices) for name, options in found]
+    check_contracts(passes)
+    return passes
+
+
+def _make(name: str, options: str, num_devices: int) -> Pass:
+    if name not in PASSES:
+        close = difflib.get_close_matches(name, PASSES, n=3)
+        raise PassError(f"no pass {name!r}; {'did you mean ' + ' or '.join(close) if close else 'there are ' + ', '.join(PASSES)}")
+    kind = PASSES[name]
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in options.split(","))):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in known:
+            raise PassError(f"pass {name!r} has no option {key!r}; it has {', '.join(known) or 'none'}")
+        values[key] = _value(name, key, value, type(known[key].default), num_devices)
+    return kind(**values)
+
+
+def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any:
+    if value == "devices" and kind is int:
+        return num_devices
+    try:
+        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError) as error:
+        raise PassError(f"pass {name!r}: option {key}={value!r} is not {kind.__name__}") from error
+
+
+def pipeline_text(passes: Sequence[Pass]) -> str:
+    """The passes as text that `parse_pipeline` reads back."""
+    return ", ".join(_pass_text(p) for p in passes)
+
+
+def _pass_text(p: Pass) -> str:
+    changed = [f for f in dataclasses.fields(p) if getattr(p, f.name) != f.default]
+    options = ", ".join(f"{f.name}={str(getattr(p, f.name)).lower()}" for f in changed)
+    return f"{p.name}{{{options}}}" if options else p.name
+
+
+def run_passes(
+    draft: Draft,
+    passes: Sequence[Pass],
+    decided: Mapping[str, Any] | None = None,
+    *,
+    dump: Callable[[str, Draft], None] | None = None,
+    record: bool = False,
+) -> tuple[dict[str, Any], list[PassRecord]]:
+    """Run all passes on the draft. Where `decided` has a pass's decision it is applied instead of planning anew.
+
+    `dump(pass name, draft)` is called behind each pass; `record` simulates behind each. Returns decisions and records.
+    """
+    decisions: dict[str, Any] = {}
+    records = []
+    for p in passes:
+        begin_s, before = time.perf_counter(), _num_ops(draft)
+        decision = decided[p.decides] if decided is not None and p.decides in decided else p.plan(draft)
+        p.rewrite(draft, decision)
+        decisions[p.decides] = decision
+        took_s = time.perf_counter() - begin_s
+        if draft.programs:
+            verify(draft.programs, draft.hardware, memory=False)
+        step_s = simulate(draft.programs, draft.hardware, precision=draft.options.precision).step_s if record and draft.programs else None
+        peak = max((profile_memory(q).peak_bytes[ops.DEVICE] for q in draft.programs), default=None) if record else None
+        records.append(PassRecord(p.name, took_s, _num_ops(draft) - before, step_s, peak))
+        if dump is not None:
+            dump(p.name, draft)
+    return decisions, records
+
+
+def _num_ops(draft: Draft) -> int:
+    return sum(1 for program in draft.programs for _ in program.ops())
