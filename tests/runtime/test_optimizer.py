@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.optimizer import OptimizerSpec, StageOptimizer
 
+
 def halving(step: int) -> float:
     return 0.5**step
 

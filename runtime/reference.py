@@ -1,0 +1,459 @@
+"""The reference runtime: all devices of a plan in one process on the CPU, without overlap. The meaning of a program.
+
+Each device executes its program in text order. One that must wait (a `recv` whose `send` has not happened, an
+`all_reduce` that not all members have reached) lets the next device go on; when nobody can, that is a deadlock and an
+error. Freed values are gone, and every value is charged to its memory by the bytes that it really has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import ops
+from .clipping import Grads, LossScale, clip_factor, sum_of_squares
+from .errors import BatchError, PenstockError, PlanError, VerifyError, WorkerError
+from .execute import Kept, StageRunner, micro_batch_seed
+from .memory import Account, persistent_bytes, plan_arena
+from .optimizer import OptimizerSpec, StageOptimizer
+from .program import Interface, Program, StageSpec, aligned, donated, infer_all, values_of, work_of
+from .text import excerpt, line_numbers, print_node
+
+CPU_DEVICE = torch.device("cpu")
+FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
+
+
+@dataclass
+class Weights:
+    """A stage's parameters as a program's value: those that stay on the device, or a fetched copy."""
+
+    stage: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class StageGrads(Grads):
+    """A stage's gradients as a program's value."""
+
+    stage: str = ""
+
+
+class Waiting(Exception):
+    """The device cannot go on yet; its text says what for."""
+
+
+class StageState:
+    """What persists of one stage: its module, the parameters in full precision, and their optimizer."""
+
+    def __init__(
+        self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        optimizer: OptimizerSpec | None, precision: str,
+    ):  # fmt: skip
+        self.spec = spec
+        self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
+        self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
+        self.masters: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation: where that is full, the masters
+        for name, param in self.runner.parameters.items():
+            if name not in weights:
+                raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
+            full = weights[name].detach().to(FULL.get(param.dtype, param.dtype), copy=True).contiguous()
+            self.masters[name] = full
+            self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
+        trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
+        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
+        self.grads: dict[str, Tensor] = {}
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """A copy of all parameters in one flat buffer, each aligned."""
+        flat = torch.empty(sum(aligned(w.nbytes) for w in self.weights.values()), dtype=torch.uint8)
+        copies, offset = {}, 0
+        for name, weight in self.weights.items():
+            place = flat[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
+            copies[name] = place.copy_(weight)
+            offset += aligned(weight.nbytes)
+        return copies
+
+    def step(self, grads: Grads) -> None:
+        self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
+        if self.optimizer is not None:
+            self.optimizer.step(self.grads)
+            for name, weight in self.weights.items():
+                if weight is not self.masters[name]:
+                    weight.copy_(self.masters[name])
+
+
+@dataclass
+class World:
+    """What the devices share: stages, seeds, and what is under way between them."""
+
+    interface: Interface
+    stages: dict[str, StageState]
+    seed: int
+    step: int = 0
+    loss_scale: LossScale | None = None
+    finite: bool = True
+    mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
+    arrived: dict[tuple[str, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+class ReferenceRuntime:
+    """The ops of one device, under their own names and signatures. `recv` and `all_reduce` raise `Waiting`."""
+
+    def __init__(self, device: int, world: World):
+        self.device = device
+        self.world = world
+        self._reductions: dict[str, int] = {}  # per group, how many are behind this device
+
+    def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
+        spec, count = self.world.interface.batch[name], self.world.interface.micro_batches
+        if name not in batch:
+            raise BatchError(f"the batch lacks {name!r}; it has {', '.join(batch) or 'nothing'}")
+        rows, rest = divmod(batch[name].shape[0], count)
+        part = batch[name][micro_batch * rows : (micro_batch + 1) * rows]
+        found = (tuple(part.shape), str(part.dtype).removeprefix("torch."))
+        if rest or found != (spec.shape, spec.dtype):
+            whole = [spec.shape[0] * count, *spec.shape[1:]]
+            raise BatchError(
+                f"{name!r} is {batch[name].dtype}{list(batch[name].shape)}, compiled for {spec.dtype}{whole}"
+            )
+        return part.detach()
+
+    def resident(self, name: str) -> Weights:
+        stage = name.removesuffix(".weights")
+        return Weights(stage, self.world.stages[stage].weights)
+
+    def fetch(self, name: str) -> Weights:
+        stage = name.removesuffix(".weights")
+        return Weights(stage, self.world.stages[stage].copy_weights())
+
+    def offload(self, value: StageGrads | Tensor) -> StageGrads | Tensor:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
+
+    def free(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, Weights):
+                self.world.stages[value.stage].runner.release()
+            elif isinstance(value, Kept):
+                value.drop()
+
+    def forward(
+        self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool = True
+    ) -> tuple[Any, ...]:
+        runner = self._bound(stage, weights)
+        outputs, kept = runner.forward(inputs, self._seed(stage, micro_batch), keep)
+        return (*outputs, kept) if keep else tuple(outputs)
+
+    def evaluate(self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int) -> tuple[Tensor, ...]:
+        return tuple(self._bound(stage, weights).evaluate(inputs))
+
+    def backward(
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        runner = self._bound(stage, weights)
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
+        held = None if grads is None else grads.tensors
+        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(stage, micro_batch))
+        return (*dinputs, StageGrads(sums, stage=stage))
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.add_(right)
+
+    def send(self, value: Tensor, *, dst: int, tag: str) -> None:
+        box = self.world.mail.setdefault((self.device, dst, tag), deque())
+        box.append(value.clone(memory_format=torch.contiguous_format))
+
+    def recv(self, like: str, *, src: int, tag: str) -> Tensor:
+        box = self.world.mail.get((src, self.device, tag))
+        if not box:
+            raise Waiting(f"waits for device {src} to send {tag!r}")
+        value = box.popleft()
+        stage, _, output = like.partition(".")
+        spec = self.world.interface.stages[stage].output(output)
+        if (tuple(value.shape), str(value.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
+            raise VerifyError(f"{tag!r} brings {value.dtype}{list(value.shape)}, not a {like}", device=self.device)
+        return value
+
+    def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
+        turn = (group, self._reductions.get(group, 0))
+        arrived = self.world.arrived.setdefault(turn, {})
+        arrived.setdefault(self.device, values)
+        members = self.world.interface.groups[group]
+        missing = sorted({device for device, _, _ in members} - arrived.keys())
+        if missing:
+            raise Waiting(f"waits for device {', '.join(map(str, missing))} to reduce {group!r}")
+        self._reductions[group] = turn[1] + 1
+        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
+        own = [name for device, _, name in members if device == self.device]
+        for name, value in zip(own, values):
+            if isinstance(value, Grads) and total is not None:
+                value.tensors[name] = total.clone()
+        return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
+
+    def norm(self, *grads: StageGrads) -> Tensor:
+        return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
+
+    def clip(self, grads: StageGrads, norm: Tensor, *, max_norm: float) -> StageGrads:
+        grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))
+        return grads
+
+    def step(self, stage: str, grads: StageGrads, norm: Tensor | None = None) -> None:
+        if self.world.loss_scale is not None and norm is None:
+            raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
+        if norm is not None and not bool(torch.isfinite(norm)):
+            self.world.finite = False
+            return
+        self.world.stages[stage].step(grads)
+
+    def _bound(self, stage: str, weights: Weights) -> StageRunner:
+        runner = self.world.stages[stage].runner
+        runner.bind(weights.tensors)
+        return runner
+
+    def _seed(self, stage: str, micro_batch: int) -> int:
+        return micro_batch_seed(self.world.seed, self.world.step, stage, micro_batch)
+
+
+def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:
+    """The sum over a group: first the members of one device, then the devices, both in the group's order."""
+    total: Tensor | None = None
+    for device in dict.fromkeys(device for device, _, _ in members):
+        names = [name for d, _, name in members if d == device]
+        local: Tensor | None = None
+        for name, value in zip(names, arrived[device]):
+            part = value.tensors.get(name) if isinstance(value, Grads) else value
+            if part is not None:
+                local = part.clone() if local is None else local.add_(part)
+        if local is not None:
+            total = local if total is None else total.add_(local)
+    return total
+
+
+class Reference:
+    """Runs the programs of all devices, step by step, on `weights` (copied) by dotted name.
+
+    `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` a module or a class per
+    stage. `budgets` bounds "device0", "device1", ... and "dram" in bytes; `accounts` are the last run's. `grads` and
+    `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights stay as they are.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        stages: Mapping[str, nn.Module | type[nn.Module]],
+        weights: Mapping[str, Tensor],
+        optimizer: OptimizerSpec | None,
+        buffers: Mapping[str, Tensor],
+        precision: str = "fp32",
+        seed: int = 0,
+        budgets: Mapping[str, int] | None = None,
+    ):
+        self.programs: dict[str, list[Program]] = {"step": [], "evaluate": []}
+        for program in programs:
+            infer_all(program)
+            self.programs[program.function].append(program)
+        states = {}
+        for name, module in stages.items():
+            if isinstance(module, type):
+                with torch.device("meta"):
+                    module = module()
+            spec = programs[0].interface.stages[name]
+            states[name] = StageState(spec, module, weights, buffers, optimizer, precision)
+        self.world = World(programs[0].interface, states, seed)
+        self.world.loss_scale = LossScale() if precision == "fp16" else None
+        self.budgets = dict(budgets or {})
+        self.accounts: dict[str, Account] = {}
+
+    def step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """One training step: {"loss": mean over micro-batches, "results": what the programs return}."""
+        self.world.finite = True
+        results = self._run("step", batch)
+        self.world.step += 1
+        if self.world.loss_scale is not None:
+            self.world.loss_scale.update(self.world.finite)
+        return results
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Forward only, in evaluation mode; as `step`."""
+        return self._run("evaluate", batch)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters in full precision by dotted name; a tied one is its owner's."""
+        owned = [(s, p.name) for s in self.world.stages.values() for p in s.spec.params if p.owner]
+        return {name: state.masters[name] for state, name in owned if name in state.masters}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: b for state in self.world.stages.values() for name, b in state.runner.buffers().items()}
+
+    @property
+    def stage_grads(self) -> dict[str, dict[str, Tensor]]:
+        return {name: state.grads for name, state in self.world.stages.items()}
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        owned = [(s, p.name) for s in self.world.stages.values() for p in s.spec.params if p.owner]
+        return {name: state.grads[name] for state, name in owned if name in state.grads}
+
+    def _run(self, function: str, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        programs = self.programs[function]
+        if not programs:
+            raise PlanError(f"there are no {function!r} programs to run")
+        self.world.mail.clear()
+        self.world.arrived.clear()
+        self._charge_persistent(programs)
+        devices = [DeviceRun(ReferenceRuntime(p.device, self.world), p, dict(batch), self.accounts) for p in programs]
+        waiting = list(devices)
+        while waiting:
+            moved = [device.advance() for device in waiting]
+            waiting = [device for device in waiting if not device.done]
+            if waiting and not any(moved):
+                raise VerifyError("deadlock: no device can go on\n" + "\n".join(d.where() for d in waiting))
+        unread = [f"{tag!r} from device {src} to {dst}" for (src, dst, tag), box in self.world.mail.items() if box]
+        if unread:
+            raise VerifyError(f"sent but never received: {', '.join(unread)}")
+        results: dict[str, list[Tensor]] = {}
+        for device in devices:
+            for name, values in device.results().items():
+                results.setdefault(name, []).extend(values)
+        loss = results.get("loss")
+        mean = torch.stack([part.float() if part.dtype in FULL else part for part in loss]).mean() if loss else None
+        return {"loss": mean, "results": results}
+
+    def _charge_persistent(self, programs: Sequence[Program]) -> None:
+        names = [*(f"device{p.device}" for p in programs), "dram"]
+        self.accounts = {name: Account(name, self.budgets.get(name, sys.maxsize)) for name in names}
+        for program in programs:
+            persistent, device = persistent_bytes(program), f"device{program.device}"
+            for what, num_bytes in persistent.device.items():
+                self.accounts[device].take(what, num_bytes)
+            self.accounts[device].take("arena", plan_arena(program)[1])
+            for what, num_bytes in persistent.dram.items():
+                self.accounts["dram"].take(f"{device}.{what}", num_bytes)
+
+
+class DeviceRun:
+    """One device on its way through its program."""
+
+    def __init__(
+        self,
+        runtime: ReferenceRuntime,
+        program: Program,
+        batch: dict[str, Tensor],
+        accounts: dict[str, Account],
+    ):
+        self.runtime = runtime
+        self.program = program
+        self.accounts = accounts
+        self.todo = deque(program.ops())
+        self.values: dict[fx.Node, Any] = {program.batch: batch}
+        self.gone: dict[fx.Node, fx.Node] = {}  # value to the op that freed or took it
+        self.reason = ""
+
+    @property
+    def done(self) -> bool:
+        return not self.todo
+
+    def advance(self) -> bool:
+        """Execute until the end or until something must be waited for; whether any op was executed."""
+        moved = False
+        while self.todo:
+            node = self.todo[0]
+            try:
+                self._execute(node)
+            except Waiting as wait:
+                self.reason = str(wait)
+                return moved
+            except PenstockError:
+                raise
+            except Exception as error:
+                text = f"device {self.program.device}: {type(error).__name__}: {error}\n{excerpt(self.program, node)}"
+                raise WorkerError(text, device=self.program.device, line=print_node(node)) from error
+            self.todo.popleft()
+            moved = True
+        return moved
+
+    def where(self) -> str:
+        node = self.todo[0]
+        line = line_numbers(self.program)[node]
+        return f"device {self.program.device}, line {line}: `{print_node(node)}` {self.reason}"
+
+    def results(self) -> dict[str, list[Any]]:
+        """What the program returns. Raises `VerifyError` for a value that it has freed."""
+        end = next((n for n in reversed(self.program.graph.nodes) if n.op == "output"), None)
+        return {} if end is None else fx.node.map_arg(dict(end.args[0]), lambda n: self._value(n, end))  # type: ignore
+
+    def _execute(self, node: fx.Node) -> None:
+        op = node.target
+        assert isinstance(op, ops.Op)
+        args = fx.node.map_arg(node.args, lambda n: self._value(n, node))
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: self._value(n, node))
+        result = getattr(self.runtime, op.name)(*args, **kwargs)
+        removed = [n for n in node.args if isinstance(n, fx.Node)] if op is ops.free else donated(node)
+        for value in removed:
+            self._remove(value, node)
+        produced = values_of(node)
+        if isinstance(node.meta.get("type"), tuple):
+            found = {int(str(item.args[1])): item for item in produced}
+            for i, value in enumerate(result):
+                if i in found:
+                    self._place(found[i], value, node)
+        elif produced:
+            self._place(produced[0], result, node)
+        workspace = work_of(self.program, node).workspace_bytes
+        if workspace:
+            account, name = self.accounts[f"device{self.program.device}"], f"workspace of {op.name}"
+            account.take(name, workspace, str(print_node(node)))
+            account.give(name)
+
+    def _value(self, node: fx.Node, user: fx.Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        numbers = line_numbers(self.program)
+        end = self.gone.get(node)
+        how = "before it is produced" if end is None else f"but line {numbers[end]} (`{print_node(end)}`) ended it"
+        raise VerifyError(
+            f"device {self.program.device}, line {numbers[user]}: `{node.name}` is used, {how}\n"
+            f"{excerpt(self.program, user)}",
+            device=self.program.device,
+            line=numbers[user],
+        )
+
+    def _place(self, node: fx.Node, value: Any, source: fx.Node) -> None:
+        self.values[node] = value
+        kind = node.meta["type"]
+        if kind.owned and kind.kind != "weights":  # fetched weights lie in the arena, which is charged as a whole
+            account, name = self._account(node)
+            account.take(name, measured_bytes(value), str(print_node(source)))
+
+    def _remove(self, node: fx.Node, end: fx.Node) -> None:
+        if node not in self.values:
+            self._value(node, end)
+        del self.values[node]
+        self.gone[node] = end
+        account, name = self._account(node)
+        if name in account.live:
+            account.give(name)
+
+    def _account(self, node: fx.Node) -> tuple[Account, str]:
+        if node.meta["type"].memory == ops.DEVICE:
+            return self.accounts[f"device{self.program.device}"], node.name
+        return self.accounts["dram"], f"device{self.program.device}.{node.name}"
+
+
+def measured_bytes(value: Any) -> int:
+    """The bytes that a value of a program really has."""
+    if isinstance(value, Kept):
+        return value.num_bytes
+    if isinstance(value, Weights | Grads):
+        return sum(t.nbytes for t in value.tensors.values())
+    return int(value.nbytes)
