@@ -8,7 +8,7 @@ from . import ops
 from .errors import VerifyError
 from .memory import MemoryProfile, over_budget
 from .order import build_order, find_cycle
-from .program import Program, values_of, work_of
+from .program import Program, values_of
 from .text import describe, print_node
 from .verify_case import Case, fail, line_of, message_key, where
 
@@ -68,9 +68,9 @@ def check_collectives(case: Case) -> None:
     groups = case.programs[0].interface.groups
     for program in case.programs:
         for node in program.ops():
-            group = work_of(program, node).group if node.target is ops.all_reduce else ""
-            if not group:
+            if node.target is not ops.all_reduce:
                 continue
+            group = str(node.kwargs["group"])
             if program.device not in {device for device, _, _ in groups[group]}:
                 fail(program, node, f"device {program.device} has no member in group {group!r}")
             calls.setdefault(group, {}).setdefault(program.device, []).append((program, node))
