@@ -1,0 +1,139 @@
+"""One class per distinct block: equal blocks, whatever their place in the model, share its text.
+
+In: calls of blocks, as `segments` found them. Out: `BlockClass`es, and the source of each. Two blocks are equal if
+their members and their statements are the same text, so nothing but the printer decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from .body import Body, describe
+from .imports import TAKEN, Imports
+from .layout import Line, behind, block
+from .members import Members, parameters_of, sizes, ties, used_members
+from .names import usable
+from .paths import camel_case, is_under
+from .segments import Call
+
+
+@dataclass(eq=False)
+class BlockClass:
+    """One class: what it is called, where it is used, and what its operands are called there."""
+
+    type_name: str
+    root: nn.Module
+    example: Call
+    results: tuple[str, ...]  # the names of its results inside
+    paths: dict[tuple[str, str], None] = field(default_factory=dict)  # (stage, path) of every use
+    arguments: list[Counter[str]] = field(default_factory=list)
+    name: str = ""
+
+    def note_arguments(self, texts: Sequence[str], times: int = 1) -> None:
+        """Remember what the operands of a call are called."""
+        for names, text in zip(self.arguments, texts):
+            names[text.rpartition(".")[2]] += times
+
+
+class BlockLibrary:
+    """The block classes of one file."""
+
+    def __init__(self, imports: Imports):
+        self.imports = imports
+        self.classes: dict[str, BlockClass] = {}  # by text
+        self.of_call: dict[Call, BlockClass] = {}
+
+    def add(self, stage: str, root: nn.Module, call: Call) -> BlockClass:
+        """The class of a call: a known one if the text is the same."""
+        inputs = {node: f"in{i}" for i, node in enumerate(call.inputs)}
+        body = Body(call.nodes, inputs, call.outputs, self.imports, call.path)
+        body.write()
+        types = [describe(n.meta.get("val")) for n in call.inputs]
+        lines = [*_init_lines(root, call), *body.lines]
+        kind = _type_name(call)
+        text = "\n".join([kind, *block(lines, 0), str(body.returned), str(types)])
+        if text not in self.classes:
+            results = tuple(r if r.isidentifier() else kind.lower() for r in body.returned)
+            self.classes[text] = BlockClass(kind, root, call, results, arguments=[Counter() for _ in call.inputs])
+        found = self.of_call[call] = self.classes[text]
+        found.paths[stage, call.path] = None
+        return found
+
+    def name_classes(self, stage_names: Sequence[str]) -> None:
+        """Name the classes that are used, after the user's types, numbered where one type has several texts."""
+        used = set(self.of_call.values())
+        self.classes = {text: c for text, c in self.classes.items() if c in used}
+        taken = TAKEN | set(stage_names) | set(self.imports.homes)
+        for found in self.classes.values():
+            number, name = 1, found.type_name
+            while name in taken:
+                number += 1
+                name = f"{found.type_name}{number}"
+            found.name = name
+            taken.add(name)
+
+    def sources(self) -> list[str]:
+        return [self._source(found) for found in self.classes.values()]
+
+    def _source(self, found: BlockClass) -> str:
+        call = found.example
+        names: dict[fx.Node, str] = {}
+        for node, counter in zip(call.inputs, found.arguments):
+            wanted = usable(counter.most_common(1)[0][0] if counter else "x")
+            number, name = 1, wanted
+            while name in names.values():
+                number += 1
+                name = f"{wanted}_{number}"
+            names[node] = name
+        body = Body(call.nodes, names, call.outputs, self.imports, call.path)
+        body.write()
+        types = ", ".join(describe(n.meta.get("val")) for n in call.inputs)
+        lines = [
+            f"class {found.name}(Scope):  # {self._comment(found)}",
+            "    def __init__(self):",
+            "        super().__init__()",
+            *block(_init_lines(found.root, call), 2),
+            "",
+            behind(f"    def forward(self{''.join(f', {n}' for n in names.values())}):", types),
+            *block(body.lines, 2),
+            f"        return {', '.join(body.returned)}",
+        ]
+        return "\n".join(lines)
+
+    def _comment(self, found: BlockClass) -> str:
+        parameters = parameters_of(found.root, used_members(found.example.nodes))
+        uses = len(found.paths)
+        each = " each" if uses > 1 else ""
+        text = f"{pattern([path for _, path in found.paths])}" + (f": one class, {uses} uses" if uses > 1 else "")
+        return f"{text}; {sizes(parameters)}{each}" if parameters else text
+
+
+def _init_lines(root: nn.Module, call: Call) -> list[Line]:
+    names = used_members(call.nodes)
+    members = Members(root, call.path)
+    groups = [g for g in ties(root, names) if all(is_under(call.path, name) for name in g)]
+    members.add_all(names, groups)
+    return members.lines
+
+
+def _type_name(call: Call) -> str:
+    """The user's class of the block, else a name after its place."""
+    for node in call.nodes:
+        if "block_type" in node.meta:
+            return str(node.meta["block_type"])
+        if node.meta.get("module_path") == call.path and node.meta.get("module_type"):
+            return str(node.meta["module_type"])
+    words = [part for part in call.path.split(".") if not part.isdigit()]
+    return camel_case(words[-1]) if words else "Block"
+
+
+def pattern(paths: Sequence[str]) -> str:
+    """Paths in one text: parts that differ become `*`."""
+    rows = [path.split(".") for path in dict.fromkeys(paths)]
+    if len({len(row) for row in rows}) > 1:
+        return f"{paths[0]} and others"
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*rows))

@@ -1,0 +1,179 @@
+"""What a module holds, as the lines of its `__init__`: leaf modules, parameters, buffers, scopes, blocks.
+
+In: the graph module (the user's own leaf modules and tensors under the user's names) and the names that are used.
+Out: lines that build members of the same names, shapes, dtypes and flags, without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..runtime.text import SHORT_DTYPES
+from ..runtime.units import format_bytes
+from .layout import Line
+from .paths import is_under, member
+from .segments import Call
+
+
+def used_members(nodes: Iterable[fx.Node]) -> list[str]:
+    """Dotted names of the leaf modules and tensors that nodes use, without tensors inside of those modules."""
+    found: dict[str, bool] = {}
+    for node in nodes:
+        if node.op in ("call_module", "get_attr"):
+            found[str(node.target)] = found.get(str(node.target), False) or node.op == "call_module"
+    modules = [name for name, is_module in found.items() if is_module]
+    return [name for name in found if not any(is_under(m, name) for m in modules if m != name)]
+
+
+class Members:
+    """Collects the lines of one `__init__`. `base` is the dotted path of the module that is built."""
+
+    def __init__(self, root: nn.Module, base: str = ""):
+        self.root, self.base = root, base
+        self.lines: list[Line] = []
+        self.scopes: set[str] = set()
+
+    def scope(self, name: str) -> None:
+        """Make sure that the owner of `name` exists."""
+        owner = name.rpartition(".")[0]
+        if owner and is_under(self.base, owner) and owner not in self.scopes:
+            self.scope(owner)
+            self.scopes.add(owner)
+            self.lines.append(Line(0, [f"{self.text(owner)} = Scope()"]))
+
+    def text(self, name: str) -> str:
+        return member("self", self.base, name)
+
+    def add(self, name: str) -> None:
+        """Build the leaf module, parameter or buffer of this dotted name."""
+        owner, _, last = name.rpartition(".")
+        value = getattr(self.root.get_submodule(owner), last)
+        self.scope(name)
+        if isinstance(value, nn.Module):
+            return self._leaf(name, value)
+        comment = tensor_comment(value)
+        empty = f"torch.empty({', '.join(map(str, value.shape)) or '()'}{_dtype(value)})"
+        if isinstance(value, nn.Parameter):
+            frozen = "" if value.requires_grad else ", requires_grad=False"
+            self.lines.append(Line(0, [f"{self.text(name)} = nn.Parameter({empty}{frozen})"], comment))
+        else:
+            kept = last in self.root.get_submodule(owner)._non_persistent_buffers_set
+            place = member("self", self.base, owner) if owner and owner != self.base else "self"
+            rest = ", persistent=False" if kept else ""
+            self.lines.append(Line(0, [f'{place}.register_buffer("{last}", {empty}{rest})'], comment))
+
+    def _leaf(self, name: str, leaf: nn.Module) -> None:
+        tensors = dict(leaf.named_parameters())
+        text = constructor(leaf)
+        trained = {p.requires_grad for p in tensors.values()}
+        if trained == {False}:
+            text += ".requires_grad_(False)"
+        self.lines.append(Line(0, [f"{self.text(name)} = {text}"], sizes(tensors.values())))
+        if len(trained) == 2:
+            for key, parameter in tensors.items():
+                if not parameter.requires_grad:
+                    self.lines.append(Line(0, [f"{self.text(name)}.{key}.requires_grad_(False)"]))
+
+    def add_all(self, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+        """Build all of `names`; each of `groups` lists the names of one tensor."""
+        aliases = {name for group in groups for name in group[1:]}
+        for name in names:
+            if name not in aliases:
+                self.add(name)
+        for first, *others in groups:
+            for name in others:
+                self._tie(first, name, name in names)
+
+    def _tie(self, first: str, name: str, is_plain: bool) -> None:
+        """Register the tensor called `first` as `name` too. `is_plain`: it is not inside a leaf module or a block."""
+        owner, _, last = name.rpartition(".")
+        if is_plain:
+            self.scope(name)
+        text = f"{self.text(name)} = {self.text(first)}"
+        if is_plain and not isinstance(getattr(self.root.get_submodule(owner), last), nn.Parameter):
+            place = self.text(owner) if owner and owner != self.base else "self"
+            text = f'{place}.register_buffer("{last}", {self.text(first)})'
+        self.lines.append(Line(0, [text], "tied"))
+
+    def blocks(self, calls: Sequence[Call], class_name: str) -> None:
+        """Build equal blocks of one owner: a line, or a loop over their indices."""
+        paths = [call.path for call in calls]
+        self.scope(paths[0])
+        owner = paths[0].rpartition(".")[0]
+        indices = [int(i) for path in paths if (i := path.rpartition(".")[2]).isdigit()]
+        if len(paths) < 3 or len(indices) < len(paths):
+            for path in paths:
+                self.lines.append(Line(0, [f"{self.text(path)} = {class_name}()"]))
+            return
+        self.lines.append(Line(0, [f"for i in {_range(sorted(indices))}:"]))
+        self.lines.append(Line(1, [f"{self.text(owner) if owner else 'self'}[i] = {class_name}()"]))
+
+
+def constructor(leaf: nn.Module) -> str:
+    """The call that builds a module like this one: `nn.Linear(in_features=4, out_features=2, bias=True)`."""
+    text = f"nn.{leaf!r}"
+    dtypes = {t.dtype for t in (*leaf.parameters(), *leaf.buffers()) if t.is_floating_point()}
+    if dtypes and dtypes != {torch.float32}:
+        text += f".to({dtypes.pop()})"
+    return text
+
+
+def ties(root: nn.Module, names: Iterable[str]) -> list[list[str]]:
+    """Groups of dotted names, of tensors and inside of leaf modules, that are one parameter or buffer."""
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        value: Any = getattr(root.get_submodule(owner), last)
+        rows = {name: value}
+        if isinstance(value, nn.Module):
+            inside = (*value.named_parameters(remove_duplicate=False), *value.named_buffers(remove_duplicate=False))
+            rows = {f"{name}.{key}": tensor for key, tensor in inside}
+        for key, tensor in rows.items():
+            groups.setdefault(id(tensor), []).append(key)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def tensor_comment(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return f"{SHORT_DTYPES.get(name, name)}[{', '.join(map(str, tensor.shape))}] {format_bytes(_bytes([tensor]))}"
+
+
+def parameters_of(root: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """The distinct parameters behind dotted names of leaf modules and tensors."""
+    found: dict[int, nn.Parameter] = {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        value = getattr(root.get_submodule(owner), last)
+        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
+            if isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def sizes(tensors: Iterable[torch.Tensor]) -> str:
+    """`1,024 parameters, 4.00 KiB`, or nothing where there are none."""
+    tensors = list(tensors)
+    return f"{sum(t.numel() for t in tensors):,} parameters, {format_bytes(_bytes(tensors))}" if tensors else ""
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _range(indices: list[int]) -> str:
+    steps = {b - a for a, b in zip(indices, indices[1:])}
+    if len(steps) > 1:
+        return f"({', '.join(map(str, indices))})"
+    step, stop = steps.pop(), indices[-1] + 1
+    if step > 1:
+        return f"range({indices[0]}, {stop}, {step})"
+    return f"range({indices[0]}, {stop})" if indices[0] else f"range({stop})"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
+

@@ -1,0 +1,82 @@
+"""What values are called in generated code: as in the user's own source line where it says so, else after the op.
+
+In: node meta (`source`, `module_path`). Out: suggestions; `Scope of names` makes them unique among live values.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+
+from torch import fx
+
+from .imports import TAKEN
+
+_SOURCE = re.compile(r"^[^:]*:\d+: (.*)$")
+_ASSIGNMENT = re.compile(r"^((?:[a-zA-Z_]\w*)(?:, [a-zA-Z_]\w*)*)(?:: [^=]+)? (?:[-+*/@&|^]|//|\*\*)?= (.+)$")
+_UNWANTED = TAKEN | set(keyword.kwlist) | set(dir(builtins)) | {"_"}
+_OPERATORS = {"and_": "both", "or_": "either", "getitem": "part", "truediv": "quotient", "floordiv": "quotient"}
+_SHORTER = {"scaled_dot_product_attention": "attention", "layer_norm": "norm", "_native_multi_head_attention": "attention"}
+
+
+def code_of(node: fx.Node) -> str:
+    """The user's source line, without its place."""
+    match = _SOURCE.match(node.meta.get("source", ""))
+    return match.group(1) if match else ""
+
+
+def assigned_names(node: fx.Node) -> tuple[str, ...]:
+    """The names that the user's line of this node assigns, if the node may be what they stand for."""
+    match = _ASSIGNMENT.match(code_of(node))
+    if not match:
+        return ()
+    outermost = re.match(r"self\.([\w.]+)\(", match.group(2))
+    if outermost and node.op == "call_module" and not str(node.target).endswith(outermost.group(1)):
+        return ()  # `x = self.block(self.norm(x))`: norm's result is not what is called x
+    return tuple(name.strip() for name in match.group(1).split(","))
+
+
+def usable(name: str) -> str:
+    """A name that hides neither a keyword nor a builtin nor a name of the file."""
+    name = re.sub(r"\W", "_", name).strip("_") or "value"
+    name = f"v_{name}" if name[0].isdigit() else name
+    return f"{name}_" if name in _UNWANTED else name
+
+
+def op_name(node: fx.Node) -> str:
+    """A name after what the node does."""
+    if node.op in ("call_module", "get_attr"):
+        return module_name(str(node.target))
+    if node.op == "placeholder":
+        return usable(str(node.target))
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "value")
+    if target == "apply" and not isinstance(node.target, str):
+        target = node.target.__qualname__.split(".")[-2].lower()
+    target = _OPERATORS.get(target, _SHORTER.get(target, target))
+    return usable(target.strip("_"))
+
+
+def module_name(path: str) -> str:
+    """The last part of a dotted path that says something: `block.0.layer.1` is `layer_1`."""
+    parts = path.split(".")
+    first = len(parts) - 1
+    while first > 0 and parts[first].isdigit():
+        first -= 1
+    return usable("_".join(parts[first:]))
+
+
+class LiveNames:
+    """Names in one function body: a name may be taken again once its value is dead, as people do."""
+
+    def __init__(self) -> None:
+        self.holder: dict[str, int] = {"i": 1 << 60}  # loops count with i. Name -> the last step at which its value is read
+
+    def take(self, wanted: str, now: int, last_use: int) -> str:
+        """A name for a value that is made at step `now` and read until `last_use`."""
+        name, number = wanted, 1
+        while self.holder.get(name, -1) > now:
+            number += 1
+            name = f"{wanted}_{number}"
+        self.holder[name] = last_use
+        return name

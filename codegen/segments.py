@@ -1,0 +1,172 @@
+"""A stage graph cut into what is printed as a class of its own (a user's block) and the nodes around it.
+
+In: nodes with `block` in their meta. Out: `Call`s and loose nodes, in an order that computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .paths import is_under
+
+_SWITCHES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a block. `inputs` and `outputs` are nodes outside and inside of it, in order of use and making."""
+
+    path: str
+    nodes: list[fx.Node]
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+
+Item = fx.Node | Call
+
+
+def is_switch(node: fx.Node) -> bool:
+    """A node that turns gradients or autocast on or off; the text says so with `with` instead."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+
+
+def reads(node: fx.Node) -> list[fx.Node]:
+    """Nodes that a node reads, in training or in evaluation mode."""
+    found = dict.fromkeys(node.all_input_nodes)
+    for key in ("eval_args", "eval_kwargs"):
+        fx.node.map_arg(node.meta.get(key, ()), found.setdefault)
+    return list(found)
+
+
+def item_reads(item: Item) -> list[fx.Node]:
+    return item.inputs if isinstance(item, Call) else reads(item)
+
+
+def segments(graph: fx.Graph) -> list[Item]:
+    """The graph's nodes in order, those of each block that can be a class gathered into one `Call`."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n)]
+    home = _homes(nodes)
+    items = _gather(nodes, home)
+    outside = _readers(graph)
+    for item in items:
+        if isinstance(item, Call):
+            inside = set(item.nodes)
+            item.inputs = list(dict.fromkeys(r for n in item.nodes for r in reads(n) if r not in inside))
+            item.outputs = [n for n in item.nodes if any(reader not in inside for reader in outside.get(n, ()))]
+    return items
+
+
+def _homes(nodes: list[fx.Node]) -> dict[fx.Node, str]:
+    """The block that each node is printed in. Loose nodes that only one block reads, and that it made, join it."""
+    home: dict[fx.Node, str] = {}
+    modules = {str(n.target) for n in nodes if n.op == "call_module"}
+    for node in nodes:
+        path = str(node.meta.get("block", "")).partition("#")[0]
+        if path and path not in modules and _belongs(node, path):
+            home[node] = path
+    paths = set(home.values())
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(nodes):
+        if node not in home:
+            path = next((p for p in _prefixes(node.meta.get("module_path", "")) if p in paths), "")
+            homes = {home.get(r, "") for r in readers.get(node, ())} | {home.get(m, path) for m in node.meta.get("mutates", ())}
+            if path and homes <= {path} and _belongs(node, path):
+                home[node] = path
+        for read in reads(node):
+            readers.setdefault(read, []).append(node)
+    return home
+
+
+def _belongs(node: fx.Node, path: str) -> bool:
+    if node.op in ("call_module", "get_attr"):
+        return is_under(path, str(node.target))
+    module = node.meta.get("module_path", path)
+    return module == path or is_under(path, module)
+
+
+def _prefixes(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+
+
+def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[Item]:
+    """Runs of one block become calls. Loose nodes inside of a run move before it, unless they need it."""
+    items: list[Item] = []
+    run: Call | None = None
+    between: list[fx.Node] = []
+    for node in nodes:
+        path = home.get(node, "")
+        if not path:
+            between.append(node)
+            continue
+        if run is None or run.path != path or not _can_precede(between, run.nodes):
+            items += between
+            run = Call(path, [])
+            items.append(run)
+        else:
+            items[-1:] = [*between, run]
+        between = []
+        run.nodes.append(node)
+    items += between
+    return _only_classes(items)
+
+
+def _can_precede(loose: Sequence[fx.Node], run: Sequence[fx.Node]) -> bool:
+    """Whether loose nodes recorded behind `run` compute the same before it."""
+    inside, touched = set(run), {storage_root(n) for r in run for n in (r, *reads(r))}
+    for node in loose:
+        if any(read in inside for read in reads(node)) or node.meta.get("random") or node.meta.get("updates_buffers"):
+            return False
+        if any(storage_root(written) in touched for written in node.meta.get("mutates", ())):
+            return False
+    written = {storage_root(w) for r in run for w in r.meta.get("mutates", ())}
+    return not any(storage_root(read) in written for node in loose for read in reads(node))
+
+
+def _only_classes(items: list[Item]) -> list[Item]:
+    """Blocks that are cut into several unlike pieces, or hold no member of their own, go back to loose nodes."""
+    pieces: dict[str, set[int]] = {}
+    for item in items:
+        if isinstance(item, Call):
+            pieces.setdefault(item.path, set()).add(len(item.nodes))
+    kept: list[Item] = []
+    for item in items:
+        if isinstance(item, Call) and (len(pieces[item.path]) > 1 or not _has_members(item) or not _has_input(item)):
+            kept += item.nodes
+        else:
+            kept.append(item)
+    return kept
+
+
+def _has_members(call: Call) -> bool:
+    return any(n.op in ("call_module", "get_attr") for n in call.nodes)
+
+
+def _has_input(call: Call) -> bool:
+    inside = set(call.nodes)
+    return any(r not in inside and isinstance(r.meta.get("val"), torch.Tensor) for n in call.nodes for r in reads(n))
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The first node of the chain of views and in-place results that `node` is one of."""
+    while isinstance(node.meta.get("alias_of"), fx.Node):
+        node = node.meta["alias_of"]
+    return node
+
+
+def _readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for read in reads(node):
+            found.setdefault(read, []).append(node)
+    return found
+
+
+def mode_of(node: fx.Node) -> tuple[bool, Any]:
+    """(gradients off, autocast setting) under which the node was recorded."""
+    return bool(node.meta.get("no_grad", False)), node.meta.get("autocast")

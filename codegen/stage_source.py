@@ -1,0 +1,135 @@
+"""A stage graph as the source of one class.
+
+In: the stage's interface and graph. Out: `class Stage1(Stage)` whose state_dict has the user's dotted names and whose
+forward takes `spec.inputs` and returns a tuple, in order, of `spec.outputs` and `spec.extra_outputs`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..runtime.program import ParamSpec, StageSpec
+from ..runtime.units import format_bytes
+from .block_source import BlockClass, BlockLibrary
+from .body import Body, describe
+from .layout import Line, behind, block
+from .loops import Loop, find_loops
+from .members import Members, ties, used_members
+from .names import assigned_names, usable
+from .paths import camel_case, is_under
+from .segments import Call, Item, segments
+
+
+class StageSource:
+    """Writes one stage's class. Make all of a file's stages first, then name the library's classes, then `source()`."""
+
+    def __init__(self, spec: StageSpec, module: fx.GraphModule, library: BlockLibrary):
+        self.spec, self.module, self.library = spec, module, library
+        self.class_name = camel_case(spec.name)
+        self.inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.outputs: list[fx.Node] = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
+        self.items = self._classified(segments(module.graph))
+        self.steps = find_loops(self.items, lambda call: library.of_call[call], self.outputs)
+        self.body = Body(
+            self.steps,
+            self._input_names(),
+            self.outputs,
+            library.imports,
+            call_text=lambda call: library.of_call[call],
+            hints=self._loop_names(),
+        )
+        self.body.write()
+
+    def _classified(self, items: list[Item]) -> list[Item]:
+        """Give each call its class; a path whose calls have different texts is printed without a class."""
+        kinds: dict[str, set[BlockClass]] = {}
+        for item in items:
+            if isinstance(item, Call):
+                kinds.setdefault(item.path, set()).add(self.library.add(self.spec.name, self.module, item))
+        kept: list[Item] = []
+        for item in items:
+            if isinstance(item, Call) and len(kinds[item.path]) > 1:
+                self.library.of_call.pop(item)
+                kept += item.nodes
+            else:
+                kept.append(item)
+        return kept
+
+    def _loop_names(self) -> dict[fx.Node, str]:
+        """What is carried through a loop is called, before it too, as the block calls its result."""
+        names: dict[fx.Node, str] = {}
+        for step in self.steps:
+            if isinstance(step, Loop):
+                inside = {n: t for c in step.rounds[0] for n, t in zip(c.outputs, self.library.of_call[c].results)}
+                for start, result in step.carried:
+                    names[start] = usable(inside[result])
+        return names
+
+    def _input_names(self) -> dict[fx.Node, str]:
+        hints = self._loop_names()
+        names: dict[fx.Node, str] = {}
+        for node in self.inputs:
+            assigned = assigned_names(node)
+            names[node] = hints.get(node) or usable(assigned[0] if len(assigned) == 1 else str(node.target))
+        return names
+
+    def source(self) -> str:
+        """The class's source. Needs the library's classes to be named."""
+        arguments = [self.body.first_names[node] for node in self.inputs]
+        types = ", ".join(f"{describe(n.meta.get('val'))}" for n in self.inputs)
+        results = [o.name for o in (*self.spec.outputs, *self.spec.extra_outputs)]
+        returned = ", ".join(self.body.returned) + ("," if len(self.outputs) == 1 else "")
+        lines = [
+            f"class {self.class_name}(Stage):  # {self._comment()}",
+            "    def __init__(self):",
+            "        super().__init__()",
+            *block(self._init_lines(), 2),
+            "",
+            behind(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
+            *block(self.body.lines, 2),
+            behind(f"        return {returned}", ", ".join(results)),
+        ]
+        return "\n".join(lines)
+
+    def _comment(self) -> str:
+        specs: tuple[ParamSpec, ...] = self.spec.params
+        size = f"{sum(p.numel for p in specs):,} parameters, {format_bytes(sum(p.bytes for p in specs))}"
+        return f"{self.spec.title}: {size}" if self.spec.title else size
+
+    def _init_lines(self) -> list[Line]:
+        calls = [item for item in self.items if isinstance(item, Call)]
+        loose = [n for n in self.items if isinstance(n, fx.Node)]
+        names = used_members(loose)
+        inside = used_members(n for c in calls for n in c.nodes)
+        members = Members(self.module)
+        for group in _same_class(calls, self.library):
+            members.blocks(group, self.library.of_call[group[0]].name)
+        members.scopes |= {c.path for c in calls} | _scopes_of(inside, {c.path for c in calls})
+        paths = {c.path for c in calls}
+        groups = [g for g in ties(self.module, [*names, *inside]) if not any(_all_under(p, g) for p in paths)]
+        members.add_all([n for n in names if n not in inside], groups)
+        return members.lines
+
+
+def _same_class(calls: list[Call], library: BlockLibrary) -> list[list[Call]]:
+    """Distinct modules in order, those of one class and one owner together."""
+    groups: dict[tuple[BlockClass, str], dict[str, Call]] = {}
+    for call in calls:
+        groups.setdefault((library.of_call[call], call.path.rpartition(".")[0]), {}).setdefault(call.path, call)
+    return [list(group.values()) for group in groups.values()]
+
+
+def _scopes_of(names: list[str], paths: set[str]) -> set[str]:
+    """Owners that the blocks' own constructors make."""
+    found = set()
+    for name in names:
+        owner = name.rpartition(".")[0]
+        while owner and any(is_under(path, owner) for path in paths):
+            found.add(owner)
+            owner = owner.rpartition(".")[0]
+    return found
+
+
+def _all_under(path: str, names: list[str]) -> bool:
+    return all(is_under(path, name) for name in names)
+
