@@ -161,7 +161,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 def _unknown(name: str, why: str) -> PlanError:
     return PlanError(
-        f"model: {name!r} is on the meta device and its value cannot be found: its module has no `reset_parameters`, and "
-        f"its model no `_init_weights`, that sets it, and {why}. Construct the model on CPU, save this tensor with the "
+        f"model: {name!r} is on the meta device and no `reset_parameters` of its module and no "
+        f"`_init_weights` of the model sets it, and {why}. Construct the model on CPU, save this tensor with the "
         "weights, or set it in a `reset_parameters` of its module."
     )
