@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from .errors import VerifyError
+from .modules import Stage
 from .program import StageSpec
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,6 +83,8 @@ class StageRunner:
         self.precision = precision
         self.weights_move = weights_move
         self.kept_bytes: int | None = None  # measured once, on the first micro-batch
+        if isinstance(module, Stage):
+            module.device = self.device
         self._params = _own_parameters(spec, module, self.device)
         self._buffers = _named_buffers(module)
         self._changing: list[str] | None = None  # buffers that a forward changes, known after the first

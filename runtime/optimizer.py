@@ -209,7 +209,7 @@ def _path_and_kwargs(given: Any, what: str, example: str) -> tuple[str, dict[str
 
 
 def _import_path(given: Any, what: str, example: str) -> str:
-    """"module:name" of a class or function that any process can import. Raises `PlanError` for others."""
+    """ "module:name" of a class or function that any process can import. Raises `PlanError` for others."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
     if not callable(given) or module is None or name is None:
         raise PlanError(f"{what}: found {given!r}; pass a class or a functools.partial of one: {example}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.errors import VerifyError
 from penstock.runtime.execute import StageRunner, micro_batch_seed
+from penstock.runtime.modules import Stage
 from penstock.runtime.program import ParamSpec, StageSpec, TensorSpec
 
 CPU = torch.device("cpu")
@@ -224,9 +225,7 @@ def test_autocast(precision: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     name = str(dtype)[6:]
     eager = Chain().to(dtype)
-    runner = StageRunner(
-        spec_of(eager, CHAIN_INPUTS, [LOSS]), copy.deepcopy(eager).to("meta"), CPU, precision
-    )
+    runner = StageRunner(spec_of(eager, CHAIN_INPUTS, [LOSS]), copy.deepcopy(eager).to("meta"), CPU, precision)
     runner.load_buffers(dict(eager.named_buffers()))
     runner.bind({n: p.detach().clone() for n, p in eager.named_parameters()})
     x = torch.randn(4, 8)
@@ -268,9 +267,7 @@ class Spoiler(nn.Module):
 
 
 def test_input_changed_in_place_is_refused() -> None:
-    runner = StageRunner(
-        StageSpec("stage0", (TensorSpec("x", (2,), "float32"),), (LOSS,), ()), Spoiler(), CPU, "fp32"
-    )
+    runner = StageRunner(StageSpec("stage0", (TensorSpec("x", (2,), "float32"),), (LOSS,), ()), Spoiler(), CPU, "fp32")
     with pytest.raises(VerifyError, match="changes its input 'x' in place"):
         runner.forward([torch.zeros(2)], 0)
 
@@ -295,3 +292,57 @@ def test_modules_that_list_their_own_weights() -> None:
     want.backward()
     assert torch.equal(loss, want)
     assert all(torch.equal(grads[n], p.grad) for n, p in eager.named_parameters())
+
+
+class Maker(Stage):
+    def forward(self) -> tuple[Tensor]:
+        return (torch.zeros((), device=self.device),)
+
+
+def test_a_stage_knows_where_it_runs() -> None:
+    runner = StageRunner(StageSpec("stage0", (), (LOSS,), ()), Maker(), torch.device("meta"), "fp32")
+    assert runner.forward([], 0, keep=False)[0][0].device.type == "meta"
+    assert Maker.device == CPU
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 256)
+        self.outer = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        h = nn.functional.dropout(torch.relu(self.inner(x)), 0.3, self.training)
+        return (self.outer(h).float().square().mean(),)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_on_a_gpu_as_in_eager(precision: str, keep: bool) -> None:
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.float32
+    if precision == "bf16":
+        dtype = torch.bfloat16
+    eager = Wide().to(device, dtype)
+    spec = spec_of(eager, [TensorSpec("x", (8, 64), "float32", True)], [LOSS])
+    with torch.device("meta"):
+        runner = StageRunner(spec, Wide(), device, precision)
+    weights = {name: p.detach().clone() for name, p in eager.named_parameters()}
+    runner.bind(weights)
+    grads, x = None, torch.randn(8, 64, device=device)
+    states = torch.cuda.get_rng_state(), torch.get_rng_state()
+    kepts = [runner.forward([x], m, keep) for m in range(2)]
+    assert torch.equal(states[0], torch.cuda.get_rng_state()) and torch.equal(states[1], torch.get_rng_state())
+    moved = {name: w.clone() for name, w in weights.items()}
+    for w in weights.values():
+        w.fill_(float("nan"))
+    runner.bind(moved)
+    for m in range(2):
+        (dx,), grads = runner.backward(kepts[m][1], [x], [0.5], grads, m)
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(m)
+        with torch.autocast("cuda", dtype=dtype, enabled=precision != "fp32"):
+            want = eager(leaf)[0]
+        (want / 2).backward()
+        assert torch.equal(kepts[m][0][0], want) and torch.equal(dx, leaf.grad)
+    assert grads is not None and all(torch.equal(grads[n], p.grad) for n, p in eager.named_parameters())

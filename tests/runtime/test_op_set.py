@@ -6,20 +6,38 @@ import inspect
 
 import pytest
 
-from penstock.runtime import ops, reference
-
-RUNTIMES = [reference.ReferenceRuntime]
+from penstock.runtime import ops
+from penstock.runtime.device import DeviceRuntime
+from penstock.runtime.hardware import Hardware
+from penstock.runtime.program import place_frees
+from penstock.runtime.reference import ReferenceRuntime
+from penstock.runtime.simulate import simulate
+from penstock.tests.runtime.two_stages import evaluation, interface_of, models, training
 
 
 @pytest.mark.parametrize("op", ops.ALL.values(), ids=ops.ALL)
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", [ReferenceRuntime, DeviceRuntime])
 def test_every_op_is_a_method_with_the_ops_signature(runtime: type, op: ops.Op) -> None:
     found = list(inspect.signature(getattr(runtime, op.name)).parameters.values())[1:]
     want = list(op.signature.parameters.values())
     assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in want]
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_runtime_has_no_op_of_its_own(runtime: type) -> None:
-    own = {name for name, member in inspect.getmembers(runtime, callable) if not name.startswith("_")}
+def test_the_reference_has_no_op_of_its_own() -> None:
+    own = {name for name, member in inspect.getmembers(ReferenceRuntime, callable) if not name.startswith("_")}
     assert own == ops.ALL.keys()
+
+
+def test_the_simulator_times_every_op() -> None:
+    face = interface_of(*models(tied=True), tied=True)
+    swapped, evaluated = training(face, swap=True, max_norm=1.0), evaluation(face)
+    results = evaluated[1].results()
+    with evaluated[1].graph.inserting_before(next(reversed(evaluated[1].graph.nodes))):
+        total = evaluated[1].emit(ops.add, *results["loss"][:2])
+    evaluated[1].returns({"loss": total})
+    place_frees(evaluated[1])
+    assert {n.target.name for p in (*swapped, *evaluated) for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
+    timed = set()
+    for programs in (swapped, evaluated):
+        timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2)).spans}
+    assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time

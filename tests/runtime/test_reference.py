@@ -14,11 +14,13 @@ from torch.optim import lr_scheduler
 
 from penstock.runtime import ops
 from penstock.runtime.errors import BatchError, BudgetExceeded, PlanError, VerifyError, WorkerError
+from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import profile_memory
 from penstock.runtime.optimizer import OptimizerSpec
 from penstock.runtime.program import Program, place_frees
 from penstock.runtime.reference import Reference, ReferenceRuntime, StageGrads, Waiting
 from penstock.runtime.text import parse_program, print_program
+from penstock.runtime.verify import verify
 from penstock.tests.runtime.two_stages import (
     Eager,
     First,
@@ -151,6 +153,13 @@ def test_fp16_scales_the_loss_skips_overflows_and_clips_unscaled_gradients() -> 
     assert_equal(run.grads, eager.grads, rtol=0.05, atol=2e-3)
     with pytest.raises(VerifyError, match="without their norm"):
         reference(training(face), sgd, precision="fp16").step(batch_of(0))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_programs_of_these_tests_pass_the_verifier(swap: bool) -> None:
+    face = interface_of(*models(tied=True), tied=True)
+    verify(training(face, swap=swap, remat=swap, max_norm=1.0), Hardware.cpu(num_devices=2))
+    verify(evaluation(face), Hardware.cpu(num_devices=2))
 
 
 @pytest.mark.parametrize("remat", [False, True])
