@@ -64,12 +64,16 @@ class Timeline:
         return {key: value / self.step_s if self.step_s else 0.0 for key, value in sorted(busy_s.items())}
 
     def bottleneck(self) -> tuple[str, float]:
-        """The busiest stream ("gpu0 compute") or link ("rc0.0.down") and its busy share; a tie goes to the link,
-        which says more about what would help."""
-        streams = [(share, 0, f"{self.device_names[d]} {stream}") for (d, stream), share in self.busy_share.items()]
-        links = [(share, 1, name) for name, share in self.link_busy.items()]
-        share, _, name = max(streams + links, default=(0.0, 0, "nothing"))
-        return name, share
+        """The busiest stream ("gpu0 compute") or link ("rc0.0.down") and its busy share.
+
+        A tie goes to the link, which says more about what would help than the streams that wait for it.
+        """
+        shares = dict(self.link_busy)
+        shares |= {f"{self.device_names[device]} {stream}": share for (device, stream), share in self.busy_share.items()}
+        if not shares:
+            return "nothing", 0.0
+        name = max(shares, key=lambda name: round(shares[name], 4))  # the first of equals
+        return name, shares[name]
 
     def describe(self) -> str:
         """A few lines for people."""

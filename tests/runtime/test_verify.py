@@ -410,3 +410,20 @@ def test_ten_thousand_ops_are_verified_within_two_seconds() -> None:
     begin_s = time.perf_counter()
     verify(programs, Hardware.cpu(8, memory="1GB"))
     assert time.perf_counter() - begin_s < 2.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_line_of_a_correct_program_can_be_left_out_or_doubled(kind: str) -> None:
+    programs = pipeline(2, 3, 2, **KINDS[kind])
+    for device, program in enumerate(programs):
+        lines = print_program(program).splitlines()
+        for i, line in enumerate(lines[1:], 1):
+            without, twice = lines[:i] + lines[i + 1 :], lines[: i + 1] + lines[i:]
+            if line != "    return {}":
+                check_refused(programs, device, without)
+            check_refused(programs, device, twice)
+
+
+def check_refused(programs: list[Program], device: int, lines: list[str]) -> None:
+    with pytest.raises(VerifyError):
+        verify([parse_program("\n".join(lines), p.interface, d) if d == device else p for d, p in enumerate(programs)])
