@@ -88,8 +88,9 @@ def test_saturating_and_max_min_fair_in_every_class(links: dict[str, Link], flow
             for resource in resources_of(path, links)
             if use_of(resource, [paths[j] for j in above], [rates[j] for j in above], links) > 1.0 - 1e-6
         ]
-        others = {r: [j for j in above if classes[j] == classes[i] and r in resources_of(paths[j], links)] for r in full}
-        assert any(all(rates[j] <= rates[i] + 1e-6 for j in same) for same in others.values()), "no bottleneck of its own"
+        same = [j for j in above if classes[j] == classes[i]]
+        users = [[j for j in same if resource in resources_of(paths[j], links)] for resource in full]
+        assert any(all(rates[j] <= rates[i] + 1e-6 for j in use) for use in users), "no bottleneck of its own"
 
 
 @settings(max_examples=100, deadline=None)

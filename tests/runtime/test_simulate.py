@@ -163,7 +163,7 @@ def test_a_collective_waits_for_all_members_and_moves_in_a_ring() -> None:
         program.emit(ops.all_reduce, grads, group="tie")
         place_frees(program)
     call = spans_of(simulate(programs, machine(2)), "all_reduce")[0]
-    # Two members: each sends a half twice; both directions share the root complex, in which every byte goes up and down.
+    # Two members: each sends a half twice, and all of it passes the root complex up and down.
     assert call.end_s - call.start_s == pytest.approx(2 * WEIGHT_BYTES / 1e9)
 
 
