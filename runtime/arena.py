@@ -1,4 +1,4 @@
-"""Memory that is taken once and reused: the arena for fetched weights, and flat buffers with a place for each parameter.
+"""Memory that is taken once and reused: the arena for fetched weights, and flat buffers with a place for each tensor.
 
 A stage's weights are one flat buffer, so that a fetch is one copy. Host buffers that a CUDA device copies from or to
 are pinned.

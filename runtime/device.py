@@ -1,8 +1,8 @@
 """The device runtime: executes one device's program on real streams.
 
-A generated `step(rt, batch)` runs once, fast, on the calling thread: every op returns handles at once and is issued to its
-stream, where it starts when its inputs are ready. Memory is taken and given back in issue order under the device's and
-DRAM's budgets, so exceeding one raises at the op that would, whatever has run so far.
+A generated `step(rt, batch)` runs once, fast, on the calling thread: every op returns handles at once and is issued to
+its stream, where it starts when its inputs are ready. Memory is taken and given back in issue order under the budgets
+of the device and of DRAM, so exceeding one raises at the op that would, whatever has run so far.
 
 On a CPU device a stream is a thread; a program that uses no stream beside compute runs on the calling thread instead,
 as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, except for what works on host memory.
@@ -68,8 +68,8 @@ class StepResult:
     """What a program returned, on CPU: per name one tensor a micro-batch, empty lists on devices that have none.
 
     `report`: `seconds`, `busy_share` per stream (sends and receives include waiting for the other side), `moved_bytes`
-    per route, `peak_bytes` per memory as accounted, `gradient_norm` (None where the program computes none), `loss_scale`
-    (None but in fp16), `skipped` (a step whose gradients were not finite).
+    per route ("dram0 -> gpu0"), `peak_bytes` per memory as accounted, `gradient_norm` (None where the program computes
+    none), `loss_scale` (None but in fp16), `skipped` (a step whose gradients were not finite).
     """
 
     values: dict[str, list[Tensor]]
@@ -104,7 +104,8 @@ class DeviceRuntime:
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
         self.face: Interface = file.programs["step"].interface
         self.spec = hardware.devices[index]
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.spec.kind == "cuda" else torch.device("cpu")
+        on_gpu = self.spec.kind == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self.step_count = 0
         self.loss_scale = LossScale() if precision == "fp16" else None
@@ -182,7 +183,7 @@ class DeviceRuntime:
         for plan in self.plans.values():
             for stage, memory in plan.homes.items():
                 if homes.setdefault(stage, memory) != memory:
-                    raise PlanError(f"device {self.index}: {stage} lies in {homes[stage]} in training, elsewhere in evaluation")
+                    raise PlanError(f"device {self.index}: {stage} is fetched in one function and resident in another")
         return homes
 
     def _make_store(self, stage: str) -> StageStore:
@@ -227,8 +228,12 @@ class DeviceRuntime:
 
     def load_weights(self, source: Callable[[str], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> None:
         """Fill every stage with what `source(stage name)` gives: weights and buffers by name."""
-        for name, store in self.stores.items():
-            store.load(*source(name))
+        for name in self.stores:
+            self.load_stage(name, *source(name))
+
+    def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Set a stage's weights and buffers to copies of these."""
+        self.stores[stage].load(weights, buffers)
         self._settle()
 
     def stage_state(self, stage: str) -> StageState:
@@ -281,7 +286,7 @@ class DeviceRuntime:
         if self.broken is not None:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
         plan = self.plans[function]
-        self._check_batch(batch, plan)
+        check_batch(batch, self.face, plan.batch_names)
         self._grow_arena(plan.arena_bytes)
         self._running = self._streams_for(plan)
         self._issues, self._cursor = plan.ops, 0
@@ -301,20 +306,11 @@ class DeviceRuntime:
             self.broken = self.broken or Fault(None, error)
             raise
         report = self._report(plan, time.perf_counter() - start_s)
+        if self.step_count == 0:
+            self._charge_kept(plan)
         values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in results.items()}
         self._forget_results()
         return StepResult(values, report)
-
-    def _check_batch(self, batch: Mapping[str, Tensor], plan: Issues) -> None:
-        for name in plan.batch_names:
-            want = self.face.batch[name]
-            shape = (want.shape[0] * self.face.micro_batches, *want.shape[1:])
-            found = batch.get(name)
-            if found is None:
-                raise BatchError(f"batch: no {name!r}; found {', '.join(batch) or 'nothing'}")
-            dtype = str(found.dtype).removeprefix("torch.")
-            if (tuple(found.shape), dtype) != (shape, want.dtype):
-                raise BatchError(f"batch: {name!r} is {dtype}{list(found.shape)}, compiled for {want.dtype}{list(shape)}")
 
     def _finish(self) -> None:
         """Wait until every stream is done, or one has failed."""
@@ -361,12 +357,31 @@ class DeviceRuntime:
         return {
             "seconds": seconds,
             "busy_share": busy_share,
-            "moved_bytes": dict(plan.moved_bytes),
+            "moved_bytes": self._moved_bytes(plan),
             "peak_bytes": {account.memory: account.peak_bytes for account in self.accounts.values()},
             "gradient_norm": norm,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.scale,
             "skipped": skipped,
         }
+
+    def _moved_bytes(self, plan: Issues) -> dict[str, int]:
+        """Per route between two memories by name. What is received counts with its sender."""
+        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}"}
+        names |= {f"device{i}": device.name for i, device in enumerate(self.hardware.devices)}
+        moved: dict[str, int] = {}
+        for issue in plan.ops:
+            if issue.moved_bytes and issue.op not in ("recv", "all_reduce"):
+                route = " -> ".join(names[end] for end in issue.route)
+                moved[route] = moved.get(route, 0) + issue.moved_bytes
+        return moved
+
+    def _charge_kept(self, plan: Issues) -> None:
+        """From the second step on, what forward leaves for backward is charged by its measured bytes."""
+        for issue in plan.ops:
+            if issue.op == "forward" and issue.keeps:
+                measured = self.stores[issue.stages[0]].runner.kept_bytes
+                memory, name, num_bytes = issue.takes[-1]
+                issue.takes[-1] = (memory, name, num_bytes if measured is None else measured)
 
     def _gradient_norm(self) -> tuple[float | None, bool]:
         if not self._boxes_of_norm:
@@ -461,7 +476,8 @@ class DeviceRuntime:
 
         def run() -> list[Any]:
             start_s = time.perf_counter()
-            given, moved = box.value, None
+            given: Any = box.value
+            moved: Any
             if isinstance(given, Grads):
                 tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
                 moved = Grads(tensors, given.factor)
@@ -479,7 +495,9 @@ class DeviceRuntime:
 
     # --- ops: compute
 
-    def forward(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int, keep: bool = True) -> tuple[Handle, ...]:
+    def forward(
+        self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int, keep: bool = True
+    ) -> tuple[Handle, ...]:
         issue = self._next("forward")
         runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
         seed = micro_batch_seed(self.seed, self.step_count, stage, micro_batch)
@@ -623,6 +641,18 @@ class DeviceRuntime:
             return []
 
         self._launch(issue, [box] if squares is None else [box, squares], run)
+
+
+def check_batch(batch: Mapping[str, Tensor], face: Interface, names: Sequence[str]) -> None:
+    """Raises `BatchError` where an input among `names` is missing or is not what was compiled."""
+    for name in names:
+        want, found = face.batch[name], batch.get(name)
+        shape = (want.shape[0] * face.micro_batches, *want.shape[1:])
+        if found is None:
+            raise BatchError(f"batch: {name!r} is missing; found {', '.join(batch) or 'nothing'}")
+        dtype = str(found.dtype).removeprefix("torch.")
+        if (tuple(found.shape), dtype) != (shape, want.dtype):
+            raise BatchError(f"batch: {name!r} is {dtype}{list(found.shape)}, compiled for {want.dtype}{list(shape)}")
 
 
 def device_groups(face: Interface) -> dict[str, list[int]]:

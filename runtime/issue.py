@@ -14,7 +14,7 @@ from torch import fx
 from . import ops
 from .memory import Persistent, plan_arena, profile_memory
 from .order import Memory, build_order
-from .program import Program, donated, values_of, work_of
+from .program import Program, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
 
 
@@ -39,6 +39,7 @@ class Issue:
     tag: str  # of a message; for a load the name of the input
     peer: int
     stages: list[str]  # of its operands and results, in order
+    keeps: bool = False  # its last result is what backward needs
     waits: tuple[int, ...] = ()
     least_s: float = 0.0  # what a transfer takes at least, where links are held down
 
@@ -57,7 +58,6 @@ class Issues:
     persistent: Persistent
     homes: dict[str, str]  # per stage that runs here, the memory in which its weights lie
     updated: set[str]  # the stages that a `step` trains
-    moved_bytes: dict[str, int] = field(default_factory=dict)  # per route, "dram -> device"
     streams: set[str] = field(default_factory=set)
 
     @property
@@ -65,8 +65,6 @@ class Issues:
         """The inputs of the batch that this device loads."""
         return sorted({op.tag for op in self.ops if op.op == "load"})
 
-    def tags(self, op: str, peer: int) -> set[str]:
-        return {issue.tag for issue in self.ops if issue.op == op and issue.peer == peer}
 
 
 StreamOf = Callable[[fx.Node, ops.Work], str]
@@ -94,9 +92,6 @@ def plan_issues(
             plan.homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
         elif node.target is ops.step:
             plan.updated.add(str(node.args[0]))
-        if work.moved_bytes:
-            route = " -> ".join(plan.ops[-1].route)
-            plan.moved_bytes[route] = plan.moved_bytes.get(route, 0) + work.moved_bytes
         if node.target not in (ops.free, ops.resident):
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
@@ -110,12 +105,9 @@ def plan_issues(
 
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
     assert isinstance(node.target, ops.Op)
-    made = values_of(node)
-    if node.target is ops.free:
-        gone = [v for v in node.args if v.target is not ops.fetch]  # type: ignore[union-attr]
-    else:
-        gone = donated(node)
-    kinds = [v.meta["type"] for v in made] or [n.meta["type"] for n in node.all_input_nodes if "type" in n.meta]
+    made, read = values_of(node), operands(node)
+    gone = [v for v in read if v.target is not ops.fetch] if node.target is ops.free else donated(node)
+    kinds = [v.meta["type"] for v in made or read]
     takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in made if v.meta["type"].owned]
     micro_batch = node.kwargs.get("micro_batch")
     return Issue(
@@ -127,7 +119,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         memory=kinds[0].memory if kinds else ops.DEVICE,
         results=[v.name for v in made],
         takes=[] if node.target is ops.fetch else takes,
-        gives=[(v.meta["type"].memory, v.name) for v in gone],  # type: ignore[union-attr]
+        gives=[(v.meta["type"].memory, v.name) for v in gone],
         workspace_bytes=work.workspace_bytes,
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
@@ -135,12 +127,13 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         offset_bytes=0,
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
-        stages=[v.meta["type"].stage for v in node.all_input_nodes if "type" in v.meta and v.meta["type"].stage],
+        keeps=bool(made) and made[-1].meta["type"].kind == "kept",
+        stages=[v.meta["type"].stage for v in read if v.meta["type"].stage],
     )
 
 
 def _reduce_waits(issues: list[Issue], direct: list[set[int]]) -> None:
-    """Keep one wait per other stream, the last: streams work in order. Ops without a stream pass on what they wait for."""
+    """Keep one wait per other stream, the last: streams work in order. `free` has no stream and passes its waits on."""
     for issue in issues:
         last: dict[str, int] = {}
         for other in _expand(direct[issue.index], issues, direct):

@@ -26,8 +26,7 @@ LOOPBACK = "127.0.0.1"
 class Link:
     """One device's end of all connections.
 
-    `groups`: per name, the devices that take part, in the order in which their parts are added. `orders`: the tags of
-    all messages to and from each peer, in text order (see `message_orders`); both ends must call with the same programs.
+    `groups`: per name, the devices that take part, in the order in which their parts are added.
     `hostname` binds gloo to one address; None lets it find this host's own.
     """
 
@@ -58,9 +57,9 @@ class Link:
     def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
         """Make every connection that the programs need.
 
-        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. A group
-        is summed by NCCL where all its parts lie in GPUs, else by gloo. Raises `PlanError` where two GPUs would exchange
-        messages in different orders, which NCCL cannot.
+        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. A
+        group is summed by NCCL where all its parts lie in GPUs, else by gloo. Raises `PlanError` where two GPUs would
+        exchange messages in different orders, which NCCL cannot.
         """
         self._tags = {pair: {tag: i for i, tag in enumerate(sorted(set(tags)))} for pair, tags in orders.items()}
         if self.device.type == "cuda":
@@ -88,8 +87,8 @@ class Link:
         if theirs != list(tags):
             first = next((a, b) for a, b in zip([*tags, "none"], [*theirs, "none"]) if a != b)
             raise PlanError(
-                f"messages from device {src} to device {dst} are sent and received in different orders ({first[0]!r} on "
-                f"device {self.index}, {first[1]!r} on device {other}); on GPUs the orders must be the same"
+                f"messages from device {src} to device {dst} are sent and received in different orders ({first[0]!r} "
+                f"on device {self.index}, {first[1]!r} on device {other}); on GPUs the orders must be the same"
             )
 
     # --- messages
@@ -129,10 +128,17 @@ class Link:
         groups[group].allgather([found], [value]).wait()
         return found
 
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._everyone.broadcast([value], options).wait()
+        return value
+
     # --- backends
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         where = {} if self._hostname is None else {"hostname": self._hostname}
         make = dist.ProcessGroupGloo.create_device if where else dist.ProcessGroupGloo.create_default_device
         options._devices = [make(**where)]

@@ -63,6 +63,6 @@ def _device_of(grads: Sequence[dict[str, Tensor]]) -> torch.device:
 
 
 def _settle(total: Tensor) -> None:
-    """Wait for the copies of a host thread's own CUDA stream: who comes next waits for the thread, not for that stream."""
+    """Wait for what a host thread has put on its CUDA stream: who comes next waits for the thread only."""
     if total.is_cuda and torch.cuda.current_stream(total.device) == torch.cuda.default_stream(total.device):
         torch.cuda.current_stream(total.device).synchronize()

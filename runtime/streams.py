@@ -139,8 +139,8 @@ class InlineStream(Stream):
 class ThreadStream(Stream):
     """One daemon thread with a queue.
 
-    A task that raises puts a `Fault` into `notices`; whatever is issued behind it, or waits for it elsewhere, is skipped
-    and fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor.
+    A task that raises puts a `Fault` into `notices`; what is issued behind it, or waits for it elsewhere, is skipped and
+    fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor.
     """
 
     def __init__(self, name: str, notices: SimpleQueue[Any], board: MutableSequence[int], slot: int, num_threads: int):

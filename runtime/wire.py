@@ -16,9 +16,13 @@ _ALIGNMENT = 64  # of each tensor, so that it may be used where it was received
 _TENSORS = "tensors"  # the header's key for names, dtypes and shapes
 
 
-def send_message(channel: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+def send_message(
+    channel: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Send a header (JSON values; the key "tensors" is ours) and tensors by name. Blocks until it is on its way."""
-    rows, chunks, total = [], [], 0
+    rows: list[list[Any]] = []
+    chunks: list[Any] = []
+    total = 0
     for name, tensor in (tensors or {}).items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy() if flat.numel() else None

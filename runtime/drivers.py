@@ -1,0 +1,254 @@
+"""What a training script holds of the devices: one interface, whether they are here, in local workers, or in torchrun.
+
+`step` and `evaluate` take the global batch and give what all devices returned; `call` asks one device for one of
+`commands.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import ops
+from .commands import COMMANDS, Answer, Tensors, unpack_result
+from .device import DeviceRuntime, StepResult, check_batch
+from .device_file import FUNCTIONS
+from .errors import PlanError, WorkerError
+from .hardware import Hardware
+from .memory import profile_memory
+from .optimizer import OptimizerSpec
+from .program import Interface, Program
+from .text import parse_program
+from .timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that the devices need to start. `files`: one generated file per device, in their order."""
+
+    files: Sequence[Path]
+    interface: Interface
+    hardware: Hardware
+    optimizer: OptimizerSpec | None = None
+    precision: str = "fp32"
+    seed: int = 0
+    timeout_s: float = 600.0  # until a silent peer counts as lost
+
+    @cached_property
+    def programs(self) -> list[dict[str, Program]]:
+        """Per device its programs by name, read from the files."""
+        found = []
+        for device, path in enumerate(self.files):
+            text = Path(path).read_text()
+            names = [name for name in FUNCTIONS if f"def {name}(rt, batch)" in text]
+            found.append({name: parse_program(text, self.interface, device, name) for name in names})
+        return found
+
+    @cached_property
+    def stage_devices(self) -> dict[str, int]:
+        """The device that holds each stage."""
+        found: dict[str, int] = {}
+        for device, programs in enumerate(self.programs):
+            for node in programs["step"].ops():
+                if node.target in (ops.fetch, ops.resident):
+                    found.setdefault(str(node.args[0]).partition(".")[0], device)
+        return found
+
+    def for_device(self, index: int) -> dict[str, Any]:
+        """The device's part as plain data; `store` and `hostname` are the driver's to add."""
+        return {
+            "index": index,
+            "num_devices": self.interface.num_devices,
+            "gpu": self._gpu(index),
+            "file": str(self.files[index]),
+            "interface": self.interface.to_json(),
+            "hardware": self.hardware.model_dump(mode="json"),
+            "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
+            "precision": self.precision,
+            "seed": self.seed,
+            "timeout_s": self.timeout_s,
+            "num_threads": self.num_threads(index),
+            "dram_budget_bytes": self.dram_budget_bytes(index),
+        }
+
+    def num_threads(self, index: int) -> int:
+        """What the hardware document says, but one where there are as many devices as cores; a GPU's share of cores."""
+        device, cores = self.hardware.devices[index], os.cpu_count() or 1
+        beside = sum(other.host == device.host for other in self.hardware.devices)
+        if device.kind == "cuda":
+            return max(1, cores // beside)
+        return 1 if beside >= cores else min(device.threads, cores)
+
+    def _gpu(self, index: int) -> int:
+        """Its place among the GPUs of its host."""
+        own = self.hardware.devices[index]
+        return sum(d.kind == "cuda" and d.host == own.host for d in self.hardware.devices[:index])
+
+    def dram_budget_bytes(self, index: int) -> int:
+        """What the programs of the other devices on its host leave of the DRAM."""
+        host = self.hardware.devices[index].host
+        left = self.hardware.dram_budget_bytes(host)
+        for other, programs in enumerate(self.programs):
+            if other != index and self.hardware.devices[other].host == host:
+                left -= max(profile_memory(program).peak_bytes[ops.DRAM] for program in programs.values())
+        return max(left, 0)
+
+
+class Driver:
+    """Common part of all drivers. Not for use by several threads at once."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.closed = False
+
+    # --- what a kind of driver provides
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        """Run one of `commands.COMMANDS` on a device and give its answer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop all that runs. May be called twice."""
+        raise NotImplementedError
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        raise NotImplementedError
+
+    # --- what all do
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """One training step on the global batch. Raises `BatchError` before anything has run, else `WorkerError`."""
+        return self._run("run_step", "step", batch)
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Forward only, in evaluation mode."""
+        return self._run("run_evaluate", "evaluate", batch)
+
+    def _run(self, command: str, function: str, batch: Mapping[str, Tensor]) -> StepResult:
+        self._require_open()
+        if any(function not in programs for programs in self.setup.programs):
+            raise PlanError(f"the files have no `{function}`")
+        check_batch(batch, self.setup.interface, self._batch_names[function])
+        return merge_results(self._run_all(command, batch), self.setup.hardware)
+
+    @cached_property
+    def _batch_names(self) -> dict[str, list[str]]:
+        names: dict[str, set[str]] = {}
+        for programs in self.setup.programs:
+            for function, program in programs.items():
+                loads = (str(node.args[1]) for node in program.ops() if node.target is ops.load)
+                names.setdefault(function, set()).update(loads)
+        return {function: sorted(found) for function, found in names.items()}
+
+    def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Set a stage's weights and buffers, wherever it is."""
+        tensors = {f"weights/{name}": t for name, t in weights.items()}
+        tensors |= {f"buffers/{name}": t for name, t in buffers.items()}
+        self.call("load_stage", self.setup.stage_devices[stage], {"stage": stage}, tensors)
+
+    def timeline(self) -> Timeline:
+        """What ran when in the last step, on all devices."""
+        rows = [row for i in range(len(self.setup.files)) for row in self.call("spans", i)[0]["spans"]]
+        names = [device.name for device in self.setup.hardware.devices]
+        return Timeline.from_spans(without_waiting([Span(*row) for row in rows]), names)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise WorkerError("the devices have been stopped; start again and resume from a checkpoint")
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class InProcessDriver(Driver):
+    """The only device of a plan, in this process."""
+
+    def __init__(self, setup: Setup):
+        super().__init__(setup)
+        if setup.interface.num_devices != 1:
+            raise PlanError(f"one process can run one device, the plan has {setup.interface.num_devices}")
+        from .worker import build_runtime
+
+        own = {**setup.for_device(0), "store": None, "hostname": None, "num_threads": None}
+        self.runtime: DeviceRuntime = build_runtime(own, None)
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        self._require_open()
+        return COMMANDS[command](self.runtime, args or {}, tensors or {})
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        return [self.runtime.run_step(batch) if command == "run_step" else self.runtime.run_evaluate(batch)]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.runtime.close()
+
+
+def result_of(answer: Answer) -> StepResult:
+    return unpack_result(*answer)
+
+
+def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResult:
+    """One result of all devices: DRAM peaks of one host and bytes of one route are added, the rest is per device."""
+    values: dict[str, list[Tensor]] = {}
+    peak_bytes: dict[str, int] = {}
+    moved_bytes: dict[str, int] = {}
+    for result in results:
+        for name, tensors in result.values.items():
+            values[name] = values.get(name) or tensors
+        for total, key in ((peak_bytes, "peak_bytes"), (moved_bytes, "moved_bytes")):
+            for name, amount in result.report[key].items():
+                total[name] = total.get(name, 0) + amount
+    reports = [result.report for result in results]
+    report = {
+        "seconds": max(r["seconds"] for r in reports),
+        "busy_share": {hardware.devices[i].name: r["busy_share"] for i, r in enumerate(reports)},
+        "moved_bytes": moved_bytes,
+        "peak_bytes": peak_bytes,
+        "gradient_norm": next((r["gradient_norm"] for r in reports if r["gradient_norm"] is not None), None),
+        "loss_scale": reports[0]["loss_scale"],
+        "skipped": any(r["skipped"] for r in reports),
+    }
+    return StepResult(values, report)
+
+
+def without_waiting(spans: Sequence[Span]) -> list[Span]:
+    """Spans of sends and receives cut to the time when both sides were there.
+
+    Each side's stream is occupied from when it is ready; the transfer begins with the later one. The clock is one for
+    all processes of a host.
+    """
+    begin_s: dict[tuple[int, int, str], float] = {}
+    keys = [_message_of(span) for span in spans]
+    for span, key in zip(spans, keys):
+        if key is not None:
+            begin_s[key] = max(span.start_s, begin_s.get(key, span.start_s))
+    cut = []
+    for span, key in zip(spans, keys):
+        start_s = span.start_s if key is None else min(begin_s[key], span.end_s)
+        cut.append(Span(**{**asdict(span), "start_s": start_s}))
+    return cut
+
+
+def _message_of(span: Span) -> tuple[int, int, str] | None:
+    """Sender, receiver and tag, from the op's text."""
+    if span.op not in ("send", "recv"):
+        return None
+    fields = dict(part.split("=", 1) for part in span.text.rstrip(")").split(", ") if "=" in part.partition("(")[0])
+    other = int(fields["dst" if span.op == "send" else "src"])
+    pair = (span.device, other) if span.op == "send" else (other, span.device)
+    return (*pair, fields["tag"])

@@ -1,0 +1,302 @@
+"""Local workers: one process per device on this machine, started, fed, watched and stopped by the script's process.
+
+When one fails or vanishes, all are stopped at once and the error says which device, which line, which micro-batch.
+Workers are in sessions of their own, so that Ctrl-C reaches only this process, which then stops them; should this
+process be killed, they see its channel close and end by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Mapping, MutableSequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import errors, ops
+from .commands import Answer, Tensors
+from .device import STREAM_SLOTS, StepResult
+from .drivers import Driver, InProcessDriver, Setup, result_of
+from .errors import PenstockError, PlanError, WorkerError
+from .link import LOOPBACK
+from .torchrun import TorchrunDriver
+from .wire import receive_message, send_message
+from .worker import open_board
+
+GRACE_S = 1.0  # in which the culprit may still be found among several that fail
+CLOSE_S = 5.0
+LOG_TAIL_BYTES = 4000
+RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no longer agree on anything
+
+
+def start_driver(setup: Setup) -> Driver:
+    """The driver that fits: in this process, this rank of a torchrun, or local workers.
+
+    Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size.
+    """
+    if TorchrunDriver.is_present():
+        return TorchrunDriver(setup)
+    if setup.interface.num_devices == 1:
+        return InProcessDriver(setup)
+    return LocalWorkers(setup)
+
+
+@dataclass
+class Worker:
+    """One started process. `board`: see `worker.open_board`."""
+
+    device: int
+    name: str
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    board: MutableSequence[int]
+    file: Path
+    log: Path
+
+    def position(self) -> tuple[str, str]:
+        """What it was at, for people and as the text of one line: the compute stream's op first, running ones first."""
+        numbers = {name: self.board[i] for i, name in enumerate(STREAM_SLOTS) if self.board[i]}
+        if not numbers:
+            return "before its first op", ""
+        order = sorted(numbers, key=lambda name: (numbers[name] < 0, name != ops.COMPUTE))
+        lines = self.file.read_text().splitlines()
+        texts = [_describe_line(lines, abs(numbers[name]), name, numbers[name] < 0) for name in order]
+        running = [t for t, name in zip(texts, order) if numbers[name] > 0] or texts[:1]
+        return "; ".join(running), _code(lines, abs(numbers[order[0]]))
+
+    def log_tail(self) -> str:
+        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
+
+
+def _code(lines: list[str], number: int) -> str:
+    return lines[number - 1].split("  #")[0].strip() if number <= len(lines) else ""
+
+
+def _describe_line(lines: list[str], number: int, stream: str, over: bool) -> str:
+    code = _code(lines, number)
+    micro_batch = re.search(r"micro_batch=(\d+)", code)
+    where = f"micro-batch {micro_batch.group(1)}, " if micro_batch else ""
+    return f"{'behind ' if over else ''}line {number}: `{code}` ({where}{stream})"
+
+
+class LocalWorkers(Driver):
+    """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for several hosts."""
+
+    def __init__(self, setup: Setup):
+        super().__init__(setup)
+        hosts = {device.host for device in setup.hardware.devices[: setup.interface.num_devices]}
+        if len(hosts) > 1:
+            raise PlanError(
+                f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one process "
+                "per device"
+            )
+        self.scratch = tempfile.mkdtemp(prefix="penstock-")
+        self.workers: list[Worker] = []
+        self._stop = weakref.finalize(self, _stop_all, self.workers, self.scratch)
+        try:
+            for device in range(setup.interface.num_devices):
+                self.workers.append(self._start(device))
+            store = os.path.join(self.scratch, "store")
+            common = {"store": store, "hostname": LOOPBACK}
+            requests = {w.device: ("set_up", {**setup.for_device(w.device), **common}, {}) for w in self.workers}
+            answers = self._exchange(requests)
+        except BaseException:
+            self._abandon()
+            raise
+        self._names = {device: header["batch_names"] for device, (header, _) in answers.items()}
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [worker.process.pid for worker in self.workers]
+
+    def _start(self, device: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        board_path, log = Path(self.scratch, f"board{device}"), Path(self.scratch, f"worker{device}.log")
+        board = open_board(board_path, create=True)
+        arguments = ["--channel", str(theirs.fileno()), "--board", str(board_path), "--parent", str(os.getpid())]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.worker", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=worker_environment(self.setup.num_threads(device)),
+            )
+        theirs.close()
+        name = self.setup.hardware.devices[device].name
+        return Worker(device, name, process, ours, board, Path(self.setup.files[device]), log)
+
+    # --- commands
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        self._require_open()
+        return self._exchange({device: (command, args or {}, tensors or {})})[device]
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        parts = {device: {name: batch[name] for name in names} for device, names in self._names.items()}
+        answers = self._exchange({device: (command, {}, part) for device, part in parts.items()})
+        return [result_of(answers[worker.device]) for worker in self.workers]
+
+    def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:
+        """Send each device its command and wait for all answers; on any failure of a run, stop everything."""
+        waiting = {device: self.workers[device] for device in requests}
+        answers: dict[int, Answer] = {}
+        failures: dict[int, dict[str, Any]] = {}
+        try:
+            for device, (command, args, tensors) in requests.items():
+                try:
+                    send_message(self.workers[device].channel, {**args, "command": command}, tensors)
+                except OSError:
+                    failures[device] = {}  # it is gone; why, is looked up below
+            while waiting and not failures:
+                self._collect(waiting, answers, failures, None)
+            if failures:
+                fatal = any(not f for f in failures.values()) or next(iter(requests.values()))[0] in (*RUNS, "set_up")
+                if not fatal:
+                    while waiting:
+                        self._collect(waiting, answers, failures, None)
+                    raise self._error_of(*next(iter(failures.items())))
+                self._find_culprit(waiting, answers, failures)
+                raise self._stopped_by(failures)
+        except PenstockError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+        return answers
+
+    def _collect(
+        self,
+        waiting: dict[int, Worker],
+        answers: dict[int, Answer],
+        failures: dict[int, dict[str, Any]],
+        timeout_s: float | None,
+    ) -> None:
+        """Take what has arrived: answers, errors (as `failures`, empty for a process that is gone)."""
+        channels = {worker.channel: device for device, worker in waiting.items()}
+        for channel in select.select(list(channels), [], [], timeout_s)[0]:
+            device = channels[channel]
+            del waiting[device]
+            try:
+                header, tensors = receive_message(channel)
+            except EOFError:
+                failures[device] = {}
+                continue
+            if "error" in header:
+                failures[device] = header["error"]
+            else:
+                answers[device] = header, tensors
+
+    # --- failure
+
+    def _find_culprit(
+        self, waiting: dict[int, Worker], answers: dict[int, Answer], failures: dict[int, dict[str, Any]]
+    ) -> None:
+        """A device that only lost its peer may report before the one that failed does: give that one a moment."""
+        deadline = time.monotonic() + GRACE_S
+        while waiting and all(f and f["waited"] for f in failures.values()) and time.monotonic() < deadline:
+            self._collect(waiting, answers, failures, 0.05)
+
+    def _stopped_by(self, failures: dict[int, dict[str, Any]]) -> PenstockError:
+        """The error of the likeliest culprit (gone, or failed by itself, before those that waited); stops everything."""
+        device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
+        worker = self.workers[device]
+        if not failures[device]:
+            _wait(worker.process, GRACE_S)
+        error = self._error_of(device, failures[device])
+        self._abandon()
+        return error
+
+    def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
+        worker = self.workers[device]
+        if failure:
+            kind = getattr(errors, failure["type"], None)
+            if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
+                return kind(failure["message"])
+            message = failure["message"]
+            if kind is not WorkerError:
+                message = f"device {device} ({worker.name}): {failure['type']}: {message}"
+            return WorkerError(message, device=device, line=failure["line"], remote=failure["traceback"])
+        where, line = worker.position()
+        tail = worker.log_tail()
+        message = (
+            f"device {device} ({worker.name}): its worker, process {worker.process.pid}, {_how_it_ended(worker.process)} "
+            f"at {where}. All other workers have been stopped."
+        )
+        return WorkerError(message + (f"\nIts last output:\n{tail}" if tail else ""), device=device, line=line, remote=tail)
+
+    def _abandon(self) -> None:
+        self.closed = True
+        self._stop()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for worker in self.workers:
+            try:
+                send_message(worker.channel, {"command": "close"})
+            except OSError:
+                continue  # it is gone already
+        deadline = time.monotonic() + CLOSE_S
+        for worker in self.workers:
+            _wait(worker.process, max(0.0, deadline - time.monotonic()))
+        self._stop()
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """This process's environment, its import paths, and settings without which idle threads burn the cores."""
+    paths = [path or os.getcwd() for path in sys.path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONSAFEPATH": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+    }
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    code = process.poll()
+    if code is None:
+        return "closed its channel"
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+    return f"ended with exit code {code}"
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return  # the caller looks at `poll`
+
+
+def _stop_all(workers: Iterable[Worker], scratch: str) -> None:
+    """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends."""
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.wait()
+        worker.channel.close()
+    shutil.rmtree(scratch, ignore_errors=True)

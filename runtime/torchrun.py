@@ -1,0 +1,113 @@
+"""One rank of a torchrun: this process is one device of the plan, the others run the same script.
+
+All ranks make the same calls in the same order. Scalars and reports are exchanged through the rendezvous store, so
+that every rank sees the loss; other results stay with the device that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from . import errors
+from .commands import COMMANDS, Answer, Tensors
+from .device import StepResult
+from .drivers import Driver, Setup
+from .errors import PenstockError, PlanError, WorkerError
+from .worker import build_runtime, describe_error
+
+
+class TorchrunDriver(Driver):
+    """Runs the device of this rank. Raises `PlanError` where the number of ranks is not that of the plan's devices."""
+
+    def __init__(self, setup: Setup):
+        super().__init__(setup)
+        self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        devices = setup.interface.num_devices
+        if world != devices:
+            raise PlanError(
+                f"torchrun has started {world} processes, the plan has {devices} devices; use --nproc-per-node so that "
+                f"there are {devices} in all"
+            )
+        self.store = dist.PrefixStore("penstock", _store())
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.runtime = build_runtime({**setup.for_device(self.rank), "gpu": local, "hostname": None}, self.store)
+        self._round = 0
+
+    @staticmethod
+    def is_present() -> bool:
+        """Whether this process was started by torchrun, among others."""
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        """As everywhere, but all ranks must call it; all get the answer."""
+        self._require_open()
+        mine: dict[str, Any] = {}
+        found: Tensors = {}
+        if device == self.rank:
+            try:
+                mine, found = COMMANDS[command](self.runtime, args or {}, tensors or {})
+            except Exception as error:
+                mine = {"error": describe_error(error, self.runtime)}
+            rows = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in found.items()]
+            mine = {**mine, "tensors": rows}
+        header = self._exchange(mine)[device]
+        if "error" in header:
+            raise _error_of(device, header["error"])
+        assert self.runtime.link is not None
+        answer: Tensors = {}
+        for name, dtype, shape in header.pop("tensors"):
+            if device == self.rank:
+                value = found[name].detach().cpu().contiguous()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype))
+            answer[name] = self.runtime.link.broadcast(value, device)
+        return header, answer
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        own = self.runtime.run_step(batch) if command == "run_step" else self.runtime.run_evaluate(batch)
+        scalars = {name: [float(v) for v in values if v.dim() == 0] for name, values in own.values.items()}
+        results = []
+        for rank, other in enumerate(self._exchange({"scalars": scalars, "report": own.report})):
+            values = {name: [torch.tensor(v) for v in numbers] for name, numbers in other["scalars"].items()}
+            results.append(own if rank == self.rank else StepResult(values, other["report"]))
+        return results
+
+    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's plain data. Nobody is more than one round ahead, so what lies two rounds back can go."""
+        self.store.set(f"{self._round}/{self.rank}", json.dumps(mine))
+        ranks = range(self.setup.interface.num_devices)
+        found = [json.loads(self.store.get(f"{self._round}/{rank}")) for rank in ranks]
+        if self._round >= 2:
+            self.store.delete_key(f"{self._round - 2}/{self.rank}")
+        self._round += 1
+        return found
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.runtime.close()
+
+
+def _store() -> dist.Store:
+    """The store of the script's own process group where it has one, else that of torchrun."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    store, _, _ = next(iter(rendezvous("env://")))
+    return store
+
+
+def _error_of(device: int, failure: dict[str, Any]) -> PenstockError:
+    kind = getattr(errors, failure["type"], None)
+    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
+        return kind(failure["message"])
+    return WorkerError(failure["message"], device=device, line=failure["line"], remote=failure["traceback"])

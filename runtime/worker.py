@@ -1,0 +1,157 @@
+"""The process of one device: `python -m penstock.runtime.worker --channel FD --board FILE`, started by the launcher.
+
+It imports the device's generated file, never the user's script, and serves `commands.py` over the channel. It ends when
+the driver closes the channel or is gone, whatever it is doing then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import select
+import shutil
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import MutableSequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .commands import COMMANDS
+from .device import STREAM_SLOTS, DeviceRuntime, device_groups
+from .device_file import open_device_file
+from .errors import WorkerError
+from .hardware import Hardware
+from .link import Link
+from .optimizer import OptimizerSpec
+from .program import Interface
+from .wire import receive_message, send_message
+
+PARENT_CHECK_MS = 1000
+SLOT = struct.calcsize("i")
+
+
+def open_board(path: str | Path, create: bool = False) -> MutableSequence[int]:
+    """The lines at which a worker's streams are, one place per name of `STREAM_SLOTS`, shared between processes."""
+    size = SLOT * len(STREAM_SLOTS)
+    if create:
+        Path(path).write_bytes(bytes(size))
+    with open(path, "r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), size)).cast("i")
+
+
+def build_runtime(
+    setup: dict[str, Any], store: dist.Store | None, board: MutableSequence[int] | None = None
+) -> DeviceRuntime:
+    """The runtime of the device that `setup` (plain data, see `launcher.Job`) describes, connected to the others."""
+    interface = Interface.from_json(setup["interface"])
+    hardware = Hardware.from_any(setup["hardware"])
+    index, spec = setup["index"], hardware.devices[setup["index"]]
+    device = torch.device("cpu")
+    if spec.kind == "cuda":
+        device = torch.device("cuda", setup["gpu"])
+        torch.cuda.set_device(device)
+    if setup["num_threads"] is not None:
+        torch.get_num_threads()  # the first use would else overwrite the number set next
+        torch.set_num_threads(setup["num_threads"])
+    link = None
+    if interface.num_devices > 1:
+        assert store is not None
+        link = Link(
+            store,
+            index,
+            interface.num_devices,
+            device_groups(interface),
+            device,
+            timeout_s=setup["timeout_s"],
+            hostname=setup["hostname"],
+        )
+    return DeviceRuntime(
+        index,
+        open_device_file(setup["file"], interface, index),
+        hardware,
+        optimizer=None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"]),
+        precision=setup["precision"],
+        seed=setup["seed"],
+        link=link,
+        num_threads=setup["num_threads"],
+        board=board,
+        dram_budget_bytes=setup["dram_budget_bytes"],
+    )
+
+
+def describe_error(error: BaseException, runtime: DeviceRuntime | None) -> dict[str, Any]:
+    """An error as plain data: its type by name, and for a failed op where it was and whether it waited for another
+    device (then that one is the likelier culprit)."""
+    fault = None if runtime is None else runtime.broken
+    label = None if fault is None else fault.label
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
+        "waited": label is not None and label.op in ("send", "recv", "all_reduce"),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
+    """Set up as the first message says, then answer one command after the other until the channel closes."""
+    runtime: DeviceRuntime | None = None
+    while True:
+        try:
+            header, tensors = receive_message(channel)
+        except EOFError:
+            return
+        if header["command"] == "close":
+            return
+        answer: tuple[dict[str, Any], dict[str, Any]]
+        try:
+            if header["command"] == "set_up":
+                store = None if header["store"] is None else dist.FileStore(header["store"], header["num_devices"])
+                runtime = build_runtime(header, store, board)
+                answer = {"batch_names": runtime.batch_names, "stages": list(runtime.stores)}, {}
+            else:
+                assert runtime is not None
+                answer = COMMANDS[header["command"]](runtime, header, tensors)
+        except Exception as error:
+            answer = {"error": describe_error(error, runtime)}, {}
+        del tensors
+        try:
+            send_message(channel, *answer)
+        except OSError:
+            return
+
+
+def watch_driver(channel: socket.socket, parent: int, scratch: str) -> None:
+    """End this process as soon as the driver is gone, without asking the main thread, which may wait for a peer."""
+    poll = select.poll()
+    poll.register(channel, select.POLLRDHUP | select.POLLHUP)
+    while os.getppid() == parent and not poll.poll(PARENT_CHECK_MS):
+        pass
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The process of one device; the launcher starts it.")
+    parser.add_argument("--channel", type=int, required=True, help="file descriptor of the socket to the driver")
+    parser.add_argument("--board", required=True, help="file in which to note the line at which each stream is")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the driver")
+    args = parser.parse_args()
+    channel = socket.socket(fileno=args.channel)
+    board = open_board(args.board)
+    scratch = os.path.dirname(os.path.abspath(args.board))
+    threading.Thread(target=watch_driver, args=(channel, args.parent, scratch), daemon=True).start()
+    serve(channel, board)
+    sys.stdout.flush()
+    os._exit(0)  # streams and backends may be in the middle of something that nobody waits for any more
+
+
+if __name__ == "__main__":
+    main()
