@@ -66,7 +66,9 @@ def trace(
     try:
         found = _export(model, example_inputs, loss_fn, dynamic, autocast)
     except CaptureError as error:
-        raise CaptureError(f"{reason}\nand torch.export could not capture the model either: {error}") from error
+        same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
+        also = "" if same else f"\nand torch.export could not capture the model either: {error}"
+        raise CaptureError(f"{reason}{also}") from reason.__cause__
     found.fallback_reason = str(reason)
     return found
 
