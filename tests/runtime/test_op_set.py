@@ -10,7 +10,7 @@ from penstock.runtime import ops
 from penstock.runtime.device import DeviceRuntime
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.program import place_frees
-from penstock.runtime.reference import ReferenceRuntime
+from penstock.runtime.reference_ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
 from penstock.tests.runtime.two_stages import evaluation, interface_of, models, training
 

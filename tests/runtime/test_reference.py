@@ -18,7 +18,8 @@ from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import profile_memory
 from penstock.runtime.optimizer import OptimizerSpec
 from penstock.runtime.program import Program, place_frees
-from penstock.runtime.reference import Reference, ReferenceRuntime, StageGrads, Waiting
+from penstock.runtime.reference import Reference
+from penstock.runtime.reference_ops import ReferenceRuntime, StageGrads, Waiting
 from penstock.runtime.text import parse_program, print_program
 from penstock.runtime.verify import verify
 from penstock.tests.runtime.two_stages import (

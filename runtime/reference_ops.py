@@ -1,0 +1,234 @@
+"""The ops of the reference runtime: what each means, on plain tensors of one process.
+
+`ReferenceRuntime` has one method an op; `World` is what the devices share, `StageState` what persists of a stage.
+`reference.py` runs programs with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .clipping import Grads, LossScale, clip_factor, sum_of_squares
+from .errors import BatchError, PlanError, VerifyError
+from .execute import Kept, StageRunner, micro_batch_seed
+from .optimizer import OptimizerSpec, StageOptimizer
+from .program import Interface, StageSpec, aligned
+
+CPU_DEVICE = torch.device("cpu")
+FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
+
+
+@dataclass
+class Weights:
+    """A stage's parameters as a program's value: those that stay on the device, or a fetched copy."""
+
+    stage: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class StageGrads(Grads):
+    """A stage's gradients as a program's value."""
+
+    stage: str = ""
+
+
+class Waiting(Exception):
+    """The device cannot go on yet; its text says what for."""
+
+
+class StageState:
+    """What persists of one stage: its module, the parameters in full precision, and their optimizer."""
+
+    def __init__(
+        self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        optimizer: OptimizerSpec | None, precision: str,
+    ):  # fmt: skip
+        self.spec = spec
+        self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
+        self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
+        self.masters: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation: where that is full, the masters
+        for name, param in self.runner.parameters.items():
+            if name not in weights:
+                raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
+            full = weights[name].detach().to(FULL.get(param.dtype, param.dtype), copy=True).contiguous()
+            self.masters[name] = full
+            self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
+        trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
+        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
+        self.grads: dict[str, Tensor] = {}
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """A copy of all parameters in one flat buffer, each aligned."""
+        flat = torch.empty(sum(aligned(w.nbytes) for w in self.weights.values()), dtype=torch.uint8)
+        copies, offset = {}, 0
+        for name, weight in self.weights.items():
+            place = flat[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
+            copies[name] = place.copy_(weight)
+            offset += aligned(weight.nbytes)
+        return copies
+
+    def step(self, grads: Grads) -> None:
+        self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
+        if self.optimizer is not None:
+            self.optimizer.step(self.grads)
+            for name, weight in self.weights.items():
+                if weight is not self.masters[name]:
+                    weight.copy_(self.masters[name])
+
+
+@dataclass
+class World:
+    """What the devices share: stages, seeds, and what is under way between them."""
+
+    interface: Interface
+    stages: dict[str, StageState]
+    seed: int
+    step: int = 0
+    loss_scale: LossScale | None = None
+    finite: bool = True
+    mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
+    arrived: dict[tuple[str, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+class ReferenceRuntime:
+    """The ops of one device, under their own names and signatures. `recv` and `all_reduce` raise `Waiting`."""
+
+    def __init__(self, device: int, world: World):
+        self.device = device
+        self.world = world
+        self._reductions: dict[str, int] = {}  # per group, how many are behind this device
+
+    def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
+        spec, count = self.world.interface.batch[name], self.world.interface.micro_batches
+        if name not in batch:
+            raise BatchError(f"the batch lacks {name!r}; it has {', '.join(batch) or 'nothing'}")
+        rows, rest = divmod(batch[name].shape[0], count)
+        part = batch[name][micro_batch * rows : (micro_batch + 1) * rows]
+        found = (tuple(part.shape), str(part.dtype).removeprefix("torch."))
+        if rest or found != (spec.shape, spec.dtype):
+            whole = [spec.shape[0] * count, *spec.shape[1:]]
+            raise BatchError(
+                f"{name!r} is {batch[name].dtype}{list(batch[name].shape)}, compiled for {spec.dtype}{whole}"
+            )
+        return part.detach()
+
+    def resident(self, name: str) -> Weights:
+        stage = name.removesuffix(".weights")
+        return Weights(stage, self.world.stages[stage].weights)
+
+    def fetch(self, name: str) -> Weights:
+        stage = name.removesuffix(".weights")
+        return Weights(stage, self.world.stages[stage].copy_weights())
+
+    def offload(self, value: StageGrads | Tensor) -> StageGrads | Tensor:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
+
+    def free(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, Weights):
+                self.world.stages[value.stage].runner.release()
+            elif isinstance(value, Kept):
+                value.drop()
+
+    def forward(
+        self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool = True
+    ) -> tuple[Any, ...]:
+        runner = self._bound(stage, weights)
+        outputs, kept = runner.forward(inputs, self._seed(stage, micro_batch), keep)
+        return (*outputs, kept) if keep else tuple(outputs)
+
+    def evaluate(self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int) -> tuple[Tensor, ...]:
+        return tuple(self._bound(stage, weights).evaluate(inputs))
+
+    def backward(
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        runner = self._bound(stage, weights)
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
+        held = None if grads is None else grads.tensors
+        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(stage, micro_batch))
+        return (*dinputs, StageGrads(sums, stage=stage))
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.add_(right)
+
+    def send(self, value: Tensor, *, dst: int, tag: str) -> None:
+        box = self.world.mail.setdefault((self.device, dst, tag), deque())
+        box.append(value.clone(memory_format=torch.contiguous_format))
+
+    def recv(self, like: str, *, src: int, tag: str) -> Tensor:
+        box = self.world.mail.get((src, self.device, tag))
+        if not box:
+            raise Waiting(f"waits for device {src} to send {tag!r}")
+        value = box.popleft()
+        stage, _, output = like.partition(".")
+        spec = self.world.interface.stages[stage].output(output)
+        if (tuple(value.shape), str(value.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
+            raise VerifyError(f"{tag!r} brings {value.dtype}{list(value.shape)}, not a {like}", device=self.device)
+        return value
+
+    def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
+        turn = (group, self._reductions.get(group, 0))
+        arrived = self.world.arrived.setdefault(turn, {})
+        arrived.setdefault(self.device, values)
+        members = self.world.interface.groups[group]
+        missing = sorted({device for device, _, _ in members} - arrived.keys())
+        if missing:
+            raise Waiting(f"waits for device {', '.join(map(str, missing))} to reduce {group!r}")
+        self._reductions[group] = turn[1] + 1
+        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
+        own = [name for device, _, name in members if device == self.device]
+        for name, value in zip(own, values):
+            if isinstance(value, Grads) and total is not None:
+                value.tensors[name] = total.clone()
+        return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
+
+    def norm(self, *grads: StageGrads) -> Tensor:
+        return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
+
+    def clip(self, grads: StageGrads, norm: Tensor, *, max_norm: float) -> StageGrads:
+        grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))
+        return grads
+
+    def step(self, stage: str, grads: StageGrads, norm: Tensor | None = None) -> None:
+        if self.world.loss_scale is not None and norm is None:
+            raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
+        if norm is not None and not bool(torch.isfinite(norm)):
+            self.world.finite = False
+            return
+        self.world.stages[stage].step(grads)
+
+    def _bound(self, stage: str, weights: Weights) -> StageRunner:
+        runner = self.world.stages[stage].runner
+        runner.bind(weights.tensors)
+        return runner
+
+    def _seed(self, stage: str, micro_batch: int) -> int:
+        return micro_batch_seed(self.world.seed, self.world.step, stage, micro_batch)
+
+
+def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:
+    """The sum over a group: first the members of one device, then the devices, both in the group's order."""
+    total: Tensor | None = None
+    for device in dict.fromkeys(device for device, _, _ in members):
+        names = [name for d, _, name in members if d == device]
+        local: Tensor | None = None
+        for name, value in zip(names, arrived[device]):
+            part = value.tensors.get(name) if isinstance(value, Grads) else value
+            if part is not None:
+                local = part.clone() if local is None else local.add_(part)
+        if local is not None:
+            total = local if total is None else total.add_(local)
+    return total
