@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,40 +56,83 @@ class Entry:
     end: int
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    metadata: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Write `tensors` to `path`, cast to `dtypes` where named there, and bring the file to the disk.
+@dataclass(frozen=True)
+class FilePlan:
+    """A file before its tensors: its header, and the place of each. Pickles, so that processes may share a file."""
 
-    Tensors may lie on any device and need not be contiguous; one at a time is moved to host memory and cast. Returns
-    the sha256 of each tensor's bytes. Raises OSError as the system does (for a full disk, say); the partial file stays.
-    """
-    dtypes = dtypes or {}
-    final = {name: dtypes.get(name, tensor.dtype) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: -final[name].itemsize)  # wide types first, so that each starts aligned
-    header = _header({name: (final[name], tensors[name].shape) for name in order}, metadata)
-    digests = {}
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def bytes(self) -> int:
+        return max([len(self.header), *(entry.end for entry in self.entries.values())])
+
+
+def plan_file(
+    rows: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> FilePlan:
+    """Lay out a file of tensors with these dtypes and shapes; wide types first, so that each starts aligned."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in sorted(rows.items(), key=lambda row: -row[1][0].itemsize):
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: Entry(row["dtype"], tuple(row["shape"]), start + row["data_offsets"][0], start + row["data_offsets"][1])
+        for name, row in header.items()
+        if name != "__metadata__"
+    }
+    return FilePlan(struct.pack("<Q", len(text)) + text, entries)
+
+
+def create_file(path: Path, plan: FilePlan) -> None:
+    """Write the header and give the file its final size. Raises OSError as the system does."""
     with open(path, "wb", buffering=0) as file:
-        _write_all(file, memoryview(struct.pack("<Q", len(header)) + header))
-        for name in order:
-            data = _bytes_of(tensors[name].detach().to(device="cpu", dtype=final[name]))
+        _write_all(file, memoryview(plan.header))
+        file.truncate(plan.bytes)
+
+
+def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, digests: bool = False) -> dict[str, str]:
+    """Write these tensors to their places in a file made by `create_file`, cast to its dtypes, and sync it to the disk.
+
+    Tensors may lie on any device and need not be contiguous; one at a time is moved to host memory and cast. Several
+    processes may fill the same file. Returns the sha256 of each tensor's bytes where `digests` are asked for. Raises
+    OSError as the system does (for a full disk, say); the partial file stays.
+    """
+    found = {}
+    with open(path, "r+b", buffering=0) as file:
+        for name, tensor in sorted(tensors.items(), key=lambda row: plan.entries[row[0]].begin):
+            entry = plan.entries[name]
+            assert tuple(tensor.shape) == entry.shape, f"{name}: {tuple(tensor.shape)} given, {entry.shape} planned"
+            data = _bytes_of(tensor.detach().to(device="cpu", dtype=CODES[entry.code]))
             digest = hashlib.sha256()
+            file.seek(entry.begin)
             for start in range(0, len(data), _CHUNK_BYTES):
                 chunk = data[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
+                if digests:
+                    digest.update(chunk)
                 _write_all(file, chunk)
-            digests[name] = digest.hexdigest()
+            found[name] = digest.hexdigest()
         os.fsync(file.fileno())
-    return digests
+    return found if digests else {}
 
 
-def file_bytes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> int:
-    """About how large a file of these tensors becomes: their data, and 200 bytes each for the header."""
-    dtypes = dtypes or {}
-    return sum(t.numel() * dtypes.get(name, t.dtype).itemsize + 200 for name, t in tensors.items())
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write `tensors` as they are to a new file. Returns the sha256 of each one's bytes; raises as `fill_file` does."""
+    plan = plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+    create_file(path, plan)
+    return fill_file(path, plan, tensors, digests=True)
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """How large the file of `write_tensors` becomes."""
+    return plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}).bytes
 
 
 class TensorFile:
@@ -175,17 +218,6 @@ def code_of(dtype: torch.dtype) -> str:
         known = ", ".join(str(d).removeprefix("torch.") for d in _CODE_OF)
         raise CheckpointError(f"{dtype} cannot be saved; a safetensors file holds {known}.")
     return _CODE_OF[dtype]
-
-
-def _header(rows: Mapping[str, tuple[torch.dtype, torch.Size]], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape) in rows.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
