@@ -1,0 +1,43 @@
+"""Penstock: a graph compiler over torch.fx that fine-tunes models far bigger than your GPUs.
+
+    job = penstock.compile(model, hardware, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=5e-5))
+    for batch in loader:
+        loss = job.step(batch)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compiler.api import compile, load
+    from .compiler.job import Job, Outputs, StepReport
+    from .compiler.plan import Plan
+    from .runtime import errors
+    from .runtime.hardware import Hardware
+    from .runtime.timeline import Timeline
+
+__all__ = ["Hardware", "Job", "Outputs", "Plan", "StepReport", "Timeline", "compile", "errors", "load"]
+
+# Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
+_HOMES = {
+    "Hardware": ".runtime.hardware",
+    "Job": ".compiler.job",
+    "Outputs": ".compiler.job",
+    "Plan": ".compiler.plan",
+    "StepReport": ".compiler.job",
+    "Timeline": ".runtime.timeline",
+    "compile": ".compiler.api",
+    "load": ".compiler.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module(".runtime.errors", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

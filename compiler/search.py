@@ -9,6 +9,7 @@ from typing import Any
 
 from ..passes.base import Draft, Options, Pass
 from ..passes.coarsen import Coarsen
+from ..passes.insert_fetch import fetch_weights
 from ..passes.partition_balanced import PartitionBalanced
 from ..passes.schedule_pipeline import evaluation_programs
 from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
@@ -96,7 +97,10 @@ def compile_candidate(name: str, draft: Draft, passes: Sequence[Pass], wishes: W
         decisions["blocks"] = {block.name: len(block.nodes) for block in draft.blocks}
     check_fit(draft)
     _verify_memory(draft)
-    evaluation = evaluation_programs(draft, decisions["fetch"])
+    evaluation = evaluation_programs(draft) if draft.graph.eval_error is None else []
+    for program in evaluation:
+        mine = [s.spec.name for s in draft.stages_on(program.device)]
+        fetch_weights(program, {name: decisions["fetch"][name] for name in mine if name in decisions["fetch"]})
     timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
     return Candidate(name, draft, list(passes), decisions, records, evaluation, timeline)
 

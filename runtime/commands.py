@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from . import checkpoint
-from .device import DeviceRuntime, StepResult
 from .errors import CheckpointError
+from .manifest import Progress, ShardRecord, TensorRecord
+from .session import DeviceSession, StepResult
 from .stage_store import StageState
 
 Tensors = dict[str, Tensor]
@@ -22,77 +23,100 @@ Answer = tuple[dict[str, Any], Tensors]
 SEPARATOR = "/"  # between the kind of a tensor and its dotted name
 
 
-def run_step(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """One training step on the batch `tensors`. See `pack_result`."""
-    return pack_result(runtime.run_step(tensors))
+    return pack_result(session.step(tensors))
 
 
-def run_evaluate(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    return pack_result(runtime.run_evaluate(tensors))
+def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    return pack_result(session.evaluate(tensors))
 
 
-def load_stage(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Set weights and buffers of `stage`; the optimizer starts anew."""
     parts = split(tensors)
-    runtime.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
+    session.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
     return {}, {}
 
 
-def stage_state(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Weights, buffers and, with `optimizer` true, the optimizer's states of `stage`."""
-    return pack_state(runtime.stage_state(args["stage"]), args.get("optimizer", True))
+    return pack_state(session.stage_state(args["stage"]), args.get("optimizer", True))
 
 
-def load_stage_state(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def load_stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """The reverse of `stage_state`."""
-    runtime.load_stage_state(args["stage"], unpack_state(args, tensors))
+    session.load_stage_state(args["stage"], unpack_state(args, tensors))
     return {}, {}
 
 
-def write_shard(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`."""
     stage = args["stage"]
-    state = runtime.stage_state(stage)
+    state = session.stage_state(stage)
     found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
     names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
     optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}
     record = checkpoint.write_shard(
-        Path(args["temporary"]), runtime.face.stages[stage], state.weights, state.buffers, optimizer, args.get("ties")
+        Path(args["temporary"]), session.face.stages[stage], state.weights, state.buffers, optimizer, args.get("ties")
     )
     return {"record": asdict(record), "group": found["group"], "scheduler": found["scheduler"]}, {}
 
 
-def read_shard(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Take the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
     stage = args["stage"]
-    found = checkpoint.open_checkpoint(args["directory"]).read(runtime.face.stages[stage])
+    found = checkpoint.open_checkpoint(args["directory"]).read(session.face.stages[stage])
     states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
-    runtime.load_stage_state(stage, StageState(found.weights, found.buffers, optimizer))
+    session.load_stage_state(stage, StageState(found.weights, found.buffers, optimizer))
     return {}, {}
 
 
-def counters(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Make the temporary directory into which every device writes its shards."""
+    return {"temporary": str(checkpoint.begin(args["directory"], args["need_bytes"]))}, {}
+
+
+def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `manifest.Progress`."""
+    shards = [_shard_record(row) for row in args["shards"]]
+    progress = Progress(**args["progress"])
+    path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
+    return {"path": str(path)}, {}
+
+
+def abort_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    checkpoint.abort(Path(args["temporary"]))
+    return {}, {}
+
+
+def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
+    rows = tuple(TensorRecord(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in row["tensors"])
+    return ShardRecord(**{**row, "tensors": rows})
+
+
+def counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Step count, seed, loss scale."""
-    return runtime.counters(), {}
+    return session.counters(), {}
 
 
-def load_counters(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    runtime.load_counters(args)
+def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    session.load_counters(args)
     return {}, {}
 
 
-def spans(runtime: DeviceRuntime, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """What ran when in the last step, as rows of `timeline.Span`."""
-    return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in runtime.spans]}, {}
+    return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in session.spans]}, {}
 
 
-COMMANDS: dict[str, Callable[[DeviceRuntime, Mapping[str, Any], Tensors], Answer]] = {
+COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
     f.__name__: f
     for f in (
-        run_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard, read_shard, counters,
-        load_counters, spans,
+        run_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard, read_shard, begin_checkpoint,
+        commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
     )
 }  # fmt: skip
 

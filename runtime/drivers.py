@@ -17,13 +17,13 @@ from torch import Tensor
 
 from . import ops
 from .commands import COMMANDS, Answer, Tensors, unpack_result
-from .device import DeviceRuntime, StepResult, check_batch
 from .device_file import FUNCTIONS
 from .errors import PlanError, WorkerError
 from .hardware import Hardware
 from .memory import profile_memory
 from .optimizer import OptimizerSpec
 from .program import Interface, Program
+from .session import DeviceSession, StepResult, check_batch
 from .text import parse_program
 from .timeline import Span, Timeline
 
@@ -160,6 +160,11 @@ class Driver:
         names = [device.name for device in self.setup.hardware.devices]
         return Timeline.from_spans(without_waiting([Span(*row) for row in rows]), names)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once."""
+        return True
+
     def _require_open(self) -> None:
         if self.closed:
             raise WorkerError("the devices have been stopped; start again and resume from a checkpoint")
@@ -178,24 +183,24 @@ class InProcessDriver(Driver):
         super().__init__(setup)
         if setup.interface.num_devices != 1:
             raise PlanError(f"one process can run one device, the plan has {setup.interface.num_devices}")
-        from .worker import build_runtime
+        from .worker import build_session
 
         own = {**setup.for_device(0), "store": None, "hostname": None, "num_threads": None}
-        self.runtime: DeviceRuntime = build_runtime(own, None)
+        self.session: DeviceSession = build_session(own, None)
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
     ) -> Answer:
         self._require_open()
-        return COMMANDS[command](self.runtime, args or {}, tensors or {})
+        return COMMANDS[command](self.session, args or {}, tensors or {})
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        return [self.runtime.run_step(batch) if command == "run_step" else self.runtime.run_evaluate(batch)]
+        return [self.session.step(batch) if command == "run_step" else self.session.evaluate(batch)]
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.runtime.close()
+            self.session.close()
 
 
 def result_of(answer: Answer) -> StepResult:

@@ -18,10 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import errors
 from .commands import COMMANDS, Answer, Tensors
-from .device import StepResult
 from .drivers import Driver, Setup
 from .errors import PenstockError, PlanError, WorkerError
-from .worker import build_runtime, describe_error
+from .session import StepResult
+from .worker import build_session, describe_error
 
 
 class TorchrunDriver(Driver):
@@ -38,8 +38,12 @@ class TorchrunDriver(Driver):
             )
         self.store = dist.PrefixStore("penstock", _store())
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        self.runtime = build_runtime({**setup.for_device(self.rank), "gpu": local, "hostname": None}, self.store)
+        self.session = build_session({**setup.for_device(self.rank), "gpu": local, "hostname": None}, self.store)
         self._round = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
 
     @staticmethod
     def is_present() -> bool:
@@ -55,26 +59,26 @@ class TorchrunDriver(Driver):
         found: Tensors = {}
         if device == self.rank:
             try:
-                mine, found = COMMANDS[command](self.runtime, args or {}, tensors or {})
+                mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
             except Exception as error:
-                mine = {"error": describe_error(error, self.runtime)}
+                mine = {"error": describe_error(error, self.session)}
             rows = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in found.items()]
             mine = {**mine, "tensors": rows}
         header = self._exchange(mine)[device]
         if "error" in header:
             raise _error_of(device, header["error"])
-        assert self.runtime.link is not None
+        assert self.session.link is not None
         answer: Tensors = {}
         for name, dtype, shape in header.pop("tensors"):
             if device == self.rank:
                 value = found[name].detach().cpu().contiguous()
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
-            answer[name] = self.runtime.link.broadcast(value, device)
+            answer[name] = self.session.link.broadcast(value, device)
         return header, answer
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        own = self.runtime.run_step(batch) if command == "run_step" else self.runtime.run_evaluate(batch)
+        own = self.session.step(batch) if command == "run_step" else self.session.evaluate(batch)
         scalars = {name: [float(v) for v in values if v.dim() == 0] for name, values in own.values.items()}
         results = []
         for rank, other in enumerate(self._exchange({"scalars": scalars, "report": own.report})):
@@ -95,7 +99,7 @@ class TorchrunDriver(Driver):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.runtime.close()
+            self.session.close()
 
 
 def _store() -> dist.Store:

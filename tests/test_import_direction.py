@@ -24,8 +24,8 @@ GROUND_FLOOR_PARTS = {
     "program": {"text"},
 }
 GROUND_FLOOR = set(GROUND_FLOOR_PARTS).union(*GROUND_FLOOR_PARTS.values())
-# The face may say what it exports and which version it is; everything else comes from the rooms.
-FACE_MAY_IMPORT = {"__future__", "typing"}
+# The face may say what it exports and import it at first use; everything else comes from the rooms.
+FACE_MAY_IMPORT = {"__future__", "importlib", "typing"}
 
 
 def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str, ...]]:

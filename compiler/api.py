@@ -1,0 +1,129 @@
+"""`compile(model, hardware, ...)`: capture, search, print. Pure: it touches no device and starts no process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..codegen.load import load_directory
+from ..passes.base import Draft, Options
+from ..passes.opgraph import OpGraph
+from ..passes.stages import COMPUTE_DTYPES
+from ..runtime.errors import PlanError
+from ..runtime.hardware import Hardware
+from ..runtime.model_names import ties_of
+from ..runtime.optimizer import OptimizerSpec
+from ..runtime.verify import verify
+from .batch import BatchShape, micro_batch_spec
+from .folder import Folder, Settings, print_files
+from .job import Job
+from .plan import Plan
+from .search import Wishes, make_plan, search
+from .trace import trace
+
+DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
+
+
+def compile(
+    model: nn.Module,
+    hardware: Hardware | str | Path = "auto",
+    *,
+    example_inputs: Any,
+    optimizer: Any = DEFAULT_OPTIMIZER,
+    lr_scheduler: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    strategy: str = "auto",
+    plan: Plan | str | Path | None = None,
+    micro_batches: int | str = "auto",
+    precision: str = "fp32",
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    stop_on_nan: bool = True,
+    dump: Callable[[str, Draft], None] | None = None,
+) -> Job:
+    """Plan the training of `model` on `hardware` and print the program of every device.
+
+    model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
+    hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine.
+    example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
+    optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
+    loss_fn: `loss_fn(output, batch)`; default `output.loss`, or the output itself where that is a scalar.
+    strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
+    micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
+    stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
+    dump: called as `dump(pass name, draft)` behind every pass of every candidate.
+
+    Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be positive, or None for no clipping")
+    machine = Hardware.from_any(hardware)
+    shape = BatchShape.of(model, example_inputs)
+    decided = Plan.from_any(plan) if plan is not None else None
+    if decided is not None:
+        micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
+    count = _count(micro_batches, shape)
+    spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
+    options = Options(
+        precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
+    )
+
+    @functools.cache
+    def capture(num_micro_batches: int) -> OpGraph:
+        inputs = micro_batch_spec(example_inputs, num_micro_batches)
+        low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
+        return trace(model, inputs, loss_fn=loss_fn, autocast=low)
+
+    found = search(capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
+    made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
+    settings = Settings(
+        optimizer=spec.to_json(),
+        precision=precision,
+        seed=seed,
+        stop_on_nan=stop_on_nan,
+        batch=[(name, dims, str(dtype).removeprefix("torch.")) for name, (dims, dtype) in shape.leaves.items()],
+        weights=None if weights is None else str(weights),
+        evaluation=found.best.draft.graph.eval_error,
+    )
+    best = found.best
+    files = print_files(model, best.draft, best.evaluation, made)
+    folder = Folder(made, machine, best.draft.programs[0].interface, settings, files)
+    return Job(model, folder, best.draft.programs, ties=best.draft.graph.ties(), records=best.records)
+
+
+def _count(micro_batches: int | str, shape: BatchShape) -> int | None:
+    if micro_batches == "auto":
+        return None
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+        raise PlanError(f'micro_batches={micro_batches!r}; it is a whole number or "auto"')
+    shape.check_divisible(micro_batches)
+    return micro_batches
+
+
+def _model_name(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    name = getattr(config, "model_type", None) or type(model).__name__
+    params = sum(p.numel() for p in model.parameters())
+    return f"{name}, {params / 1e6:.1f} M parameters"
+
+
+def load(directory: str | Path, model: nn.Module) -> Job:
+    """The job whose files `Job.write` wrote, also after a person edited them.
+
+    The files are read back as programs and verified before anything runs. Raises `VerifyError` with file and line where
+    an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
+    """
+    folder = Folder.read(directory)
+    programs = [file.step for file in load_directory(directory, folder.interface)]
+    verify(programs, folder.hardware)
+    return Job(model, folder, programs, ties=ties_of(model), directory=directory)

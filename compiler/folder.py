@@ -1,0 +1,120 @@
+"""A compiled job as files: one Python file per device, and what is needed to run them again.
+
+    device0.py ...   the programs        interface.json   what their names refer to
+    plan.json        the decisions       hardware.yaml    the machine they are for
+    settings.json    optimizer, precision, seed, batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from ..codegen.file import INTERFACE_FILE, Header, write_directory, write_file
+from ..passes.base import Draft
+from ..runtime.errors import PlanError
+from ..runtime.hardware import Hardware
+from ..runtime.program import Interface, Program
+from ..runtime.units import format_bytes, format_seconds
+from .plan import Plan, plain_errors
+
+
+class Settings(BaseModel):
+    """What `compile` was told that no program says."""
+
+    model_config = ConfigDict(extra="forbid")
+    optimizer: str  # OptimizerSpec as JSON
+    precision: str
+    seed: int
+    stop_on_nan: bool = True
+    batch: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype of every leaf of the global batch
+    weights: str | None = None  # directory of safetensors
+    evaluation: str | None = None  # why there is no `evaluate`; None if there is
+
+
+@dataclass
+class Folder:
+    """Everything that `Job.write` writes."""
+
+    plan: Plan
+    hardware: Hardware
+    interface: Interface
+    settings: Settings
+    files: dict[int, str]
+
+    def write(self, directory: str | Path) -> Path:
+        folder = Path(directory)
+        extras = {
+            INTERFACE_FILE: self.interface.to_json() + "\n",
+            "plan.json": self.plan.model_dump_json(indent=1) + "\n",
+            "settings.json": self.settings.model_dump_json(indent=1) + "\n",
+        }
+        write_directory(folder, self.files, extras)
+        self.hardware.save(folder / "hardware.yaml")
+        return folder
+
+    @staticmethod
+    def read(directory: str | Path) -> Folder:
+        """Raises `PlanError` naming the file that is missing or malformed."""
+        folder = Path(directory)
+        names = ("plan.json", "settings.json", "hardware.yaml", INTERFACE_FILE)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise PlanError(f"{folder} lacks {', '.join(missing)}; it is not a directory that Job.write made")
+        interface = _read_interface(folder / INTERFACE_FILE)
+        files = {}
+        for device in range(interface.num_devices):
+            path = folder / f"device{device}.py"
+            if not path.is_file():
+                raise PlanError(f"{folder} lacks {path.name}, the program of device {device}")
+            files[device] = path.read_text(encoding="utf-8")
+        try:
+            settings = Settings.model_validate_json((folder / "settings.json").read_text())
+        except pydantic.ValidationError as error:
+            raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
+        return Folder(
+            Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml"), interface, settings, files
+        )
+
+
+def _read_interface(path: Path) -> Interface:
+    try:
+        return Interface.from_json(path.read_text())
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path}: not the interface of a job: {error}") from error
+
+
+def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[int, str]:
+    """Device to the text of its file."""
+    files = {}
+    for program in draft.programs:
+        stages = {stage.spec.name: stage.graph for stage in draft.stages_on(program.device)}
+        predict = evaluation[program.device] if evaluation else None
+        files[program.device] = write_file(program, predict, stages, _header(draft, program, plan))
+    return files
+
+
+def _header(draft: Draft, program: Program, plan: Plan) -> Header:
+    device = draft.hardware.devices[program.device]
+    predicted = plan.predicted
+    assert predicted is not None
+    rows = draft.graph.inputs.values()
+    size = next(iter(rows)).shape[0]
+    memories = [device.name, f"dram{device.host}"]
+    peaks = ", ".join(
+        f"{name} {format_bytes(predicted.peak_bytes[name])} of {format_bytes(predicted.budget_bytes[name])}"
+        for name in memories
+    )
+    return Header(
+        model=plan.model,
+        hardware=plan.hardware,
+        device_name=f"{device.name}, root complex {device.root_complex}",
+        passes=tuple(part.strip() for part in plan.passes.split(", ")),
+        plan=f"{plan.hash}, micro-batches {plan.micro_batches} x {size}, {plan.precision}",
+        predict=f"{format_seconds(predicted.step_s)} a step; {peaks}; bound by {predicted.bottleneck}",
+    )
