@@ -29,7 +29,7 @@ class DeviceFile:
 def open_device_file(path: str | Path, interface: Interface, device: int) -> DeviceFile:
     """Import the file and parse its text. Each call makes a module of its own, not listed in `sys.modules`.
 
-    Raises `VerifyError` where the text is no program or the file lacks `STAGES` or `step`. What the import itself raises
+    Raises `VerifyError` where the text is no program or the file lacks `STAGES` or `step`. What the import raises
     is passed on.
     """
     path = Path(path)

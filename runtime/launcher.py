@@ -27,10 +27,10 @@ from torch import Tensor
 
 from . import errors, ops
 from .commands import Answer, Tensors
-from .device import STREAM_SLOTS, StepResult
 from .drivers import Driver, InProcessDriver, Setup, result_of
 from .errors import PenstockError, PlanError, WorkerError
 from .link import LOOPBACK
+from .session import STREAM_SLOTS, StepResult
 from .torchrun import TorchrunDriver
 from .wire import receive_message, send_message
 from .worker import open_board
@@ -99,8 +99,8 @@ class LocalWorkers(Driver):
         hosts = {device.host for device in setup.hardware.devices[: setup.interface.num_devices]}
         if len(hosts) > 1:
             raise PlanError(
-                f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one process "
-                "per device"
+                f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
+                "process per device"
             )
         self.scratch = tempfile.mkdtemp(prefix="penstock-")
         self.workers: list[Worker] = []
@@ -110,6 +110,7 @@ class LocalWorkers(Driver):
                 self.workers.append(self._start(device))
             store = os.path.join(self.scratch, "store")
             common = {"store": store, "hostname": LOOPBACK}
+            requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
             requests = {w.device: ("set_up", {**setup.for_device(w.device), **common}, {}) for w in self.workers}
             answers = self._exchange(requests)
         except BaseException:
@@ -214,7 +215,7 @@ class LocalWorkers(Driver):
             self._collect(waiting, answers, failures, 0.05)
 
     def _stopped_by(self, failures: dict[int, dict[str, Any]]) -> PenstockError:
-        """The error of the likeliest culprit (gone, or failed by itself, before those that waited); stops everything."""
+        """The error of the likeliest culprit: gone, or failed by itself, before those that waited. Stops everything."""
         device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
         worker = self.workers[device]
         if not failures[device]:
@@ -236,10 +237,11 @@ class LocalWorkers(Driver):
         where, line = worker.position()
         tail = worker.log_tail()
         message = (
-            f"device {device} ({worker.name}): its worker, process {worker.process.pid}, {_how_it_ended(worker.process)} "
-            f"at {where}. All other workers have been stopped."
+            f"device {device} ({worker.name}): its worker, process {worker.process.pid}, "
+            f"{_how_it_ended(worker.process)} at {where}. All other workers have been stopped."
         )
-        return WorkerError(message + (f"\nIts last output:\n{tail}" if tail else ""), device=device, line=line, remote=tail)
+        message += f"\nIts last output:\n{tail}" if tail else ""
+        return WorkerError(message, device=device, line=line, remote=tail)
 
     def _abandon(self) -> None:
         self.closed = True

@@ -31,6 +31,7 @@ class Fault(Exception):
         super().__init__(str(error))
         self.label = label
         self.error = error
+        self.time_s = time.perf_counter()
 
 
 class HostEvent:
@@ -139,7 +140,7 @@ class InlineStream(Stream):
 class ThreadStream(Stream):
     """One daemon thread with a queue.
 
-    A task that raises puts a `Fault` into `notices`; what is issued behind it, or waits for it elsewhere, is skipped and
+    A task that raises puts a `Fault` into `notices`; what is issued behind it or waits for it elsewhere is skipped, and
     fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor.
     """
 

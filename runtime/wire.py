@@ -25,7 +25,7 @@ def send_message(
     total = 0
     for name, tensor in (tensors or {}).items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy() if flat.numel() else None
+        data: Any = flat.view(torch.uint8).numpy() if flat.numel() else None
         rows.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), total])
         if data is not None:
             padding = -data.nbytes % _ALIGNMENT

@@ -18,19 +18,19 @@ import threading
 import traceback
 from collections.abc import MutableSequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from .commands import COMMANDS
-from .device import STREAM_SLOTS, DeviceRuntime, device_groups
 from .device_file import open_device_file
 from .errors import WorkerError
 from .hardware import Hardware
 from .link import Link
 from .optimizer import OptimizerSpec
 from .program import Interface
+from .session import STREAM_SLOTS, DeviceSession, device_groups
 from .wire import receive_message, send_message
 
 PARENT_CHECK_MS = 1000
@@ -43,13 +43,13 @@ def open_board(path: str | Path, create: bool = False) -> MutableSequence[int]:
     if create:
         Path(path).write_bytes(bytes(size))
     with open(path, "r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), size)).cast("i")
+        return cast("MutableSequence[int]", memoryview(mmap.mmap(file.fileno(), size)).cast("i"))
 
 
-def build_runtime(
+def build_session(
     setup: dict[str, Any], store: dist.Store | None, board: MutableSequence[int] | None = None
-) -> DeviceRuntime:
-    """The runtime of the device that `setup` (plain data, see `launcher.Job`) describes, connected to the others."""
+) -> DeviceSession:
+    """The session of the device that `setup` (plain data, see `launcher.Job`) describes, connected to the others."""
     interface = Interface.from_json(setup["interface"])
     hardware = Hardware.from_any(setup["hardware"])
     index, spec = setup["index"], hardware.devices[setup["index"]]
@@ -72,7 +72,7 @@ def build_runtime(
             timeout_s=setup["timeout_s"],
             hostname=setup["hostname"],
         )
-    return DeviceRuntime(
+    return DeviceSession(
         index,
         open_device_file(setup["file"], interface, index),
         hardware,
@@ -86,10 +86,10 @@ def build_runtime(
     )
 
 
-def describe_error(error: BaseException, runtime: DeviceRuntime | None) -> dict[str, Any]:
+def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
     """An error as plain data: its type by name, and for a failed op where it was and whether it waited for another
     device (then that one is the likelier culprit)."""
-    fault = None if runtime is None else runtime.broken
+    fault = None if session is None else session.broken
     label = None if fault is None else fault.label
     return {
         "type": type(error).__name__,
@@ -102,7 +102,7 @@ def describe_error(error: BaseException, runtime: DeviceRuntime | None) -> dict[
 
 def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
     """Set up as the first message says, then answer one command after the other until the channel closes."""
-    runtime: DeviceRuntime | None = None
+    session: DeviceSession | None = None
     while True:
         try:
             header, tensors = receive_message(channel)
@@ -114,13 +114,13 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
         try:
             if header["command"] == "set_up":
                 store = None if header["store"] is None else dist.FileStore(header["store"], header["num_devices"])
-                runtime = build_runtime(header, store, board)
-                answer = {"batch_names": runtime.batch_names, "stages": list(runtime.stores)}, {}
+                session = build_session(header, store, board)
+                answer = {"batch_names": session.batch_names, "stages": list(session.stores)}, {}
             else:
-                assert runtime is not None
-                answer = COMMANDS[header["command"]](runtime, header, tensors)
+                assert session is not None
+                answer = COMMANDS[header["command"]](session, header, tensors)
         except Exception as error:
-            answer = {"error": describe_error(error, runtime)}, {}
+            answer = {"error": describe_error(error, session)}, {}
         del tensors
         try:
             send_message(channel, *answer)
