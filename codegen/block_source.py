@@ -7,15 +7,16 @@ their members and their statements are the same text, so nothing but the printer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
 
+from ..runtime.program import dtype_bytes
 from .body import Body, describe
 from .imports import TAKEN, Imports
-from .layout import Line, behind, block
-from .members import Members, parameters_of, sizes, ties, used_members
+from .layout import Line, block, signature
+from .members import Members, parameters_of, size, ties, used_members
 from .names import usable
 from .paths import camel_case, is_under
 from .segments import Call
@@ -28,9 +29,10 @@ class BlockClass:
     type_name: str
     root: nn.Module
     example: Call
+    dtypes: Mapping[str, str]
     results: tuple[str, ...]  # the names of its results inside
+    arguments: list[Counter[str]]  # what each operand is called by its callers
     paths: dict[tuple[str, str], None] = field(default_factory=dict)  # (stage, path) of every use
-    arguments: list[Counter[str]] = field(default_factory=list)
     name: str = ""
 
     def note_arguments(self, texts: Sequence[str], times: int = 1) -> None:
@@ -47,18 +49,17 @@ class BlockLibrary:
         self.classes: dict[str, BlockClass] = {}  # by text
         self.of_call: dict[Call, BlockClass] = {}
 
-    def add(self, stage: str, root: nn.Module, call: Call) -> BlockClass:
-        """The class of a call: a known one if the text is the same."""
+    def add(self, stage: str, root: nn.Module, call: Call, dtypes: Mapping[str, str]) -> BlockClass:
+        """The class of a call: a known one if the text is the same. `dtypes`: of parameters, by dotted name."""
         inputs = {node: f"in{i}" for i, node in enumerate(call.inputs)}
         body = Body(call.nodes, inputs, call.outputs, self.imports, call.path)
-        body.write()
         types = [describe(n.meta.get("val")) for n in call.inputs]
-        lines = [*_init_lines(root, call), *body.lines]
+        lines = [*_init_lines(root, call, dtypes), *body.lines]
         kind = _type_name(call)
         text = "\n".join([kind, *block(lines, 0), str(body.returned), str(types)])
         if text not in self.classes:
             results = tuple(r if r.isidentifier() else kind.lower() for r in body.returned)
-            self.classes[text] = BlockClass(kind, root, call, results, arguments=[Counter() for _ in call.inputs])
+            self.classes[text] = BlockClass(kind, root, call, dtypes, results, [Counter() for _ in call.inputs])
         found = self.of_call[call] = self.classes[text]
         found.paths[stage, call.path] = None
         return found
@@ -90,15 +91,14 @@ class BlockLibrary:
                 name = f"{wanted}_{number}"
             names[node] = name
         body = Body(call.nodes, names, call.outputs, self.imports, call.path)
-        body.write()
         types = ", ".join(describe(n.meta.get("val")) for n in call.inputs)
         lines = [
             f"class {found.name}(Scope):  # {self._comment(found)}",
             "    def __init__(self):",
             "        super().__init__()",
-            *block(_init_lines(found.root, call), 2),
+            *block(_init_lines(found.root, call, found.dtypes), 2),
             "",
-            behind(f"    def forward(self{''.join(f', {n}' for n in names.values())}):", types),
+            *signature(f"    def forward(self{''.join(f', {n}' for n in names.values())}):", types),
             *block(body.lines, 2),
             f"        return {', '.join(body.returned)}",
         ]
@@ -106,15 +106,18 @@ class BlockLibrary:
 
     def _comment(self, found: BlockClass) -> str:
         parameters = parameters_of(found.root, used_members(found.example.nodes))
+        dtypes = {name: found.dtypes.get(name, str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()}
+        num_bytes = sum(p.numel() * dtype_bytes(dtypes[name]) for name, p in parameters.items())
+        held = size(sum(p.numel() for p in parameters.values()), num_bytes)
         uses = len(found.paths)
         each = " each" if uses > 1 else ""
         text = f"{pattern([path for _, path in found.paths])}" + (f": one class, {uses} uses" if uses > 1 else "")
-        return f"{text}; {sizes(parameters)}{each}" if parameters else text
+        return f"{text}; {held}{each}" if held else text
 
 
-def _init_lines(root: nn.Module, call: Call) -> list[Line]:
+def _init_lines(root: nn.Module, call: Call, dtypes: Mapping[str, str]) -> list[Line]:
     names = used_members(call.nodes)
-    members = Members(root, call.path)
+    members = Members(root, call.path, dtypes)
     groups = [g for g in ties(root, names) if all(is_under(call.path, name) for name in g)]
     members.add_all(names, groups)
     return members.lines

@@ -1,30 +1,29 @@
-"""The body of one `forward`: steps (ops, calls of blocks, loops over blocks) as statements.
+"""The body of one `forward`: steps (ops, calls of blocks, loops over blocks) as lines with their types at the end.
 
-In: steps in order, the names of the inputs, the wanted outputs. Out: lines with their types at the end.
+In: steps in order, the names of the inputs, the wanted outputs. Out: lines, and the text of each output.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from ..runtime.text import SHORT_DTYPES
 from .expressions import IN_PLACE, Expressions, Text
 from .imports import Imports
-from .inlining import inlined, is_in_place_method
-from .layout import Line, statement
+from .layout import Line, statement, type_text
 from .loops import Loop
-from .names import LiveNames, assigned_names, code_of, module_name, op_name, usable
+from .names import FOREVER, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
 from .paths import is_under, local, member
-from .segments import Call, is_switch, item_reads, mode_of
+from .segments import Call, is_switch, mode_of
+from .statements import Statements, Step, step_reads
 
-Step = fx.Node | Call | Loop
-FOREVER = 1 << 60
-_MAX_UNPACKED = 16
+_LARGE_BYTES = 1 << 20
+_PLAIN: tuple[bool, Any] = (False, None)  # gradients on, no autocast of the model's own
 
 
 class CallText(Protocol):
@@ -39,7 +38,11 @@ class CallText(Protocol):
 
 
 class Body:
-    """Writes one forward. `lines` and `returned` (the text of each output) are ready after `write`."""
+    """Writes one forward, at once. `path` is the dotted path of the module it belongs to.
+
+    `hints` are wanted names. Ready afterwards: `lines`, `returned` (the text of each output), `first_names` (what the
+    inputs are called as arguments).
+    """
 
     def __init__(
         self,
@@ -52,214 +55,203 @@ class Body:
         hints: dict[fx.Node, str] | None = None,
     ):
         self.steps = [s for s in steps if not (isinstance(s, fx.Node) and is_switch(s))]
-        self.inputs, self.outputs, self.path = inputs, list(outputs), path
+        self.inputs, self.outputs, self.path, self.imports = inputs, list(outputs), path, imports
         self.call_text = call_text
         self.hints = hints or {}
-        self.lines: list[Line] = []
-        self.text: dict[fx.Node, Text] = {}
-        self.first_names: dict[fx.Node, str] = {}  # of the inputs
-        self.names = LiveNames()
         self.expressions = Expressions(imports, path, self._name, self._device)
-        self.mode: tuple[bool, Any] = (False, None)
-        self.section = ""
+        for step in self.steps:  # what is imported must be known before anything is named
+            if isinstance(step, fx.Node):
+                self.expressions.prepare(step)
         roots = (n for n in self.steps if isinstance(n, fx.Node) and n.meta.get("module_path") == "")
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
-        self.now = 0
-        self._plan()
+        apart: set[Any] = set()  # steps too wide to hold their operands
+        while True:
+            self.statements = Statements(self.steps, self.outputs, apart)
+            wide = self._write()
+            if wide <= apart:
+                break
+            apart |= wide
+        for call, texts, times in self.calls:
+            assert self.call_text is not None
+            self.call_text(call).note_arguments(texts, times)
 
-    # --- what is a statement, and how long each value is needed
-
-    def _plan(self) -> None:
-        readers: dict[fx.Node, list[Any]] = {}
-        for step in self.steps:
-            for read in _step_reads(step):
-                readers.setdefault(read, []).append(step)
-        for node in self.outputs:
-            readers.setdefault(node, []).append("output")
-        self.readers = readers
-        self.unpacked = {n: items for n in self.steps if isinstance(n, fx.Node) and (items := self._items(n))}
-        items_of = {item: n for n, items in self.unpacked.items() for row in items for item in row}
-        self.inlined = inlined([s for s in self.steps if s not in items_of], readers)
-        self.statements = [s for s in self.steps if s not in items_of and s not in self.inlined]
-        self.place = {step: i for i, step in enumerate(self.statements)}
-        self.same_object = self._in_place_results()
-        self.last_use: dict[fx.Node, int] = {}
-        for i, step in enumerate(self.statements):
-            for read in self._reads_through(step):
-                self.last_use[self._root(read)] = i
-        for node in self.outputs:
-            for read in self._reads_through(node) if node in self.inlined else [node]:
-                self.last_use[self._root(read)] = FOREVER
-
-    def _items(self, node: fx.Node) -> list[list[fx.Node]]:
-        """Per position of a tuple-valued op, the nodes that take it out, if nothing else reads the tuple."""
-        value, users = node.meta.get("val"), self.readers.get(node, [])
-        if not isinstance(value, (tuple, list)) or not 1 <= len(value) <= _MAX_UNPACKED or not users:
-            return []
-        rows: list[list[fx.Node]] = [[] for _ in value]
-        for user in users:
-            is_item = isinstance(user, fx.Node) and user.target is operator.getitem and isinstance(user.args[1], int)
-            if not is_item or user.args[0] is not node:
-                return []
-            rows[user.args[1]].append(user)
-        return rows if sum(map(bool, rows)) > 1 or len(value) == 1 else []
-
-    def _in_place_results(self) -> dict[fx.Node, fx.Node]:
-        found = {}
-        for step in self.statements:
-            if isinstance(step, fx.Node) and (is_in_place_method(step) or step.target in IN_PLACE):
-                receiver = step.args[0]
-                if isinstance(receiver, fx.Node) and (receiver not in self.inlined or receiver.op == "get_attr"):
-                    found[step] = receiver
-        return found
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        while node in self.same_object:
-            node = self.same_object[node]
-        return node
-
-    def _reads_through(self, step: Step) -> list[fx.Node]:
-        """Named values that a statement reads, also through what is printed inside of it."""
-        found: list[fx.Node] = []
-        for read in _step_reads(step):
-            found += self._reads_through(read) if read in self.inlined else [read]
-        return found
-
-    # --- writing
-
-    def write(self) -> None:
+    def _write(self) -> set[Any]:
+        """Write everything; return the steps whose statement is too wide for a line and holds other ops."""
+        self.lines: list[Line] = []
+        self.calls: list[tuple[Call, list[str], int]] = []
+        self.text: dict[fx.Node, Text] = {}
+        self.bound: dict[str, fx.Node] = {}  # what each name stands for now
+        self.first_names: dict[fx.Node, str] = {}
+        self.names = LiveNames(self.imports.names())
+        self.mode, self.section = _PLAIN, ""
+        self.now = -1
+        wide: set[Any] = set()
         for node, name in self.inputs.items():
-            self.first_names[node] = self.names.take(name, -1, self.last_use.get(node, 0))
-            self.text[node] = Text(self.first_names[node])
-        for i, step in enumerate(self.statements):
-            self.now = i
+            self.first_names[node] = self._take(node, name, self.statements.last_use(node, 0))
+        for step in self.statements.order:
+            self.now += 1
             if isinstance(step, fx.Node):
                 self._sections(step)
                 self._switch(mode_of(step))
                 self._node(step)
+                if self.lines[-1].is_wide and any(n in self.statements.inlined for n in step_reads(step)):
+                    wide.add(step)
             else:
-                self._switch((False, None))
-                self._call(step)
-        self.now = len(self.statements)
-        self._switch((False, None))
+                self._switch(_PLAIN)
+                self._release()
+                self._loop(step) if isinstance(step, Loop) else self._call(step)
+        self.now += 1
+        self._switch(_PLAIN)
         self.returned = [self._name(node).text for node in self.outputs]
+        return wide
+
+    # --- statements
 
     def _node(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
+        types = describe(node.meta.get("val"))
+        args: tuple[Any, ...] = node.args
         if node.target is operator.setitem:
-            base, index, new = node.args
-            target = f"{self.expressions.value(base).text}[{self.expressions.index(index)}]"
-            return self._emit(f"{target} = ", self.expressions.value(new))
-        if node in self.same_object:
-            receiver = self.text[node] = self._name(self.same_object[node])
+            target = f"{self.expressions.value(args[0]).text}[{self.expressions.index(args[1])}]"
+            self._emit(f"{target} = ", self.expressions.value(args[2]))
+        elif node in self.statements.same_object:
+            receiver = self.text[node] = self._name(args[0])
             if node.target in IN_PLACE:
-                new = self.expressions.value(node.args[1])
-                return self._emit(f"{receiver.text} {IN_PLACE[node.target]} ", new, describe(value))
-            return self._emit("", self.expressions.node(node), describe(value))
-        text = self.expressions.node(node)
-        if node in self.unpacked:
-            return self._unpack(node, text)
-        if node not in self.readers:
-            return self._emit("", text, describe(value))
-        self._emit(f"{self._bind(node, self._suggest(node))} = ", text, describe(value))
+                self._emit(f"{receiver.text} {IN_PLACE[node.target]} ", self.expressions.value(args[1]), types)
+            else:
+                self._emit("", self.expressions.node(node), types)
+        elif node in self.statements.unpacked:
+            self._unpack(node, types)
+        elif node not in self.statements.readers:
+            self._emit("", self.expressions.node(node), types)
+        else:
+            text = self.expressions.node(node)  # before the result takes the name of an operand
+            self._emit(f"{self._bind(node, self._suggest(node))} = ", text, types)
 
-    def _unpack(self, node: fx.Node, text: Text) -> None:
-        rows = self.unpacked[node]
+    def _unpack(self, node: fx.Node, types: str) -> None:
+        """A tuple-valued op: its parts get their names at once."""
+        text = self.expressions.node(node)
+        rows = self.statements.unpacked[node]
         wanted = assigned_names(node)
-        last = [max([self.last_use.get(self._root(i), self.now) for i in row], default=-1) for row in rows]
         names = []
         for position, row in enumerate(rows):
-            if len(wanted) == len(rows):
-                name = usable(wanted[position])
-            else:
-                name = usable(f"{op_name(node)}_{position}")
-            names.append(self.names.take(name, self.now, last[position]) if row else "_")
-            for item in row:
-                self.text[item] = Text(names[-1])
-        self._emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = ", text, describe(node.meta.get("val")))
+            name = wanted[position] if len(wanted) == len(rows) else f"{op_name(node)}_{position}"
+            last = max((self.statements.last_use(item, self.now) for item in row), default=self.now)
+            names.append(self._take(row[0], usable(name), last) if row else "_")
+            self.text |= {item: Text(names[-1]) for item in row}
+        self._emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = ", text, types)
 
-    def _call(self, step: Call | Loop) -> None:
+    def _call(self, call: Call) -> None:
         assert self.call_text is not None
-        if isinstance(step, Loop):
-            return self._loop(step)
-        results = self.call_text(step).results
-        arguments = [self._name(n).text for n in step.inputs]
-        self.call_text(step).note_arguments(arguments)
-        names = [self._bind(n, usable(name)) for n, name in zip(step.outputs, results)]
-        self._emit(f"{', '.join(names)} = " if names else "", _call(member("self", "", step.path), arguments), _describe_all(step.outputs))
+        arguments = [self._name(n).text for n in call.inputs]
+        self.calls.append((call, arguments, 1))
+        names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, self.call_text(call).results)]
+        left = f"{', '.join(names)} = " if names else ""
+        self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
 
     def _loop(self, loop: Loop) -> None:
         """`for i in range(...)`: what one round gives, the next one takes under the same name."""
         assert self.call_text is not None
-        first = loop.rounds[0]
         carried: dict[fx.Node, str] = {}
         for start, result in loop.carried:
-            name = self._name(start).text
-            if self.last_use[self._root(start)] > self.now or not name.isidentifier():
-                wanted = self.names.take(self.hints.get(start, name.rpartition(".")[2]), self.now, FOREVER)
-                self.lines.append(Line(0, [f"{wanted} = {name}"]))
-                name = wanted
-            self.names.holder[name] = FOREVER
-            carried[start] = carried[result] = name
+            carried[start] = carried[result] = self._carry(start, result)
         self.lines.append(Line(0, [f"for i in {loop.range_text}:"]))
-        inside = dict(self.text) | {n: Text(name) for n, name in carried.items()}
-        for call in first:
+        inside = self.text | {n: Text(name) for n, name in carried.items()}
+        for call in loop.rounds[0]:
             arguments = [inside[n].text if n in inside else self._name(n).text for n in call.inputs]
-            self.call_text(call).note_arguments(arguments, len(loop.rounds))
+            self.calls.append((call, arguments, len(loop.rounds)))
             names = []
             for node, name in zip(call.outputs, self.call_text(call).results):
-                names.append(carried.get(node) or self.names.take(usable(name), self.now, FOREVER))
+                names.append(carried.get(node) or self._take(node, usable(name), FOREVER))
                 inside[node] = Text(names[-1])
-            code = _call(loop.member_text(call), arguments)
-            self._emit(f"{', '.join(names)} = " if names else "", code, _describe_all(call.outputs), depth=1)
+            left = f"{', '.join(names)} = " if names else ""
+            self._emit(left, _call_text(loop.member_text(call), arguments), describe_all(call.outputs), depth=1)
         for node, twin in loop.results():
             self.text[node] = inside[twin]
-            self.names.holder[inside[twin].text] = self.last_use.get(self._root(node), self.now)
+            self.names.holder[inside[twin].text] = self.statements.last_use(node, self.now)
+
+    def _carry(self, start: fx.Node, result: fx.Node) -> str:
+        """The name that a loop hands on; a copy where its first value is still needed behind the loop."""
+        name = self._name(start).text
+        if self.statements.last_use(start, self.now) > self.now or not name.isidentifier():
+            first, name = name, self.names.take(self.hints.get(start, usable(op_name(start))), self.now, FOREVER)
+            self.lines.append(Line(0, [f"{name} = {first}"]))
+        self.names.holder[name] = FOREVER
+        self.bound[name] = result
+        return name
 
     # --- names
 
     def _name(self, node: fx.Node) -> Text:
-        if node in self.text:
-            return self.text[node]
-        return self.expressions.node(node)
+        return self.text[node] if node in self.text else self.expressions.node(node)
+
+    def _take(self, node: fx.Node, wanted: str, last_use: int) -> str:
+        name = self.names.take(wanted, self.now, last_use)
+        self.text[node] = Text(name)
+        self.bound[name] = node
+        return name
 
     def _bind(self, node: fx.Node, wanted: str) -> str:
-        last = self.last_use.get(self._root(node), self.now)
-        name = self.names.take(self.hints.get(node, wanted), self.now, last)
-        self.text[node] = Text(name)
-        return name
+        return self._take(node, self.hints.get(node, wanted), self.statements.last_use(node, self.now))
 
     def _suggest(self, node: fx.Node) -> str:
         """The name that the user's line gives to this value, if it is the line's last; else after the op."""
-        following = self.statements[self.now + 1] if self.now + 1 < len(self.statements) else None
+        following = self.statements.follows(self.now)
         source = node.meta.get("source")
         is_last = not (isinstance(following, fx.Node) and source and following.meta.get("source") == source)
         if is_last and len(assigned_names(node)) == 1:
             return usable(assigned_names(node)[0])
+        operand = renamed_operand(node)
+        if operand is not None and self._called(operand):
+            return self._called(operand)
         path = str(node.meta.get("module_path", ""))
-        if is_last and path != self.path and node.op != "call_module" and is_under(self.path, path):
-            if code_of(node).startswith("return") and _leaves(node, following):
-                return module_name(path)
+        is_result = is_last and node.op != "call_module" and code_of(node).startswith("return")
+        if is_result and path != self.path and is_under(self.path, path) and _leaves(node, following):
+            return module_name(path)
         return op_name(node)
 
+    def _called(self, node: fx.Node) -> str:
+        """What a value is called, without the number that tells it from others of the name."""
+        if node.op == "get_attr":
+            return module_name(str(node.target))
+        if node in self.statements.inlined:
+            operand = renamed_operand(node)
+            return self._called(operand) if operand is not None else ""
+        text = self.text[node].text if node in self.text else ""
+        return re.sub(r"_\d+$", "", text) if text.isidentifier() else ""
+
     def _device(self) -> str:
-        for node, text in self.text.items():
-            if isinstance(node.meta.get("val", torch.empty(0)), torch.Tensor) and text.text.isidentifier():
-                return f"{text.text}.device"
+        """An expression for the device at hand: that of any tensor with a name."""
+        for name, node in self.bound.items():
+            if "val" not in node.meta or isinstance(node.meta["val"], torch.Tensor):
+                return f"{name}.device"
         return "self.device"
 
     # --- layout
+
+    def _release(self) -> None:
+        """`del` large tensors that are not read again, as a function's end would free them in the user's code."""
+        dead = [
+            name
+            for name, node in self.bound.items()
+            if self.names.holder.get(name, -1) < self.now and node not in self.inputs and _bytes(node) >= _LARGE_BYTES
+        ]
+        if dead:
+            self.lines.append(Line(0, [f"del {', '.join(dead)}"]))
+        for name in dead:
+            del self.bound[name]
 
     def _sections(self, node: fx.Node) -> None:
         """A comment where the ops of another part of the model begin."""
         path = str(node.meta.get("module_path", self.path))
         if node.op == "call_module" and path == str(node.target):
             path = path.rpartition(".")[0]
-        section = _heading(local(self.path, path)) if self.path and is_under(self.path, path) else ""
-        if not self.path:
+        if self.path:
+            section = _heading(local(self.path, path)) if is_under(self.path, path) else ""
+        else:
             section = path or self.root_type
         if section != self.section:
-            self._switch((False, None))
+            self._switch(_PLAIN)
+            self._release()
             self.lines.append(Line(0, [f"# {section}" if section else ""]))
         self.section = section
 
@@ -277,15 +269,10 @@ class Body:
             self.lines.append(Line(0, [f"with {', '.join(contexts)}:"]))
 
     def _emit(self, left: str, text: Text, comment: str = "", depth: int = 0) -> None:
-        inside = self.mode != (False, None)
-        self.lines.append(statement(left, text, comment, depth + inside))
+        self.lines.append(statement(left, text, comment, depth + (self.mode != _PLAIN)))
 
 
-def _step_reads(step: Any) -> list[fx.Node]:
-    return step.reads() if isinstance(step, Loop) else item_reads(step)
-
-
-def _call(function: str, arguments: list[str]) -> Text:
+def _call_text(function: str, arguments: list[str]) -> Text:
     return Text(f"{function}({', '.join(arguments)})", arguments=(function, *arguments))
 
 
@@ -300,16 +287,21 @@ def _heading(path: str) -> str:
     return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0]
 
 
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
 def describe(value: Any) -> str:
     """The type of a value for a comment: `f32[2, 512, 768]`."""
     if isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        return f"{SHORT_DTYPES.get(name, name)}[{', '.join(map(str, value.shape))}]"
+        return type_text(value.shape, value.dtype)
     if isinstance(value, (tuple, list)):
         texts = [describe(v) for v in value if isinstance(v, torch.Tensor)]
         return f"{len(texts)} x {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else ", ".join(texts)
     return ""
 
 
-def _describe_all(nodes: Sequence[fx.Node]) -> str:
+def describe_all(nodes: Sequence[fx.Node]) -> str:
+    """The types of several values, for a comment."""
     return ", ".join(describe(n.meta.get("val")) for n in nodes)

@@ -61,6 +61,15 @@ class Expressions:
         self.name = name
         self.device = device
 
+    def prepare(self, node: fx.Node) -> None:
+        """Import what the node's function needs."""
+        if node.op == "call_function" and not self._has_syntax(node.target):
+            self.imports.function(node.target)  # type: ignore[arg-type]
+
+    def _has_syntax(self, target: Any) -> bool:
+        signs = target in INFIX or target in PREFIX or target in IN_PLACE
+        return signs or target in (operator.getitem, operator.setitem, getattr) or _is_tensor_method(target)
+
     def node(self, node: fx.Node) -> Text:
         """The node's value."""
         if node.op == "get_attr":
@@ -80,7 +89,7 @@ class Expressions:
         if node.op == "call_method":
             return self._method(str(node.target), args, kwargs)
         target: Any = node.target
-        if isinstance(target, types.MethodDescriptorType) and getattr(torch.Tensor, target.__name__, None) is target:
+        if _is_tensor_method(target):
             return self._method(target.__name__, args, kwargs)
         if not kwargs and len(args) == 2 and target in INFIX:
             sign, binding = INFIX[target]
@@ -159,11 +168,16 @@ class Expressions:
         if training is False and evaluation is True:
             return Text("not self.training", CONDITION)
         both = (training, evaluation)
-        if all(isinstance(v, (tuple, list)) for v in both) and len(training) == len(evaluation):
-            if isinstance(training, list) == isinstance(evaluation, list):
-                return self._sequence(type(training)(Either(a, b) for a, b in zip(training, evaluation)))
+        alike = all(isinstance(v, list) for v in both) or all(isinstance(v, tuple) for v in both)
+        if alike and len(training) == len(evaluation):
+            items = [Either(a, b) for a, b in zip(training, evaluation)]
+            return self._sequence(items if isinstance(training, list) else tuple(items))
         first, second = self.value(training), self.value(evaluation)
         return Text(f"{first.within(1)} if self.training else {second.within(1)}", CONDITION)
+
+
+def _is_tensor_method(target: Any) -> bool:
+    return isinstance(target, types.MethodDescriptorType) and getattr(torch.Tensor, target.__name__, None) is target
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,8 @@ def literal(value: Any) -> Text:
         return Text(str(value))
     if isinstance(value, (range, bytes)):
         return Text(repr(value))
-    raise CaptureError(f"a {type(value).__module__}.{type(value).__name__} cannot be written into a generated file: {value!r}")
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    raise CaptureError(f"a {kind} cannot be written into a generated file: {value!r}")
 
 
 def _float(value: float) -> Text:

@@ -49,6 +49,10 @@ class Imports:
         lines = sorted(set(self.lines.values()), key=lambda line: (line.startswith("from "), line))
         return "\n".join(lines)
 
+    def names(self) -> set[str]:
+        """Names of the file's top level so far, which no local variable may hide."""
+        return {name.partition(".")[0] for name in self.lines} | self.homes.keys() | self.copied.keys()
+
     def function(self, target: Callable[..., Any]) -> str:
         """The expression that names a function in the file. Raises CaptureError if there is none."""
         name = getattr(target, "__name__", "")
@@ -103,8 +107,8 @@ class Imports:
             source = textwrap.dedent(inspect.getsource(thing))
         except (OSError, TypeError) as error:
             raise CaptureError(
-                f"{thing.__module__}.{thing.__qualname__} can be neither imported nor read as source, so a generated file "
-                "cannot use it: move it into a module of its own beside your script and import it from there"
+                f"{thing.__module__}.{thing.__qualname__} can be neither imported nor read as source, so no generated "
+                "file can use it: move it into a module of its own beside your script and import it from there"
             ) from error
         if self._free(name, thing) != name:
             raise CaptureError(f"two different classes are called {name}; rename one of them")
@@ -142,8 +146,8 @@ class Imports:
                 self.lines[f"{name}:{module}"] = f"from {module} import {path} as {name}"
         else:
             raise CaptureError(
-                f"{thing.__qualname__} reads the global {name!r} ({type(value).__name__}), which cannot be copied into a "
-                "generated file: move the class into a module of its own and import it from there"
+                f"{thing.__qualname__} reads the global {name!r} ({type(value).__name__}), which cannot be copied into "
+                "a generated file: move the class into a module of its own and import it from there"
             )
 
 

@@ -1,8 +1,8 @@
-"""Which ops stand inside the statement of another: those of one source line that the user wrote as one expression too.
+"""Which ops stand inside the statement of another: those of one source line, which the user too wrote as one.
 
-In: steps of a function body in order. Out: the nodes without a statement of their own. Order of evaluation never changes:
-Python evaluates operands from left to right, so an op may stand inside its reader only if, reading left to right, every
-op comes in recorded order. What a line does not need afterwards is freed by that line, as in the user's code.
+In: steps of a function body in order. Out: the nodes without a statement of their own. The order of evaluation never
+changes: Python evaluates operands from left to right, so an op may stand inside its reader only if, from left to right,
+every op comes in recorded order. What a line does not need afterwards is freed by that line, as in the user's code.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from .segments import mode_of, reads
 MAX_OPS = 9  # in one statement
 
 
-def inlined(steps: Sequence[Any], readers: dict[fx.Node, list[Any]]) -> set[fx.Node]:
-    """Nodes to be printed inside their only reader. `readers`: per node, every use (a step, or an output)."""
+def inlined(steps: Sequence[Any], readers: dict[fx.Node, list[Any]], apart: set[Any]) -> set[fx.Node]:
+    """Nodes to be printed inside their only reader. `readers`: per node, every use (a step, or an output).
+
+    Operands of the steps in `apart` get statements of their own.
+    """
     chosen: set[fx.Node] = set()
     ops: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # candidates whose reader has not come yet, in order
@@ -32,7 +35,7 @@ def inlined(steps: Sequence[Any], readers: dict[fx.Node, list[Any]]) -> set[fx.N
         if step.op == "get_attr":
             chosen.add(step)
             continue
-        operands = [n for n in _operands(step) if n in waiting]
+        operands = [] if step in apart else [n for n in _operands(step) if n in waiting]
         size = 1 + sum(ops[n] for n in operands)
         fits = len(operands) == 0 or (waiting[-len(operands) :] == operands and size <= MAX_OPS)
         if fits:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from ..runtime.text import SHORT_DTYPES
 from .expressions import Text
 
 INDENT = "    "
@@ -19,6 +24,10 @@ class Line:
     depth: int
     texts: list[str]
     comment: str = ""
+
+    @property
+    def is_wide(self) -> bool:
+        return max(map(len, self.texts)) > MAX_WIDTH - 4 * (self.depth + 2)
 
 
 def statement(left: str, text: Text, comment: str = "", depth: int = 0) -> Line:
@@ -47,6 +56,20 @@ def block(lines: Iterable[Line], depth: int) -> list[str]:
             rows[-1] = behind(rows[-1], line.comment)
         texts += rows
     return texts
+
+
+def type_text(shape: Iterable[Any], dtype: torch.dtype) -> str:
+    """A tensor's type for a comment: `f32[2, 512, 768]`."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{SHORT_DTYPES.get(name, name)}[{', '.join(map(str, shape))}]"
+
+
+def signature(code: str, comment: str) -> list[str]:
+    """The line of a `def` with the types of its arguments behind it, or below it where they are long."""
+    if len(behind(code, comment)) <= MAX_WIDTH + 10 or not comment:
+        return [behind(code, comment)]
+    indent = " " * (len(code) - len(code.lstrip()) + 4) + "# "
+    return [code, *textwrap.wrap(comment, MAX_WIDTH, initial_indent=indent, subsequent_indent=indent)]
 
 
 def behind(code: str, comment: str) -> str:

@@ -100,7 +100,8 @@ def _longest(
         return None
     after = second
     while after is not None and list(map(key, after)) == list(map(key, first)):
-        if _step(rounds[-1], after) != step or _roles(rounds[-1], after) != roles or not _stays_inside(rounds[-1], after, readers):
+        alike = _step(rounds[-1], after) == step and _roles(rounds[-1], after) == roles
+        if not (alike and _stays_inside(rounds[-1], after, readers)):
             break
         indices.append(indices[-1] + step)
         rounds.append(after)

@@ -6,15 +6,15 @@ Out: lines that build members of the same names, shapes, dtypes and flags, witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..runtime.text import SHORT_DTYPES
 from ..runtime.units import format_bytes
-from .layout import Line
+from .layout import Line, type_text
 from .paths import is_under, member
 from .segments import Call
 
@@ -32,8 +32,9 @@ def used_members(nodes: Iterable[fx.Node]) -> list[str]:
 class Members:
     """Collects the lines of one `__init__`. `base` is the dotted path of the module that is built."""
 
-    def __init__(self, root: nn.Module, base: str = ""):
+    def __init__(self, root: nn.Module, base: str = "", dtypes: Mapping[str, str] | None = None):
         self.root, self.base = root, base
+        self.dtypes = dtypes or {}  # of the computation, by dotted name, where it is not the user's own
         self.lines: list[Line] = []
         self.scopes: set[str] = set()
 
@@ -55,8 +56,10 @@ class Members:
         self.scope(name)
         if isinstance(value, nn.Module):
             return self._leaf(name, value)
-        comment = tensor_comment(value)
-        empty = f"torch.empty({', '.join(map(str, value.shape)) or '()'}{_dtype(value)})"
+        dtype = self._dtype(name, value)
+        comment = f"{type_text(value.shape, dtype)} {format_bytes(value.numel() * dtype.itemsize)}"
+        given = "" if dtype is torch.float32 else f", dtype={dtype}"
+        empty = f"torch.empty({', '.join(map(str, value.shape)) or '()'}{given})"
         if isinstance(value, nn.Parameter):
             frozen = "" if value.requires_grad else ", requires_grad=False"
             self.lines.append(Line(0, [f"{self.text(name)} = nn.Parameter({empty}{frozen})"], comment))
@@ -68,15 +71,23 @@ class Members:
 
     def _leaf(self, name: str, leaf: nn.Module) -> None:
         tensors = dict(leaf.named_parameters())
-        text = constructor(leaf)
+        dtypes = {key: self._dtype(f"{name}.{key}", t) for key, t in tensors.items()}
+        text = f"nn.{leaf!r}"
+        if len(set(dtypes.values())) == 1 and set(dtypes.values()) != {torch.float32} and not list(leaf.buffers()):
+            text += f".to({next(iter(dtypes.values()))})"
+        num_bytes = sum(t.numel() * dtypes[key].itemsize for key, t in tensors.items())
+        comment = size(sum(t.numel() for t in tensors.values()), num_bytes)
         trained = {p.requires_grad for p in tensors.values()}
         if trained == {False}:
             text += ".requires_grad_(False)"
-        self.lines.append(Line(0, [f"{self.text(name)} = {text}"], sizes(tensors.values())))
+        self.lines.append(Line(0, [f"{self.text(name)} = {text}"], comment))
         if len(trained) == 2:
             for key, parameter in tensors.items():
                 if not parameter.requires_grad:
                     self.lines.append(Line(0, [f"{self.text(name)}.{key}.requires_grad_(False)"]))
+
+    def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        return getattr(torch, self.dtypes[name]) if name in self.dtypes else tensor.dtype
 
     def add_all(self, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
         """Build all of `names`; each of `groups` lists the names of one tensor."""
@@ -105,21 +116,12 @@ class Members:
         self.scope(paths[0])
         owner = paths[0].rpartition(".")[0]
         indices = [int(i) for path in paths if (i := path.rpartition(".")[2]).isdigit()]
-        if len(paths) < 3 or len(indices) < len(paths):
+        if len(paths) < 2 or len(indices) < len(paths):
             for path in paths:
                 self.lines.append(Line(0, [f"{self.text(path)} = {class_name}()"]))
             return
         self.lines.append(Line(0, [f"for i in {_range(sorted(indices))}:"]))
         self.lines.append(Line(1, [f"{self.text(owner) if owner else 'self'}[i] = {class_name}()"]))
-
-
-def constructor(leaf: nn.Module) -> str:
-    """The call that builds a module like this one: `nn.Linear(in_features=4, out_features=2, bias=True)`."""
-    text = f"nn.{leaf!r}"
-    dtypes = {t.dtype for t in (*leaf.parameters(), *leaf.buffers()) if t.is_floating_point()}
-    if dtypes and dtypes != {torch.float32}:
-        text += f".to({dtypes.pop()})"
-    return text
 
 
 def ties(root: nn.Module, names: Iterable[str]) -> list[list[str]]:
@@ -137,43 +139,29 @@ def ties(root: nn.Module, names: Iterable[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def tensor_comment(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return f"{SHORT_DTYPES.get(name, name)}[{', '.join(map(str, tensor.shape))}] {format_bytes(_bytes([tensor]))}"
-
-
-def parameters_of(root: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """The distinct parameters behind dotted names of leaf modules and tensors."""
-    found: dict[int, nn.Parameter] = {}
+def parameters_of(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The distinct parameters behind dotted names of leaf modules and tensors, by their own dotted name."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
     for name in names:
         owner, _, last = name.rpartition(".")
         value = getattr(root.get_submodule(owner), last)
-        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
+        inside = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        for key, tensor in inside:
             if isinstance(tensor, nn.Parameter):
-                found.setdefault(id(tensor), tensor)
-    return list(found.values())
+                found.setdefault(id(tensor), (f"{name}.{key}" if key else name, tensor))
+    return dict(found.values())
 
 
-def sizes(tensors: Iterable[torch.Tensor]) -> str:
+def size(numel: int, num_bytes: int) -> str:
     """`1,024 parameters, 4.00 KiB`, or nothing where there are none."""
-    tensors = list(tensors)
-    return f"{sum(t.numel() for t in tensors):,} parameters, {format_bytes(_bytes(tensors))}" if tensors else ""
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return f"{numel:,} parameters, {format_bytes(num_bytes)}" if numel else ""
 
 
 def _range(indices: list[int]) -> str:
-    steps = {b - a for a, b in zip(indices, indices[1:])}
+    steps = {b - a for a, b in pairwise(indices)}
     if len(steps) > 1:
         return f"({', '.join(map(str, indices))})"
     step, stop = steps.pop(), indices[-1] + 1
     if step > 1:
         return f"range({indices[0]}, {stop}, {step})"
     return f"range({indices[0]}, {stop})" if indices[0] else f"range({stop})"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
-

@@ -1,6 +1,6 @@
 """What values are called in generated code: as in the user's own source line where it says so, else after the op.
 
-In: node meta (`source`, `module_path`). Out: suggestions; `Scope of names` makes them unique among live values.
+In: node meta (`source`, `module_path`). Out: suggestions, and `LiveNames`, which makes them unique among live values.
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Iterable
 
 from torch import fx
 
 from .imports import TAKEN
 
+FOREVER = 1 << 60
 _SOURCE = re.compile(r"^[^:]*:\d+: (.*)$")
 _ASSIGNMENT = re.compile(r"^((?:[a-zA-Z_]\w*)(?:, [a-zA-Z_]\w*)*)(?:: [^=]+)? (?:[-+*/@&|^]|//|\*\*)?= (.+)$")
 _UNWANTED = TAKEN | set(keyword.kwlist) | set(dir(builtins)) | {"_"}
 _OPERATORS = {"and_": "both", "or_": "either", "getitem": "part", "truediv": "quotient", "floordiv": "quotient"}
-_SHORTER = {"scaled_dot_product_attention": "attention", "layer_norm": "norm", "_native_multi_head_attention": "attention"}
+# What these give is the same thing in another form: it keeps its name.
+_SAME_THING = {
+    "to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "detach", "view", "reshape",
+    "expand", "expand_as", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "getitem", "getattr",
+}  # fmt: skip
+_SHORTER = {"scaled_dot_product_attention": "attention", "layer_norm": "norm"}
 
 
 def code_of(node: fx.Node) -> str:
@@ -57,6 +64,14 @@ def op_name(node: fx.Node) -> str:
     return usable(target.strip("_"))
 
 
+def renamed_operand(node: fx.Node) -> fx.Node | None:
+    """The operand that the node only reshapes, converts or cuts, if it does no more than that."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op in ("call_method", "call_function") and name in _SAME_THING and node.args:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    return None
+
+
 def module_name(path: str) -> str:
     """The last part of a dotted path that says something: `block.0.layer.1` is `layer_1`."""
     parts = path.split(".")
@@ -69,8 +84,9 @@ def module_name(path: str) -> str:
 class LiveNames:
     """Names in one function body: a name may be taken again once its value is dead, as people do."""
 
-    def __init__(self) -> None:
-        self.holder: dict[str, int] = {"i": 1 << 60}  # loops count with i. Name -> the last step at which its value is read
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
+        self.holder: dict[str, int] = dict.fromkeys(reserved, FOREVER)  # name -> last step at which its value is read
+        self.holder["i"] = FOREVER  # loops count with it
 
     def take(self, wanted: str, now: int, last_use: int) -> str:
         """A name for a value that is made at step `now` and read until `last_use`."""

@@ -14,6 +14,7 @@ from torch import fx
 
 from .paths import is_under
 
+MIN_NODES = 12  # of a block outside of a list
 _SWITCHES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 
 
@@ -74,7 +75,8 @@ def _homes(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     for node in reversed(nodes):
         if node not in home:
             path = next((p for p in _prefixes(node.meta.get("module_path", "")) if p in paths), "")
-            homes = {home.get(r, "") for r in readers.get(node, ())} | {home.get(m, path) for m in node.meta.get("mutates", ())}
+            homes = {home.get(r, "") for r in readers.get(node, ())}
+            homes |= {home.get(m, path) for m in node.meta.get("mutates", ())}
             if path and homes <= {path} and _belongs(node, path):
                 home[node] = path
         for read in reads(node):
@@ -136,20 +138,23 @@ def _only_classes(items: list[Item]) -> list[Item]:
             pieces.setdefault(item.path, set()).add(len(item.nodes))
     kept: list[Item] = []
     for item in items:
-        if isinstance(item, Call) and (len(pieces[item.path]) > 1 or not _has_members(item) or not _has_input(item)):
-            kept += item.nodes
-        else:
+        if isinstance(item, Call) and len(pieces[item.path]) == 1 and _is_worth_a_class(item) and _has_input(item):
             kept.append(item)
+        else:
+            kept += item.nodes if isinstance(item, Call) else [item]
     return kept
 
 
-def _has_members(call: Call) -> bool:
-    return any(n.op in ("call_module", "get_attr") for n in call.nodes)
+def _is_worth_a_class(call: Call) -> bool:
+    """It holds something, and is one of a list of modules or too long to stand in the stage's own text."""
+    has_members = any(n.op in ("call_module", "get_attr") for n in call.nodes)
+    return has_members and (call.path.rpartition(".")[2].isdigit() or len(call.nodes) >= MIN_NODES)
 
 
 def _has_input(call: Call) -> bool:
     inside = set(call.nodes)
-    return any(r not in inside and isinstance(r.meta.get("val"), torch.Tensor) for n in call.nodes for r in reads(n))
+    outside = [r for n in call.nodes for r in reads(n) if r not in inside]
+    return any("val" not in n.meta or isinstance(n.meta["val"], torch.Tensor) for n in outside)
 
 
 def storage_root(node: fx.Node) -> fx.Node:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from torch import fx
 
 from ..runtime.program import ParamSpec, StageSpec
-from ..runtime.units import format_bytes
 from .block_source import BlockClass, BlockLibrary
 from .body import Body, describe
-from .layout import Line, behind, block
+from .layout import Line, behind, block, signature
 from .loops import Loop, find_loops
-from .members import Members, ties, used_members
+from .members import Members, size, ties, used_members
 from .names import assigned_names, usable
 from .paths import camel_case, is_under
 from .segments import Call, Item, segments
@@ -26,6 +25,7 @@ class StageSource:
     def __init__(self, spec: StageSpec, module: fx.GraphModule, library: BlockLibrary):
         self.spec, self.module, self.library = spec, module, library
         self.class_name = camel_case(spec.name)
+        self.dtypes = {p.name: p.dtype for p in spec.params}
         self.inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.outputs: list[fx.Node] = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
         self.items = self._classified(segments(module.graph))
@@ -38,14 +38,13 @@ class StageSource:
             call_text=lambda call: library.of_call[call],
             hints=self._loop_names(),
         )
-        self.body.write()
 
     def _classified(self, items: list[Item]) -> list[Item]:
         """Give each call its class; a path whose calls have different texts is printed without a class."""
         kinds: dict[str, set[BlockClass]] = {}
         for item in items:
             if isinstance(item, Call):
-                kinds.setdefault(item.path, set()).add(self.library.add(self.spec.name, self.module, item))
+                kinds.setdefault(item.path, set()).add(self._class_of(item))
         kept: list[Item] = []
         for item in items:
             if isinstance(item, Call) and len(kinds[item.path]) > 1:
@@ -54,6 +53,9 @@ class StageSource:
             else:
                 kept.append(item)
         return kept
+
+    def _class_of(self, call: Call) -> BlockClass:
+        return self.library.add(self.spec.name, self.module, call, self.dtypes)
 
     def _loop_names(self) -> dict[fx.Node, str]:
         """What is carried through a loop is called, before it too, as the block calls its result."""
@@ -78,14 +80,15 @@ class StageSource:
         arguments = [self.body.first_names[node] for node in self.inputs]
         types = ", ".join(f"{describe(n.meta.get('val'))}" for n in self.inputs)
         results = [o.name for o in (*self.spec.outputs, *self.spec.extra_outputs)]
-        returned = ", ".join(self.body.returned) + ("," if len(self.outputs) == 1 else "")
+        returned = ", ".join(self.body.returned)
+        returned = f"({returned},)" if len(self.outputs) == 1 else returned
         lines = [
             f"class {self.class_name}(Stage):  # {self._comment()}",
             "    def __init__(self):",
             "        super().__init__()",
             *block(self._init_lines(), 2),
             "",
-            behind(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
+            *signature(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
             *block(self.body.lines, 2),
             behind(f"        return {returned}", ", ".join(results)),
         ]
@@ -93,15 +96,15 @@ class StageSource:
 
     def _comment(self) -> str:
         specs: tuple[ParamSpec, ...] = self.spec.params
-        size = f"{sum(p.numel for p in specs):,} parameters, {format_bytes(sum(p.bytes for p in specs))}"
-        return f"{self.spec.title}: {size}" if self.spec.title else size
+        held = size(sum(p.numel for p in specs), sum(p.bytes for p in specs)) or "no parameters"
+        return f"{self.spec.title}: {held}" if self.spec.title else held
 
     def _init_lines(self) -> list[Line]:
         calls = [item for item in self.items if isinstance(item, Call)]
         loose = [n for n in self.items if isinstance(n, fx.Node)]
         names = used_members(loose)
         inside = used_members(n for c in calls for n in c.nodes)
-        members = Members(self.module)
+        members = Members(self.module, dtypes=self.dtypes)
         for group in _same_class(calls, self.library):
             members.blocks(group, self.library.of_call[group[0]].name)
         members.scopes |= {c.path for c in calls} | _scopes_of(inside, {c.path for c in calls})
