@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,6 +189,55 @@ def test_a_tie_is_found_under_its_other_name_and_must_agree(tmp_path: Path) -> N
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'transformer\.wte\.weight' and 'lm_head\.weight' differ"):
         open_directory(tmp_path, empty)
+
+
+def test_names_of_old_files_are_understood(tmp_path: Path) -> None:
+    model = bert()
+    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): t.clone() for n, t in expected(model).items()}
+    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in old.items()}
+    assert sum(name.endswith((".gamma", ".beta")) for name in old) == 10
+    save_file(old, tmp_path / "model.safetensors")
+    source = open_directory(tmp_path, on_meta(bert))
+    assert source.unexpected_keys == ()
+    assert same(stage_weights(source, spec_of(model)), expected(model))
+
+
+STREAM = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from penstock.runtime.program import ParamSpec, StageSpec
+from penstock.runtime.tensor_file import write_tensors
+from penstock.runtime.weights import open_directory, stage_weights
+
+def peak():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) * 1024
+
+shape, count = (4, 512 << 10), 10  # 4 MiB a tensor in the file, 8 MiB as a master; two tensors a stage
+names = [f"w{i}" for i in range(2 * count)]
+with torch.device("meta"):
+    model = nn.ParameterDict({name: nn.Parameter(torch.empty(shape)) for name in names})
+write_tensors(Path(sys.argv[1]) / "model.safetensors", {n: torch.ones(shape, dtype=torch.float16) for n in names[:1]}
+              | {n: torch.ones((), dtype=torch.float16).expand(shape) for n in names[1:]})
+source = open_directory(sys.argv[1], model)
+before = peak()
+for i in range(count):
+    rows = tuple(ParamSpec(name, shape, "float32") for name in names[2 * i : 2 * i + 2])
+    weights = stage_weights(source, StageSpec(f"s{i}", (), (), rows))
+    assert all(float(w.sum()) == w.numel() for w in weights.values())
+    del weights
+print(peak() - before)
+"""
+
+
+def test_loading_holds_one_stage_at_a_time(tmp_path: Path) -> None:
+    """Ten stages of 16 MiB of masters, of which one is there at a time, and a tensor as it is in the file."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", STREAM, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    grown = int(result.stdout) / 2**20
+    assert 4 < grown < 24, f"loading took {grown:.0f} MiB more"
 
 
 def test_directories_without_readable_weights_are_refused_by_name(tmp_path: Path) -> None:
