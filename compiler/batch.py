@@ -43,7 +43,9 @@ class BatchShape:
 
     def check_divisible(self, micro_batches: int) -> None:
         if micro_batches < 1 or self.size % micro_batches:
-            near = sorted((m for m in range(1, self.size + 1) if self.size % m == 0), key=lambda m: abs(m - micro_batches))
+            near = sorted(
+                (m for m in range(1, self.size + 1) if self.size % m == 0), key=lambda m: abs(m - micro_batches)
+            )
             raise PlanError(
                 f"micro_batches={micro_batches} does not divide the batch of {self.size}; nearest that do: "
                 f"{', '.join(map(str, sorted(near[:2])))}"
@@ -57,7 +59,9 @@ class BatchShape:
             raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
         unknown = [name for name in found if name not in self.leaves]
         if unknown:
-            raise BatchError(f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}")
+            raise BatchError(
+                f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}"
+            )
         for name, (shape, dtype) in self.leaves.items():
             value = found[name]
             if tuple(value.shape) != shape or value.dtype != dtype:

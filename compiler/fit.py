@@ -23,12 +23,16 @@ def check_fit(draft: Draft) -> None:
         dram[device.host].append(profile)
         peak, budget = profile.peak_bytes[ops.DEVICE], device.budget_bytes
         if peak > budget:
-            raise DoesNotFit(_device_text(draft, program, profile, budget), memory=device.name, missing_bytes=peak - budget)
+            raise DoesNotFit(
+                _device_text(draft, program, profile, budget), memory=device.name, missing_bytes=peak - budget
+            )
     for host, profiles in dram.items():
         need = sum(p.peak_bytes[ops.DRAM] for p in profiles)
         budget = hardware.dram_budget_bytes(host)
         if need > budget:
-            raise DoesNotFit(_dram_text(draft, host, profiles, need, budget), memory=f"dram{host}", missing_bytes=need - budget)
+            raise DoesNotFit(
+                _dram_text(draft, host, profiles, need, budget), memory=f"dram{host}", missing_bytes=need - budget
+            )
 
 
 def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget: int) -> str:

@@ -1,8 +1,8 @@
 """A compiled job as files: one Python file per device, and what is needed to run them again.
 
-    device0.py ...   the programs        interface.json   what their names refer to
-    plan.json        the decisions       hardware.yaml    the machine they are for
-    settings.json    optimizer, precision, seed, batch
+device0.py ...   the programs        interface.json   what their names refer to
+plan.json        the decisions       hardware.yaml    the machine they are for
+settings.json    optimizer, precision, seed, batch
 """
 
 from __future__ import annotations

@@ -167,7 +167,9 @@ class Job:
         if directory is not None:
             return open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
         if any(p.is_meta for p in self.model.parameters()):
-            raise PlanError("the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are")
+            raise PlanError(
+                "the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are"
+            )
         return LiveWeights(self.model)
 
     # --- state
@@ -227,11 +229,11 @@ class Job:
                 schedulers.update(answer["scheduler"] or {})
             counters, _ = driver.call("counters", 0)
             progress = {
-                "step": counters["step_count"],
+                "step": counters["step"],
                 "seed": counters["seed"],
                 "optimizer": groups,
                 "scheduler": schedulers,
-                "loss_scale": counters["loss_scale"] or {},
+                "loss_scale": {"state": counters["loss_scale"]} if counters["loss_scale"] else {},
                 "data": dict(data or {}),
             }
             done, _ = driver.call(
@@ -264,7 +266,7 @@ class Job:
                 "scheduler": dict(progress.scheduler) or None,
             }
             self.driver.call("read_shard", device, args)
-        counters = {"step_count": progress.step, "seed": progress.seed, "loss_scale": dict(progress.loss_scale) or None}
+        counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
         for device in range(self.folder.interface.num_devices):
             self.driver.call("load_counters", device, counters)
         self.step_count = progress.step

@@ -138,7 +138,9 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
         peak_bytes=dict(timeline.peak_bytes),
         budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
         moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
-        busy={f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share},
+        busy={
+            f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
+        },
         bottleneck=f"{name}, busy {share:.0%}",
         arena_bytes=[profile_memory(program).arena_bytes for program in draft.programs],
     )
@@ -181,7 +183,12 @@ def stage_counts(draft: Draft) -> list[int]:
         fewest = len(PartitionBalanced().plan(draft))
     except DoesNotFit:
         fewest = blocks
-    counts = [fewest, *(fewest + k * devices for k in range(1, 4)), 2 * fewest, blocks if blocks <= 8 * devices else fewest]
+    counts = [
+        fewest,
+        *(fewest + k * devices for k in range(1, 4)),
+        2 * fewest,
+        blocks if blocks <= 8 * devices else fewest,
+    ]
     return sorted({n for n in counts if n <= blocks})
 
 

@@ -82,7 +82,9 @@ def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
 def _make(name: str, options: str, num_devices: int) -> Pass:
     if name not in PASSES:
         close = difflib.get_close_matches(name, PASSES, n=3)
-        raise PassError(f"no pass {name!r}; {'did you mean ' + ' or '.join(close) if close else 'there are ' + ', '.join(PASSES)}")
+        raise PassError(
+            f"no pass {name!r}; {'did you mean ' + ' or '.join(close) if close else 'there are ' + ', '.join(PASSES)}"
+        )
     kind = PASSES[name]
     known = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -136,7 +138,11 @@ def run_passes(
         took_s = time.perf_counter() - begin_s
         if draft.programs:
             verify(draft.programs, draft.hardware, memory=False)
-        step_s = simulate(draft.programs, draft.hardware, precision=draft.options.precision).step_s if record and draft.programs else None
+        step_s = (
+            simulate(draft.programs, draft.hardware, precision=draft.options.precision).step_s
+            if record and draft.programs
+            else None
+        )
         peak = max((profile_memory(q).peak_bytes[ops.DEVICE] for q in draft.programs), default=None) if record else None
         records.append(PassRecord(p.name, took_s, _num_ops(draft) - before, step_s, peak))
         if dump is not None:
