@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..passes.opgraph import OpGraph, build_module, missing_buffers
 from ..runtime.errors import CaptureError
 from .trace_calls import SourceLines
-from .trace_guard import Borrowed, borrowed, replaced
+from .trace_guard import Borrowed, LossFn, TraceOptions, borrowed, replaced
 from .trace_inputs import TraceInputs, fake_inputs, named_outputs
 
-LossFn = Callable[[Any, Any], Any]
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default)
 
 
@@ -52,19 +51,22 @@ class _Step(nn.Module):
         return tuple(found.values())
 
 
-def export_trace(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, dynamic: bool) -> OpGraph:
+def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
     """Capture one training step through torch.export. Raises CaptureError with the user's source line."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = fake_inputs(model, example_inputs, fake_mode, dynamic=False)
-    with borrowed(model, fake_mode) as held:
-        step = _Step(model, inputs, loss_fn)
-        training = _export(step, inputs, dynamic)
+    with borrowed(model, fake_mode, options) as held:
+        step = _Step(model, inputs, options.loss_fn)
+        step.train(options.training)
+        training = _export(step, inputs, options.dynamic)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)
         held.restart()
-        eval_error = _evaluation(step, inputs, dynamic, translation)
+        eval_error = "it was not asked for" if options.training else None
+        if options.evaluation:
+            eval_error = _evaluation(step, inputs, options.dynamic, translation)
     symbols: dict[str, Any] = {}
-    if dynamic:
+    if options.dynamic:
         for fake in translation.inputs.values():
             for name, size in zip("bs", fake.shape):
                 if isinstance(size, torch.SymInt):
@@ -79,6 +81,7 @@ def export_trace(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, 
         missing_buffers=missing_buffers(model),
         constants=translation.constants,
         symbols=symbols,
+        param_dtype=options.param_dtype,
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..runtime.errors import CaptureError
-from .trace_calls import Call, classify, is_data_dependent, is_random, is_random_module, leaf_modules
+from .trace_calls import SHAPE_RULES, Call, classify, is_data_dependent, is_random, is_random_module, leaf_modules
 from .trace_guard import Borrowed, autocast_aliases, replaced
 from .trace_writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -96,7 +96,8 @@ class Recorder(GraphWriter):
             (torch.autocast, "__exit__", on_exit),
             *autocast_aliases(self.held.model, torch.autocast),
         ]
-        with replaced(*changes), self.fake_mode, _Mode(self):
+        eager = torch.compiler.set_stance("force_eager")  # what the model compiled for itself is traced through
+        with eager, replaced(*changes), self.fake_mode, _Mode(self):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -114,7 +115,7 @@ class Recorder(GraphWriter):
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
         args = (*reversed(args),) if call.reflected else args + call.extra
-        run = func if not (call.reflected or call.extra) else call.target
+        run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
 
     def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -6,8 +6,8 @@ the level of torch functions and leaf modules, traced on fake tensors: no weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +21,10 @@ from ..passes.opgraph import OpGraph, build_module, is_mode_switch, missing_buff
 from ..runtime.errors import CaptureError
 from .recorder import Recorder
 from .trace_calls import SourceLines
-from .trace_guard import Borrowed, borrowed
+from .trace_guard import Borrowed, LossFn, TraceOptions, borrowed
 from .trace_inputs import TraceInputs, fake_inputs, named_outputs
 from .trace_replay import Misaligned, Replay
 from .trace_writer import Unrecordable
-
-LossFn = Callable[[Any, Any], Any]
 
 
 def trace(
@@ -37,6 +35,8 @@ def trace(
     tracer: str = "auto",
     dynamic: bool = False,
     autocast: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
+    training: bool = True,
     evaluation: bool = True,
 ) -> OpGraph:
     """Capture one training step of `model` on `example_inputs`.
@@ -47,6 +47,8 @@ def trace(
     dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
     autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
         without it may run so too, but a dtype that the model itself reads and casts back to stays what it was.
+    param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
+    training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
 
     The model is left exactly as it was. Raises CaptureError with the user's source line and what to do.
@@ -55,16 +57,17 @@ def trace(
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
     if tracer not in ("auto", "recorder", "export"):
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
+    options = TraceOptions(loss_fn, dynamic, autocast, param_dtype, training, evaluation and training)
     if tracer == "export":
-        return _export(model, example_inputs, loss_fn, dynamic, autocast)
+        return _export(model, example_inputs, options)
     try:
-        return _record(model, example_inputs, loss_fn, dynamic, autocast, evaluation)
+        return _record(model, example_inputs, options)
     except Unrecordable as error:
         if tracer == "recorder":
             raise
         reason = error
     try:
-        found = _export(model, example_inputs, loss_fn, dynamic, autocast)
+        found = _export(model, example_inputs, options)
     except CaptureError as error:
         same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
         also = "" if same else f"\nand torch.export could not capture the model either: {error}"
@@ -73,35 +76,27 @@ def trace(
     return found
 
 
-def _export(
-    model: nn.Module, example_inputs: Any, loss_fn: LossFn | None, dynamic: bool, autocast: torch.dtype | None
-) -> OpGraph:  # fmt: skip
-    if autocast is not None:
+def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    if options.autocast is not None:
         raise CaptureError("torch.export bakes the dtypes of autocast into its graph: trace without autocast")
     from .export_tracer import export_trace  # torch.export takes a second to import and is rarely needed
 
-    return export_trace(model, example_inputs, loss_fn, dynamic)
+    return export_trace(model, example_inputs, options)
 
 
-def _record(
-    model: nn.Module,
-    example_inputs: Any,
-    loss_fn: LossFn | None,
-    dynamic: bool,
-    autocast: torch.dtype | None,
-    evaluation: bool,
-) -> OpGraph:
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
-    inputs = fake_inputs(model, example_inputs, fake_mode, dynamic)
-    around = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
-    with borrowed(model, fake_mode) as held, enable_python_dispatcher() if dynamic else nullcontext(), around:
+def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv() if options.dynamic else None)
+    inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
+    with borrowed(model, fake_mode, options) as held, _dispatch(options):
         recorder = Recorder(held, fake_mode)
-        outputs = _run(recorder, inputs, loss_fn)
+        outputs = _run(recorder, inputs, options.loss_fn)
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)
         unused, removable = _unused(recorder.graph)
-        eval_error = _align(recorder, inputs, loss_fn, nodes, unused) if evaluation else "evaluation was not traced"
+        eval_error = "it was not asked for" if options.training else None
+        if options.evaluation:
+            eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
     _check_symbols(inputs)
     _remove(recorder.graph, removable)
     return OpGraph(
@@ -113,7 +108,16 @@ def _record(
         missing_buffers=missing_buffers(model),
         constants=recorder.constants,
         symbols=inputs.symbols,
+        param_dtype=options.param_dtype,
     )
+
+
+@contextmanager
+def _dispatch(options: TraceOptions) -> Iterator[None]:
+    """Symbolic sizes need torch's Python dispatcher, or some operators fix them silently."""
+    python = enable_python_dispatcher() if options.dynamic else nullcontext()
+    with python, torch.autocast("cpu", dtype=options.autocast) if options.autocast is not None else nullcontext():
+        yield
 
 
 def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:

@@ -113,6 +113,15 @@ def is_random_module(module: nn.Module) -> bool:
     return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Shape of a matrix product in groups (mixtures of experts): torch's own rule takes bf16 only, its kernels more."""
+    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
+
+
+# What to run on fake tensors instead, where torch's rule for fake tensors is narrower than its kernels.
+SHAPE_RULES = {torch._grouped_mm: _grouped_mm}
+
+
 def leaf_modules(model: nn.Module) -> set[int]:
     """Ids of the modules that stay whole: torch.nn's own, without children or hooks, that their `repr` rebuilds."""
     rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built from it on meta

@@ -21,6 +21,20 @@ from torch.nn.parameter import is_lazy
 
 from ..runtime.errors import CaptureError
 
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What `trace` was asked for; see there."""
+
+    loss_fn: LossFn | None = None
+    dynamic: bool = False
+    autocast: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
+    training: bool = True
+    evaluation: bool = True
+
 
 @dataclass
 class Borrowed:
@@ -44,8 +58,8 @@ class Borrowed:
 
 
 @contextmanager
-def borrowed(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Borrowed]:
-    """Put fakes into `model`, switch it to training mode, turn caches off; undo everything on exit.
+def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
+    """Put fakes into `model`, switch it to training (or evaluation) mode, turn caches off; undo everything on exit.
 
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
@@ -57,12 +71,12 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[Borrowed]:
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     try:
         _isolate(saved)
-        _insert_fakes(model, held, fake_mode)
+        _insert_fakes(model, held, fake_mode, options.param_dtype)
         _substitute(saved, held)
         for config in configs:
             if config.__dict__.get("use_cache"):
                 config.__dict__["use_cache"] = False
-        model.train()
+        model.train(options.training)
         held.saved = [(module, dict(module.__dict__)) for module, _ in saved]
         held.restart()
         yield held
@@ -103,7 +117,7 @@ def _isolate(saved: list[tuple[nn.Module, dict[str, Any]]]) -> None:
                 module.__dict__[name] = copies.setdefault(id(value), value.copy())
 
 
-def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode) -> None:
+def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> None:
     for path, module in model.named_modules(remove_duplicate=False):
         first_visit = held.paths.setdefault(id(module), path) == path
         held.modules.setdefault(held.paths[id(module)], module)
@@ -112,7 +126,7 @@ def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode) -
                 if tensor is None:
                     continue
                 if first_visit:
-                    store[name] = tensor = _fake(tensor, held, fake_mode)
+                    store[name] = tensor = _fake(tensor, held, fake_mode, param_dtype)
                 full_name = f"{path}.{name}" if path else name
                 held.names.setdefault(id(tensor), []).append(full_name)
                 if store is module._buffers:
@@ -129,11 +143,15 @@ def _substitute(saved: list[tuple[nn.Module, dict[str, Any]]], held: Borrowed) -
                 module.__dict__[name][:] = [held.fakes.get(id(item), item) for item in value]
 
 
-def _fake(tensor: torch.Tensor, held: Borrowed, fake_mode: FakeTensorMode) -> torch.Tensor:
+def _fake(
+    tensor: torch.Tensor, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None
+) -> torch.Tensor:
     if id(tensor) in held.fakes:
         return held.fakes[id(tensor)]
+    changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = param_dtype if changed else tensor.dtype
     with fake_mode:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
     held.fakes[id(tensor)] = fake

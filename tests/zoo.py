@@ -97,10 +97,11 @@ def qwen3(dropout: float = 0.1, seed: int = 0) -> Made:
     return _decoder("Qwen3", seed, dropout, head_dim=8)
 
 
-def mixtral(dropout: float = 0.1, seed: int = 0, experts: str = "batched_mm") -> Made:
-    """A sparse mixture of experts; `experts` is transformers' implementation of the expert layer."""
+def mixtral(dropout: float = 0.1, seed: int = 0, experts: str | None = None) -> Made:
+    """A sparse mixture of experts; `experts` is transformers' implementation of the expert layer, None its default."""
     model, batch = _decoder("Mixtral", seed, dropout, num_local_experts=4, num_experts_per_tok=2)
-    model.set_experts_implementation(experts)  # type: ignore[operator]
+    if experts is not None:
+        model.set_experts_implementation(experts)  # type: ignore[operator]
     return model, batch
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from zoo import SEQUENCE, handwritten_zoo, token_batch, transformers_zoo, without_cache, zoo
 
 from penstock.compiler.trace import trace
@@ -140,6 +141,75 @@ def test_shapes_are_enough_for_a_batch():
     model, batch = zoo()["gpt2"]()
     shapes = {key: {"shape": list(value.shape), "dtype": "int64"} for key, value in batch.items()}
     assert _text(trace(model, shapes, tracer="recorder")) == _text(trace(model, batch, tracer="recorder"))
+
+
+def test_parameters_in_another_dtype():
+    model, batch = zoo()["mlp"](dropout=0.0)
+    opgraph = trace(model, {**batch, "x": batch["x"].bfloat16()}, tracer="recorder", param_dtype=torch.bfloat16)
+    assert opgraph.param_dtype == torch.bfloat16
+    assert opgraph.outputs["logits"].meta["val"].dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+class DropsPaths(nn.Module):
+    """Draws in training only, so that evaluation cannot reuse the training graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return (x + h * torch.rand(len(x), 1).round() if self.training else x + h).sum()
+
+
+def test_evaluation_mode_can_be_captured_itself():
+    model, x = DropsPaths().eval(), torch.randn(3, 4)
+    training, evaluation = trace(model, x), trace(model, x, training=False)
+    assert "rand" in training.eval_error and evaluation.eval_error is None
+    assert torch.equal(evaluation.evaluation()(x)["loss"], model(x))
+    with pytest.raises(ValueError, match="its own trace"):
+        training.evaluation()
+
+
+def test_what_the_model_compiled_for_itself_is_traced_through():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.compile(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.body(x).sum()
+
+    opgraph = trace(Compiled(), torch.randn(3, 4), tracer="recorder")
+    assert [n.target for n in opgraph.nodes if n.op == "call_module"] == ["body._orig_mod"]
+
+
+@torch.library.custom_op("penstock_tests::scale", mutates_args=())
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+scale.register_fake(lambda x, factor: torch.empty_like(x))
+scale.register_autograd(
+    lambda ctx, grad: (grad * ctx.factor, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+def test_a_custom_operator_is_one_call():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"loss": torch.ops.penstock_tests.scale(self.linear(x), 3.0).sum()}
+
+    model, batch = Scaled(), {"x": torch.randn(3, 4)}
+    opgraph = trace(model, batch, tracer="recorder")
+    assert torch.ops.penstock_tests.scale in {n.target for n in opgraph.nodes}
+    assert_same(step(opgraph.module, model, batch), step(model, model, batch))
 
 
 def test_gradient_checkpointing_in_the_model_is_traced_through():

@@ -65,14 +65,15 @@ def test_needing_a_value_names_the_line_and_the_remedy(function):
     assert "torch.where" in advice
 
 
-def test_unbatched_experts_are_refused_and_batched_ones_work():
+def test_experts_in_a_loop_are_refused_and_other_implementations_work():
     """Choosing tokens per expert depends on values; the message says which implementation can be captured."""
     model, batch = zoo()["mixtral"](experts="eager")
     with pytest.raises(CaptureError, match="batched_mm") as caught:
         trace(model, batch)
     assert str(caught.value).startswith("modeling_mixtral.py:")
-    model.set_experts_implementation("batched_mm")
-    assert trace(model, batch).tracer == "recorder"
+    for implementation in ("batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        assert trace(model, batch).tracer == "recorder"
 
 
 def test_backward_inside_forward():
