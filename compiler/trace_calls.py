@@ -82,6 +82,7 @@ def is_data_dependent(func: Callable[..., Any]) -> bool:
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
 _RANDOM |= {"multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"}
 _RANDOM |= {"cauchy_", "log_normal_", "gumbel_softmax", "trunc_normal_"}
+_RANDOM |= {f"fractional_max_pool{n}d{suffix}" for n in (2, 3) for suffix in ("", "_with_indices")}
 _DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dropout3d"}
 
