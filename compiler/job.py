@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,12 @@ from ..runtime import checkpoint, pretrained
 from ..codegen.file import device_file
 from ..runtime.commands import split
 from ..runtime.drivers import Driver, Setup
-from ..runtime.errors import NonFiniteLoss, PenstockError, PlanError
+from ..runtime.errors import NonFiniteLoss, PlanError
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program, StageSpec
+from ..runtime.plain_json import encode
+from ..runtime.rng_state import restore_rng_state, rng_state
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
 from ..runtime.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
@@ -165,7 +168,14 @@ class Job:
     def _source(self) -> WeightSource:
         directory = self.folder.settings.weights
         if directory is not None:
-            return open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
+            found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
+            for what, names in (
+                ("absent and start from their initialiser", found.fresh_names),
+                ("not used", found.unexpected_keys),
+            ):
+                if names:
+                    warnings.warn(f"weights {directory}: {len(names)} {what}: {', '.join(names[:6])}", stacklevel=2)
+            return found
         if any(p.is_meta for p in self.model.parameters()):
             raise PlanError(
                 "the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are"
@@ -235,6 +245,7 @@ class Job:
                 "scheduler": schedulers,
                 "loss_scale": {"state": counters["loss_scale"]} if counters["loss_scale"] else {},
                 "data": dict(data or {}),
+                "rng": rng_state(),
             }
             done, _ = driver.call(
                 "commit_checkpoint",
@@ -243,19 +254,19 @@ class Job:
                     "temporary": temporary,
                     "directory": str(directory),
                     "shards": shards,
-                    "progress": progress,
+                    "progress": encode(progress),
                     "ties": self._ties,
                 },
             )
             return Path(done["path"])
-        except PenstockError:
+        except BaseException:
             if not driver.closed:
                 driver.call("abort_checkpoint", 0, {"temporary": temporary})
             raise
 
     def resume(self, directory: str | Path) -> dict[str, Any]:
         """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`."""
-        found = checkpoint.open_checkpoint(directory, verify=True)
+        found = checkpoint.open_checkpoint(directory)
         found.require(*self.folder.interface.stages.values())
         progress = found.progress
         for stage, device in self.driver.setup.stage_devices.items():
@@ -269,6 +280,7 @@ class Job:
         counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
         for device in range(self.folder.interface.num_devices):
             self.driver.call("load_counters", device, counters)
+        restore_rng_state(progress.rng)
         self.step_count = progress.step
         return dict(progress.data)
 

@@ -16,6 +16,7 @@ from . import checkpoint
 from .errors import CheckpointError
 from .manifest import Progress, ShardRecord, TensorRecord
 from .session import DeviceSession, StepResult
+from .plain_json import decode
 from .stage_store import StageState
 
 Tensors = dict[str, Tensor]
@@ -80,9 +81,9 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `manifest.Progress`."""
+    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `manifest.Progress` in plain JSON."""
     shards = [_shard_record(row) for row in args["shards"]]
-    progress = Progress(**args["progress"])
+    progress = Progress(**decode(args["progress"]))
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
     return {"path": str(path)}, {}
 
