@@ -254,7 +254,7 @@ class Job:
                     "temporary": temporary,
                     "directory": str(directory),
                     "shards": shards,
-                    "progress": encode(progress),
+                    "progress": encode(progress, "progress"),
                     "ties": self._ties,
                 },
             )

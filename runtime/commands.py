@@ -15,8 +15,8 @@ from torch import Tensor
 from . import checkpoint
 from .errors import CheckpointError
 from .manifest import Progress, ShardRecord, TensorRecord
-from .session import DeviceSession, StepResult
 from .plain_json import decode
+from .session import DeviceSession, StepResult
 from .stage_store import StageState
 
 Tensors = dict[str, Tensor]
