@@ -82,7 +82,7 @@ def compile(
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
-        return trace(model, inputs, loss_fn=loss_fn, autocast=low)
+        return trace(model, inputs, loss_fn=loss_fn, autocast=low, param_dtype=low)
 
     found = search(capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from ..runtime.errors import BatchError, PlanError
-from .trace_inputs import _forward_names as forward_names
-from .trace_inputs import _is_spec as is_spec
-from .trace_inputs import _legal as legal_name
+from .trace_inputs import forward_names, is_spec, legal_name
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,15 @@ def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode
     """
     made = TraceInputs()
     faker = _Faker(fake_mode, dynamic, made)
-    if isinstance(example_inputs, Mapping) and not _is_spec(example_inputs):
+    if isinstance(example_inputs, Mapping) and not is_spec(example_inputs):
         made.kwargs = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
         made.batch = made.kwargs
     elif isinstance(example_inputs, (tuple, list)):
-        names = _forward_names(model, len(example_inputs))
+        names = forward_names(model, len(example_inputs))
         made.args = tuple(faker.convert(name, value) for name, value in zip(names, example_inputs))
         made.batch = made.args
     else:
-        made.batch = faker.convert(_forward_names(model, 1)[0], example_inputs)
+        made.batch = faker.convert(forward_names(model, 1)[0], example_inputs)
         made.args = (made.batch,)
     if not made.tensors:
         raise CaptureError(
@@ -66,8 +66,8 @@ class _Faker:
         self.sizes: dict[tuple[int, int], Any] = {}  # (dim, size) -> symbol
 
     def convert(self, name: str, value: Any) -> Any:
-        if _is_spec(value) or _is_tensor_like(value):
-            return self._fake(_legal(name), value)
+        if is_spec(value) or _is_tensor_like(value):
+            return self._fake(legal_name(name), value)
         if isinstance(value, Mapping):
             return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, (tuple, list)):
@@ -77,8 +77,8 @@ class _Faker:
     def _fake(self, name: str, value: Any) -> torch.Tensor:
         if name in self.made.tensors:
             raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
-        shape = value["shape"] if _is_spec(value) else value.shape
-        dtype = _dtype(name, value.get("dtype", "float32") if _is_spec(value) else value.dtype)
+        shape = value["shape"] if is_spec(value) else value.shape
+        dtype = _dtype(name, value.get("dtype", "float32") if is_spec(value) else value.dtype)
         sizes = self._symbolic(tuple(shape), dtype) if self.dynamic else tuple(shape)
         with self.fake_mode:
             if isinstance(value, torch.Tensor) and not self.dynamic and value.layout == torch.strided:
@@ -113,7 +113,7 @@ class _Faker:
         return self.sizes[dim, size]
 
 
-def _is_spec(value: Any) -> bool:
+def is_spec(value: Any) -> bool:
     """A shape description: {"shape": [2, 128], "dtype": "int64"}."""
     return (
         isinstance(value, Mapping)
@@ -136,13 +136,13 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
     return found
 
 
-def _legal(name: str) -> str:
+def legal_name(name: str) -> str:
     """A Python name: "a.b" becomes "a_b"; never a keyword, never starting with a digit."""
     legal = re.sub(r"\W", "_", name)
     return f"{legal}_" if keyword.iskeyword(legal) else f"input_{legal}" if legal[:1].isdigit() else legal
 
 
-def _forward_names(model: nn.Module, count: int) -> list[str]:
+def forward_names(model: nn.Module, count: int) -> list[str]:
     """Names of forward's first `count` positional parameters."""
     names: list[str] = []
     for parameter in inspect.signature(model.forward).parameters.values():
@@ -187,7 +187,7 @@ def named_outputs(
 
 def _flatten_output(name: str, output: Any) -> dict[str, torch.Tensor]:
     if isinstance(output, torch.Tensor):
-        return {_legal(name or "output"): output}
+        return {legal_name(name or "output"): output}
     if isinstance(output, Mapping):
         items = [(str(key), item) for key, item in output.items()]
     elif is_dataclass(output) and not isinstance(output, type):
