@@ -17,9 +17,9 @@ from .body import Body, describe
 from .imports import TAKEN, Imports
 from .layout import Line, block, signature
 from .members import Members, parameters_of, size, ties, used_members
-from .names import usable
+from .names import RESULT, name_in_source, usable
 from .paths import camel_case, is_under
-from .segments import Call
+from .segments import Call, reads
 
 
 @dataclass(eq=False)
@@ -85,6 +85,9 @@ class BlockLibrary:
         names: dict[fx.Node, str] = {}
         for node, counter in zip(call.inputs, found.arguments):
             wanted = usable(counter.most_common(1)[0][0] if counter else "x")
+            if wanted == RESULT:
+                said = (name_in_source(reader, node) for reader in call.nodes if node in reads(reader))
+                wanted = next(filter(None, said), wanted)
             number, name = 1, wanted
             while name in names.values():
                 number += 1

@@ -17,7 +17,7 @@ from .expressions import IN_PLACE, Expressions, Text
 from .imports import Imports
 from .layout import Line, statement, type_text
 from .loops import Loop
-from .names import FOREVER, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
+from .names import FOREVER, RESULT, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
 from .paths import is_under, local, member
 from .segments import Call, is_switch, mode_of
 from .statements import Statements, Step, step_reads
@@ -63,20 +63,27 @@ class Body:
             if isinstance(step, fx.Node):
                 self.expressions.prepare(step)
         roots = (n for n in self.steps if isinstance(n, fx.Node) and n.meta.get("module_path") == "")
+        self.leaves = {str(n.target) for n in self.steps if isinstance(n, fx.Node) and n.op == "call_module"}
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
         apart: set[Any] = set()  # steps too wide to hold their operands
+        self.places: dict[str, list[int]] = {}  # of each name's bindings
         while True:
             self.statements = Statements(self.steps, self.outputs, apart)
-            wide = self._write()
-            if wide <= apart:
+            expected = self.places
+            wide = self._write(expected)
+            if wide <= apart and (not self.deletes or self.places == expected):
                 break
             apart |= wide
         for call, texts, times in self.calls:
             assert self.call_text is not None
             self.call_text(call).note_arguments(texts, times)
 
-    def _write(self) -> set[Any]:
-        """Write everything; return the steps whose statement is too wide for a line and holds other ops."""
+    def _write(self, expected: dict[str, list[int]]) -> set[Any]:
+        """Write everything; return the steps whose statement is too wide for a line and holds other ops.
+
+        `expected`: where names will be bound, as an earlier writing found.
+        """
+        self.expected, self.places, self.deletes = expected, {}, False
         self.lines: list[Line] = []
         self.calls: list[tuple[Call, list[str], int]] = []
         self.text: dict[fx.Node, Text] = {}
@@ -93,6 +100,8 @@ class Body:
             if isinstance(step, fx.Node):
                 self._sections(step)
                 self._switch(mode_of(step))
+                if _bytes(step) >= _LARGE_BYTES and step.meta.get("alias_of") is None:
+                    self._release(at_least=2 * _bytes(step))
                 self._node(step)
                 if self.lines[-1].is_wide and any(n in self.statements.inlined for n in step_reads(step)):
                     wide.add(step)
@@ -144,7 +153,11 @@ class Body:
         assert self.call_text is not None
         arguments = [self._name(n).text for n in call.inputs]
         self.calls.append((call, arguments, 1))
-        names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, self.call_text(call).results)]
+        results = self.call_text(call).results
+        if results == (RESULT,):  # no name of its own: that of the operand which it replaces
+            dying = [n for n in call.inputs if n in self.text and self.statements.last_use(n, 0) == self.now]
+            results = (self._called(dying[0]) or RESULT,) if dying else results
+        names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, results)]
         left = f"{', '.join(names)} = " if names else ""
         self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
 
@@ -188,6 +201,7 @@ class Body:
         name = self.names.take(wanted, self.now, last_use)
         self.text[node] = Text(name)
         self.bound[name] = node
+        self.places.setdefault(name, []).append(self.now)
         return name
 
     def _bind(self, node: fx.Node, wanted: str) -> str:
@@ -204,6 +218,8 @@ class Body:
         if operand is not None and self._called(operand):
             return self._called(operand)
         path = str(node.meta.get("module_path", ""))
+        if following is None and self.path and node in self.outputs and code_of(node).startswith("return"):
+            return RESULT
         is_result = is_last and node.op != "call_module" and code_of(node).startswith("return")
         if is_result and path != self.path and is_under(self.path, path) and _leaves(node, following):
             return module_name(path)
@@ -228,22 +244,28 @@ class Body:
 
     # --- layout
 
-    def _release(self) -> None:
-        """`del` large tensors that are not read again, as a function's end would free them in the user's code."""
-        dead = [
-            name
-            for name, node in self.bound.items()
-            if self.names.holder.get(name, -1) < self.now and node not in self.inputs and _bytes(node) >= _LARGE_BYTES
-        ]
-        if dead:
-            self.lines.append(Line(0, [f"del {', '.join(dead)}"]))
-        for name in dead:
-            del self.bound[name]
+    def _release(self, at_least: int = 0) -> None:
+        """`del` large tensors that are not read again, as a function's end would free them in the user's code.
+
+        Between sections only if they hold `at_least` so many bytes together, lest every other line be a `del`.
+        """
+        dead = [name for name, node in self.bound.items() if self._is_waste(name, node)]
+        if dead and sum(_bytes(self.bound[name]) for name in dead) >= at_least:
+            self.deletes = True
+            self.lines.append(Line(int(self.mode != _PLAIN), [f"del {', '.join(dead)}"]))
+            for name in dead:
+                del self.bound[name]
+
+    def _is_waste(self, name: str, node: fx.Node) -> bool:
+        """A large value that nothing reads any more, and whose name nothing takes over at once."""
+        is_dead = self.names.holder.get(name, -1) < self.now and node not in self.inputs
+        soon = range(self.now, self.now + 3)
+        return is_dead and _bytes(node) >= _LARGE_BYTES and not any(p in soon for p in self.expected.get(name, ()))
 
     def _sections(self, node: fx.Node) -> None:
         """A comment where the ops of another part of the model begin."""
         path = str(node.meta.get("module_path", self.path))
-        if node.op == "call_module" and path == str(node.target):
+        if path in self.leaves:
             path = path.rpartition(".")[0]
         if self.path:
             section = _heading(local(self.path, path)) if is_under(self.path, path) else ""

@@ -8,6 +8,7 @@ every op comes in recorded order. What a line does not need afterwards is freed 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from .expressions import IN_PLACE
+from .names import code_of
 from .segments import mode_of, reads
 
 MAX_OPS = 9  # in one statement
@@ -75,9 +77,18 @@ def _is_candidate(node: fx.Node, readers: dict[fx.Node, list[Any]]) -> bool:
         return False
     if is_in_place_method(reader) and reader.args[0] is node:
         return False
+    if not (_stands_in_line(node) and _stands_in_line(reader)):
+        return False
     if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list, dict, type(None))):
         return True  # a size or another plain number
     return bool(node.meta.get("source")) and node.meta["source"] == reader.meta.get("source")
+
+
+def _stands_in_line(node: fx.Node) -> bool:
+    """Whether the user's line itself calls the module, rather than a container that the line calls."""
+    if node.op != "call_module":
+        return True
+    return re.search(rf"\b{str(node.target).rpartition('.')[2]}\b", code_of(node)) is not None
 
 
 def _reads_once(node: fx.Node, reader: fx.Node) -> bool:

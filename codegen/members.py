@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from ..runtime.units import format_bytes
 from .layout import Line, type_text
-from .paths import is_under, member
+from .paths import is_under, member, owners
 from .segments import Call
 
 
@@ -25,8 +25,8 @@ def used_members(nodes: Iterable[fx.Node]) -> list[str]:
     for node in nodes:
         if node.op in ("call_module", "get_attr"):
             found[str(node.target)] = found.get(str(node.target), False) or node.op == "call_module"
-    modules = [name for name, is_module in found.items() if is_module]
-    return [name for name in found if not any(is_under(m, name) for m in modules if m != name)]
+    modules = {name for name, is_module in found.items() if is_module}
+    return [name for name in found if not any(owner in modules for owner in owners(name))]
 
 
 class Members:

@@ -5,6 +5,7 @@ In: node meta (`source`, `module_path`). Out: suggestions, and `LiveNames`, whic
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import re
@@ -24,7 +25,10 @@ _SAME_THING = {
     "to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "detach", "view", "reshape",
     "expand", "expand_as", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "getitem", "getattr",
 }  # fmt: skip
-_SHORTER = {"scaled_dot_product_attention": "attention", "layer_norm": "norm"}
+_SHORTER = {
+    "scaled_dot_product_attention": "attention", "multi_head_attention_forward": "attention", "layer_norm": "norm",
+}  # fmt: skip
+RESULT = "out"  # what a block returns, where the user's code has no name for it
 
 
 def code_of(node: fx.Node) -> str:
@@ -70,6 +74,24 @@ def renamed_operand(node: fx.Node) -> fx.Node | None:
     if node.op in ("call_method", "call_function") and name in _SAME_THING and node.args:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     return None
+
+
+def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
+    """What the user's line of `reader` calls one of its operands; "" where it does not say."""
+    try:
+        tree = ast.parse(code_of(reader).removeprefix("return "))
+    except SyntaxError:  # a part of a longer statement
+        return ""
+    target = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
+    called = target.rpartition(".")[2]
+    args = [*reader.args[1:], reader.args[0]] if reader.op == "call_method" else list(reader.args)
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and called == getattr(call.func, "attr", getattr(call.func, "id", "")):
+            texts = [*call.args, call.func.value] if isinstance(call.func, ast.Attribute) else call.args
+            for text, arg in zip(texts, args):
+                if arg is operand and isinstance(text, ast.Name):
+                    return usable(text.id)
+    return ""
 
 
 def module_name(path: str) -> str:

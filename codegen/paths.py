@@ -31,6 +31,12 @@ def is_under(base: str, name: str) -> bool:
     return not base or name.startswith(f"{base}.")
 
 
+def owners(name: str) -> list[str]:
+    """Every dotted path that `name` lies under, the innermost first: `a.b.c` lies under `a.b` and `a`."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+
+
 def camel_case(name: str) -> str:
     """`stage0` and `my_stage` as class names: `Stage0`, `MyStage`."""
     return "".join(part[:1].upper() + part[1:] for part in name.replace("-", "_").split("_"))

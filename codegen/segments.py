@@ -5,14 +5,14 @@ In: nodes with `block` in their meta. Out: `Call`s and loose nodes, in an order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from .paths import is_under
+from .paths import is_under, owners
 
 MIN_NODES = 12  # of a block outside of a list
 _SWITCHES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
@@ -74,7 +74,8 @@ def _homes(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(nodes):
         if node not in home:
-            path = next((p for p in _prefixes(node.meta.get("module_path", "")) if p in paths), "")
+            module = str(node.meta.get("module_path", ""))
+            path = next((p for p in (module, *owners(module)) if p in paths), "")
             homes = {home.get(r, "") for r in readers.get(node, ())}
             homes |= {home.get(m, path) for m in node.meta.get("mutates", ())}
             if path and homes <= {path} and _belongs(node, path):
@@ -89,11 +90,6 @@ def _belongs(node: fx.Node, path: str) -> bool:
         return is_under(path, str(node.target))
     module = node.meta.get("module_path", path)
     return module == path or is_under(path, module)
-
-
-def _prefixes(path: str) -> Iterable[str]:
-    parts = path.split(".")
-    return (".".join(parts[:i]) for i in range(len(parts), 0, -1))
 
 
 def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[Item]:
@@ -120,6 +116,8 @@ def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[Item]:
 
 def _can_precede(loose: Sequence[fx.Node], run: Sequence[fx.Node]) -> bool:
     """Whether loose nodes recorded behind `run` compute the same before it."""
+    if not loose:
+        return True
     inside, touched = set(run), {storage_root(n) for r in run for n in (r, *reads(r))}
     for node in loose:
         if any(read in inside for read in reads(node)) or node.meta.get("random") or node.meta.get("updates_buffers"):

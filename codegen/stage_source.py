@@ -14,7 +14,7 @@ from .body import Body, describe
 from .layout import Line, behind, block, signature
 from .loops import Loop, find_loops
 from .members import Members, size, ties, used_members
-from .names import assigned_names, usable
+from .names import RESULT, assigned_names, usable
 from .paths import camel_case, is_under
 from .segments import Call, Item, segments
 
@@ -64,15 +64,16 @@ class StageSource:
             if isinstance(step, Loop):
                 inside = {n: t for c in step.rounds[0] for n, t in zip(c.outputs, self.library.of_call[c].results)}
                 for start, result in step.carried:
-                    names[start] = usable(inside[result])
+                    if inside[result] != RESULT:
+                        names[start] = usable(inside[result])
         return names
 
     def _input_names(self) -> dict[fx.Node, str]:
-        hints = self._loop_names()
+        """As the user's line calls them that made them; inputs of the batch have names."""
         names: dict[fx.Node, str] = {}
         for node in self.inputs:
             assigned = assigned_names(node)
-            names[node] = hints.get(node) or usable(assigned[0] if len(assigned) == 1 else str(node.target))
+            names[node] = usable(assigned[0] if len(assigned) == 1 else str(node.target))
         return names
 
     def source(self) -> str:
