@@ -105,9 +105,9 @@ def profile_memory(program: Program) -> MemoryProfile:
     now = dict(base)
     for node in program.ops():
         if node.target is ops.free:
-            for value in node.args:
-                memory = value.meta["type"].memory  # type: ignore[union-attr]
-                now[memory] -= account[memory].pop(value.name, 0)  # type: ignore[union-attr]
+            for value in node.all_input_nodes:
+                memory = value.meta["type"].memory
+                now[memory] -= account[memory].pop(value.name, 0)
             result.live_bytes[node] = now[ops.DEVICE]
             continue
         for value in donated(node):

@@ -8,7 +8,6 @@ the generated file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import operator
@@ -21,6 +20,7 @@ from torch import fx
 
 from . import ops
 from .errors import VerifyError
+from .ops import Op
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Program:
         """The nodes that call an op, in issue order."""
         return (n for n in self.graph.nodes if n.op == "call_function" and isinstance(n.target, ops.Op))
 
-    def emit(self, op: ops.Op, *args: Any, names: Sequence[str] = (), **fields: Any) -> list[fx.Node]:
+    def emit(self, op: Op, *args: Any, names: Sequence[str] = (), **fields: Any) -> list[fx.Node]:
         """Append an op; return one node per value that it produces, named after `names` (made unique)."""
         node = self.graph.call_function(op, args, fields)
         return self.bind_results(node, names)
@@ -204,11 +204,6 @@ class Program:
             if node.op == "output":
                 return {name: list(nodes) for name, nodes in node.args[0].items()}
         return {}
-
-    def hash(self) -> str:
-        from .text import print_program
-
-        return hashlib.sha256(print_program(self).encode()).hexdigest()[:12]
 
     def copy(self) -> Program:
         """A program of its own, which a pass may rewrite; types are inferred anew."""
@@ -276,7 +271,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
     if isinstance(types, ops.Value):
         return [node]
     items = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return sorted(items, key=lambda item: item.args[1])
+    return sorted(items, key=lambda item: int(item.args[1]))  # type: ignore[call-overload]
 
 
 def donated(node: fx.Node) -> list[fx.Node]:

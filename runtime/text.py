@@ -41,7 +41,7 @@ def program_lines(program: Program, comments: bool = False) -> list[str]:
     return lines
 
 
-def print_node(node: fx.Node) -> str | None:
+def print_node(node: Any) -> str | None:
     """One statement, or None for nodes that have no line of their own."""
     if node.op == "output":
         results = ", ".join(f'"{name}": [{", ".join(n.name for n in nodes)}]' for name, nodes in node.args[0].items())
