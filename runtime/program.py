@@ -271,7 +271,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
     if isinstance(types, ops.Value):
         return [node]
     items = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return sorted(items, key=lambda item: int(item.args[1]))  # type: ignore[call-overload]
+    return sorted(items, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
 
 
 def donated(node: fx.Node) -> list[fx.Node]:
