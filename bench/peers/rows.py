@@ -1,0 +1,63 @@
+"""Rows of figures: printed, and appended to bench/results/NAME.jsonl with the date, the machine and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def save(bench: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Print one row of `bench` and append it to its file. Floats keep four digits."""
+    whole = {"bench": bench, **_rounded(row), **provenance()}
+    print(json.dumps(whole))
+    RESULTS.mkdir(exist_ok=True)
+    with open(RESULTS / f"{bench}.jsonl", "a") as file:
+        file.write(json.dumps(whole) + "\n")
+    return whole
+
+
+def provenance() -> dict[str, Any]:
+    """When, on what, and how a row came about. No names of hosts, users or folders."""
+    script = Path(sys.argv[0])
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        "command": " ".join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+        "machine": machine(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def machine() -> str:
+    """This machine in a line: processor, cores, memory, versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
+    cpu = found[1].strip() if found else platform.machine()
+    ram_gib = psutil.virtual_memory().total / 2**30
+    return f"{cpu}, {os.cpu_count()} cores, {ram_gib:.0f} GiB, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def spread(times_s: list[float]) -> dict[str, float | int]:
+    """Median, fastest and slowest of repeated measurements."""
+    return {
+        "median_s": statistics.median(times_s), "min_s": min(times_s), "max_s": max(times_s), "runs": len(times_s)
+    }  # fmt: skip
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
