@@ -1,0 +1,129 @@
+"""Dimensions of well-known models by short name, so that planning needs no network.
+
+A row is the model type of `transformers` and what differs from its configuration's defaults. The figures are those of
+the published configurations; `gpt3-*` are the sizes of Brown et al. 2020 and Fuyou, `mobius-*`, `mics-*` those of the
+papers of these names, as GPT-2 and BERT modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = tuple[str, dict[str, Any]]
+
+
+def known_models() -> dict[str, Row]:
+    """Short name to (model type, fields of its configuration)."""
+    return {
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(),
+        "mistral-7b": ("mistral", {"vocab_size": 32000, "sliding_window": 4096}),
+        "mixtral-8x7b": ("mixtral", {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    }  # fmt: skip
+
+
+def alias_of(name: str) -> str:
+    """The short name behind a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b"."""
+    short = name.rpartition("/")[2].lower()
+    return {
+        "bert-base-uncased": "bert-base",
+        "bert-large-uncased": "bert-large",
+        "meta-llama-3-8b": "llama-8b",
+        "meta-llama-3-70b": "llama-70b",
+        "llama-2-7b-hf": "llama2-7b",
+        "llama-2-13b-hf": "llama2-13b",
+        "mistral-7b-v0.1": "mistral-7b",
+        "mixtral-8x7b-v0.1": "mixtral-8x7b",
+        "gpt3": "gpt3-175b",
+    }.get(short, short)
+
+
+def _gpt2() -> dict[str, Row]:
+    """Layers, hidden size, heads, positions."""
+    sizes = {
+        "gpt2": (12, 768, 12, 1024), "gpt2-medium": (24, 1024, 16, 1024), "gpt2-large": (36, 1280, 20, 1024),
+        "gpt2-xl": (48, 1600, 25, 1024), "gpt3-6.7b": (32, 4096, 32, 2048), "gpt3-13b": (40, 5120, 40, 2048),
+        "gpt3-33b": (60, 6656, 52, 2048), "gpt3-65b": (80, 8192, 64, 2048), "gpt3-175b": (96, 12288, 96, 2048),
+        "gpt3-276b": (112, 14336, 112, 2048), "gpt3-412b": (128, 16384, 128, 2048),
+        "gpt3-805b": (160, 20480, 160, 2048), "mobius-3b": (64, 2048, 32, 1024), "mobius-8b": (40, 4096, 32, 1024),
+        "mobius-15b": (40, 5120, 64, 1024),
+        "mobius-51b": (50, 9216, 72, 1024),  # the paper gives 80 heads, which do not divide 9216
+    }  # fmt: skip
+    keys = ("n_layer", "n_embd", "n_head", "n_positions")
+    return {name: ("gpt2", dict(zip(keys, row))) for name, row in sizes.items()}
+
+
+def _opt() -> dict[str, Row]:
+    """Hidden size, layers, heads; the feed-forward layer is four times as wide."""
+    sizes = {
+        "125m": (768, 12, 12), "1.3b": (2048, 24, 32), "2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32),
+        "13b": (5120, 40, 40), "30b": (7168, 48, 56), "66b": (9216, 64, 72), "175b": (12288, 96, 96),
+    }  # fmt: skip
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    rows = {f"opt-{s}": ("opt", {**dict(zip(keys, row)), "ffn_dim": 4 * row[0]}) for s, row in sizes.items()}
+    small = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "ffn_dim": 4096}
+    return {**rows, "opt-350m": ("opt", {**small, "word_embed_proj_dim": 512, "do_layer_norm_before": False})}
+
+
+def _llama() -> dict[str, Row]:
+    """Hidden and feed-forward size, layers, heads, key-value heads, vocabulary, positions."""
+    sizes = {
+        "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096), "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
+        "llama2-70b": (8192, 28672, 80, 64, 8, 32000, 4096), "llama-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
+        "llama-70b": (8192, 28672, 80, 64, 8, 128256, 8192),
+    }  # fmt: skip
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    return {name: ("llama", {**_decoder(*row), **(rope if row[5] == 128256 else {})}) for name, row in sizes.items()}
+
+
+def _qwen3() -> dict[str, Row]:
+    """Hidden and feed-forward size, layers, heads; the small ones tie their embeddings."""
+    sizes = {
+        "0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32),
+        "8b": (4096, 12288, 36, 32), "14b": (5120, 17408, 40, 40), "32b": (5120, 25600, 64, 64),
+    }  # fmt: skip
+    common = {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    return {
+        f"qwen3-{name}": (
+            "qwen3",
+            {**_decoder(*row, 8, 151936, 40960), **common, "tie_word_embeddings": row[0] <= 2560},
+        )
+        for name, row in sizes.items()
+    }
+
+
+def _decoder(*row: int) -> dict[str, Any]:
+    keys = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "vocab_size", "max_position_embeddings",
+    )  # fmt: skip
+    return dict(zip(keys, row))
+
+
+def _bert() -> dict[str, Row]:
+    """Hidden size, layers, heads, vocabulary; the feed-forward layer is four times as wide."""
+    sizes = {
+        "bert-base": (768, 12, 12, 30522), "bert-large": (1024, 24, 16, 30522), "mics-bert-10b": (2560, 127, 40, 32008),
+        "mics-bert-15b": (2560, 190, 40, 32008), "mics-bert-20b": (5120, 64, 40, 32008),
+        "mics-bert-50b": (8192, 62, 64, 32008),  # the paper gives 40 heads, which do not divide 8192
+        "roberta-base": (768, 12, 12, 50265),
+        "roberta-large": (1024, 24, 16, 50265),
+    }  # fmt: skip
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    rows: dict[str, Row] = {}
+    for name, row in sizes.items():
+        fields = {**dict(zip(keys, row)), "intermediate_size": 4 * row[0]}
+        roberta = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+        roberta |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+        rows[name] = ("roberta", {**fields, **roberta}) if name.startswith("roberta") else ("bert", fields)
+    return rows
+
+
+def _t5() -> dict[str, Row]:
+    """Hidden size, size of a head, feed-forward size, layers of each half, heads."""
+    sizes = {
+        "t5-small": (512, 64, 2048, 6, 8), "t5-base": (768, 64, 3072, 12, 12), "t5-large": (1024, 64, 4096, 24, 16),
+        "t5-3b": (1024, 128, 16384, 24, 32), "t5-11b": (1024, 128, 65536, 24, 128),
+    }  # fmt: skip
+    keys = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+    common = {"vocab_size": 32128, "decoder_start_token_id": 0}
+    return {name: ("t5", {**common, **dict(zip(keys, row))}) for name, row in sizes.items()}
