@@ -87,7 +87,10 @@ class DeviceRuntime:
         return issue
 
     def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
-        """Issue `run`, which reads the boxes and gives the op's results; return their handles."""
+        """Issue `run`, which reads the boxes and gives the op's results; return their handles.
+
+        Weights are not among the boxes: nobody gives their memory back during a step.
+        """
         stream = self.streams[issue.stream]
         made = [Box(stream) for _ in issue.results]
 
@@ -97,8 +100,8 @@ class DeviceRuntime:
 
         if isinstance(stream, CudaStream):
             for box in reads:
-                if box.stream is not stream:
-                    stream.hold(box.value)
+                if box.stream is not None and box.stream is not stream:
+                    stream.hold(_tensors_in(box.value))
         events = self._events
         events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
         return [Handle(box) for box in made]
@@ -176,7 +179,7 @@ class DeviceRuntime:
             outputs, kept = runner.forward([box.value for box in boxes], seed, keep)
             return [*outputs, kept] if keep else outputs
 
-        return tuple(self._launch(issue, [bound, *boxes], run))
+        return tuple(self._launch(issue, boxes, run))
 
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
         issue = self._next("evaluate")
@@ -186,7 +189,7 @@ class DeviceRuntime:
             runner.bind(bound.value)
             return runner.evaluate([box.value for box in boxes])
 
-        return tuple(self._launch(issue, [bound, *boxes], run))
+        return tuple(self._launch(issue, boxes, run))
 
     def backward(
         self,
@@ -217,7 +220,7 @@ class DeviceRuntime:
             dinputs, total = runner.backward(kept_box.value, [box.value for box in boxes], values, so_far, seed)
             return [*dinputs, Grads(total)]
 
-        return tuple(self._launch(issue, [bound, *boxes, kept_box, grads_box, *(b for b in given if b)], run))
+        return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))
 
     def add(self, left: Handle, right: Handle) -> Handle:
         issue = self._next("add")
@@ -310,3 +313,9 @@ class DeviceRuntime:
             return []
 
         self._launch(issue, [box] if squares is None else [box, squares], run)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Grads):
+        return list(value.tensors.values())
+    return [value] if isinstance(value, Tensor) else []

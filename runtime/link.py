@@ -65,8 +65,7 @@ class Link:
         if self.device.type == "cuda":
             for (src, dst), tags in sorted(orders.items()):
                 self._agree_on_order(src, dst, tags)
-                rank = 0 if self.index == src else 1
-                self._nccl_pairs[src, dst] = self._nccl(f"nccl/{src}-{dst}", rank, 2)
+                self._nccl_pairs[src, dst] = self._nccl_pair(src, dst)
         for name, members in sorted(self.groups.items()):
             if name not in self._single:
                 self._connect_group(name, members, group_memories[name])
@@ -79,6 +78,8 @@ class Link:
         found = {self._store.get(f"memory/{name}/{member}").decode() for member in members}
         if found == {"cuda device"}:
             self._nccl_groups[name] = self._nccl(f"nccl/{name}", rank, len(members))
+            self.sum(torch.zeros(1, device=self.device), name)  # connects, while nothing else is under way
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _agree_on_order(self, src: int, dst: int, tags: Sequence[str]) -> None:
         self._store.set(f"order/{src}-{dst}/{self.index}", json.dumps(list(tags)))
@@ -144,6 +145,15 @@ class Link:
         options._devices = [make(**where)]
         options._timeout = self._timeout
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, options)
+
+    def _nccl_pair(self, src: int, dst: int) -> Any:
+        """One direction between two GPUs. The first message, which makes the connection and blocks until the other side
+        does so too, is sent here: all devices walk over their pairs in the same order."""
+        pair = self._nccl(f"nccl/{src}-{dst}", 0 if self.index == src else 1, 2)
+        first = torch.zeros(1, device=self.device)
+        (pair.send([first], 1, 0) if self.index == src else pair.recv([first], 0, 0)).wait()
+        torch.cuda.current_stream(self.device).synchronize()
+        return pair
 
     def _nccl(self, name: str, rank: int, size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options()

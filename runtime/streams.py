@@ -241,14 +241,11 @@ class CudaStream(Stream):
         self.last = event
         return event
 
-    def hold(self, value: Any) -> None:
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep the memory of tensors that another stream made until this stream is past its present end."""
-        if isinstance(value, torch.Tensor):
-            if value.is_cuda:
-                value.record_stream(self.stream)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self.hold(item)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)
 
     def finish(self, notices: SimpleQueue[Any]) -> None:
         if self.last is not None:
