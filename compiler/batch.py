@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..runtime.errors import BatchError, PlanError
-from .trace_inputs import forward_names, is_spec, legal_name
+from .trace_inputs import entry_names, is_spec, legal_name
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def flatten(model: nn.Module, batch: Any) -> dict[str, Any]:
     if isinstance(batch, Mapping) and not is_spec(batch):
         walk("", batch)
     elif isinstance(batch, (tuple, list)):
-        for name, value in zip(forward_names(model, len(batch)), batch):
+        for name, value in zip(entry_names(model, len(batch)), batch):
             walk(name, value)
     else:
-        walk(forward_names(model, 1)[0], batch)
+        walk(entry_names(model, 1)[0], batch)
     return found
 
 

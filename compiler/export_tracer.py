@@ -24,7 +24,7 @@ from ..passes.opgraph import OpGraph, build_module, missing_buffers
 from ..runtime.errors import CaptureError
 from .trace_calls import SourceLines
 from .trace_guard import Borrowed, LossFn, TraceOptions, borrowed, replaced
-from .trace_inputs import TraceInputs, fake_inputs, named_outputs
+from .trace_inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default)
 
@@ -38,15 +38,14 @@ class _Names:
 class _Step(nn.Module):
     """The user's forward and loss as one module that returns a tuple."""
 
-    def __init__(self, model: nn.Module, inputs: TraceInputs, loss_fn: LossFn | None):
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None):
         super().__init__()
-        self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
+        self.model, self.loss_fn = model, loss_fn
         self.names = _Names()
 
-    def forward(self, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        batch = kwargs or (args if isinstance(self.inputs.batch, tuple) else args[0])
-        inputs = TraceInputs(batch, args, kwargs)
-        found = named_outputs(self.model, self.model(*args, **kwargs), inputs, self.loss_fn)
+    def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
+        found = named_outputs(self.model, self.model(*args, **kwargs), TraceInputs(batch), self.loss_fn)
         self.names.found = list(found)
         return tuple(found.values())
 
@@ -56,7 +55,7 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = fake_inputs(model, example_inputs, fake_mode, dynamic=False)
     with borrowed(model, fake_mode, options) as held:
-        step = _Step(model, inputs, options.loss_fn)
+        step = _Step(model, options.loss_fn)
         step.train(options.training)
         training = _export(step, inputs, options.dynamic)
         translation = _Translation(held, inputs, step.names.found)
@@ -102,7 +101,7 @@ def _export(step: _Step, inputs: TraceInputs, dynamic: bool) -> torch.export.Exp
         ):
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # we restore them
             shapes = _dynamic_shapes(inputs) if dynamic else None
-            return torch.export.export(step, (inputs.args, inputs.kwargs), dynamic_shapes=shapes, strict=False)
+            return torch.export.export(step, (inputs.batch,), dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -120,7 +119,7 @@ def _dynamic_shapes(inputs: TraceInputs) -> dict[str, Any]:
             return {key: of(item) for key, item in value.items()}
         return type(value)(of(item) for item in value) if isinstance(value, (tuple, list)) else None
 
-    return {"args": of(inputs.args), "kwargs": of(inputs.kwargs)}
+    return {"batch": of(inputs.batch)}
 
 
 class _Translation:

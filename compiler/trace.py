@@ -22,7 +22,7 @@ from ..runtime.errors import CaptureError
 from .recorder import Recorder
 from .trace_calls import SourceLines
 from .trace_guard import Borrowed, LossFn, TraceOptions, borrowed
-from .trace_inputs import TraceInputs, fake_inputs, named_outputs
+from .trace_inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 from .trace_replay import Misaligned, Replay
 from .trace_writer import Unrecordable
 
@@ -123,6 +123,7 @@ def _dispatch(options: TraceOptions) -> Iterator[None]:
 def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:
     """Call the user's forward under the recorder; errors of the user's code name the user's line."""
     model = recorder.held.model
+    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None)
     with torch.enable_grad():
         for name, fake in inputs.tensors.items():
             recorder.placeholder(name, fake)
@@ -130,7 +131,7 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
             recorder.learn_sizes(fake)
         try:
             with recorder.recording():
-                output = model(*inputs.args, **inputs.kwargs)
+                output = model(*args, **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)
         except (CaptureError, Misaligned):
             raise

@@ -1,7 +1,8 @@
 """Example inputs to fake tensors, and a model's output to named results with the loss first.
 
 In: the user's batch (dict, tuple or tensor; tensors real, fake, on meta, or shape descriptions) and output object.
-Out: `TraceInputs` (what to call forward with, placeholder names) and a dict of named output tensors.
+Out: `TraceInputs` (the batch on fake tensors, placeholder names), what of it forward gets (`forward_arguments`), and a
+dict of named output tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ from ..runtime.errors import CaptureError
 
 @dataclass
 class TraceInputs:
-    """The user's batch on fake tensors: `args`/`kwargs` call forward, `batch` is for a loss function."""
+    """The user's batch on fake tensors."""
 
     batch: Any = None
-    args: tuple = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
     symbols: dict[str, Any] = field(default_factory=dict)
 
@@ -41,15 +40,12 @@ def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode
     made = TraceInputs()
     faker = _Faker(fake_mode, dynamic, made)
     if isinstance(example_inputs, Mapping) and not is_spec(example_inputs):
-        made.kwargs = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
-        made.batch = made.kwargs
+        made.batch = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
     elif isinstance(example_inputs, (tuple, list)):
-        names = forward_names(model, len(example_inputs))
-        made.args = tuple(faker.convert(name, value) for name, value in zip(names, example_inputs))
-        made.batch = made.args
+        names = entry_names(model, len(example_inputs))
+        made.batch = tuple(faker.convert(name, value) for name, value in zip(names, example_inputs))
     else:
-        made.batch = faker.convert(forward_names(model, 1)[0], example_inputs)
-        made.args = (made.batch,)
+        made.batch = faker.convert(entry_names(model, 1)[0], example_inputs)
     if not made.tensors:
         raise CaptureError(
             f"example_inputs holds no tensor (found {type(example_inputs).__name__}); pass a dict or tuple of tensors, "
@@ -142,20 +138,47 @@ def legal_name(name: str) -> str:
     return f"{legal}_" if keyword.iskeyword(legal) else f"input_{legal}" if legal[:1].isdigit() else legal
 
 
-def forward_names(model: nn.Module, count: int) -> list[str]:
-    """Names of forward's first `count` positional parameters."""
-    names: list[str] = []
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind == parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
-    if len(names) < count:
+def entry_names(model: nn.Module, count: int) -> list[str]:
+    """Names of a tuple batch's entries: those of forward's positional parameters, then "batch_1" and so on."""
+    names, many, _ = _positional(model)
+    more = f"{many}_{{}}" if many else "batch_{}"
+    return [*names, *(more.format(i - len(names) if many else i) for i in range(len(names), count))][:count]
+
+
+def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What forward is called with: the whole batch, or with a loss function those entries that forward takes.
+
+    A dict's entries go by name: `loss_fn(output, batch)` alone gets those that forward does not name. A tuple's go by
+    place: forward gets the first ones, as many as it has parameters. Raises CaptureError where forward takes fewer and
+    there is no loss function, or where it is open whether an entry is for an optional parameter.
+    """
+    if isinstance(batch, Mapping):
+        named = set(inspect.signature(model.forward).parameters)
+        if has_loss_fn and any(key in named for key in batch):
+            return (), {key: value for key, value in batch.items() if key in named}
+        return (), dict(batch)
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    names, many, required = _positional(model)
+    if has_loss_fn and len(batch) > required and len(names) > required:
         raise CaptureError(
-            f"example_inputs has {count} positional inputs, but {type(model).__name__}.forward takes {len(names)} "
-            f"({', '.join(names)})"
+            f"the batch has {len(batch)} entries and {type(model).__name__}.forward({', '.join(names)}) needs {required} "
+            "of them: it is open which of the others are for loss_fn alone; pass the batch as a dict with names"
         )
-    return names[:count]
+    if not many and len(batch) > len(names) and not has_loss_fn:
+        raise CaptureError(
+            f"example_inputs has {len(batch)} positional inputs, but {type(model).__name__}.forward takes {len(names)} "
+            f"({', '.join(names)}); pass loss_fn(output, batch) if the others are for the loss"
+        )
+    return tuple(batch) if many else tuple(batch[: len(names)]), {}
+
+
+def _positional(model: nn.Module) -> tuple[list[str], str, int]:
+    """Forward's positional parameters, the name of its `*args` (or ""), and how many have no default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    fixed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    many = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
+    return [p.name for p in fixed], many, sum(p.default is p.empty for p in fixed)
 
 
 def named_outputs(
@@ -212,6 +235,10 @@ def _describe(value: Any) -> str:
 def _no_loss(model: nn.Module, found: dict[str, torch.Tensor], inputs: TraceInputs) -> str:
     names = ", ".join(f"{name} ({_describe(value)})" for name, value in found.items()) or "no tensor at all"
     message = f"{type(model).__name__} gave no loss to train on; its outputs are: {names}."
-    if "labels" in inspect.signature(model.forward).parameters and inputs.kwargs.get("labels") is None:
+    if "labels" in inspect.signature(model.forward).parameters and not _has(inputs.batch, "labels"):
         return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn.'
     return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn."
+
+
+def _has(batch: Any, name: str) -> bool:
+    return isinstance(batch, Mapping) and batch.get(name) is not None
