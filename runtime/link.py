@@ -66,9 +66,9 @@ class Link:
             for (src, dst), tags in sorted(orders.items()):
                 self._agree_on_order(src, dst, tags)
                 self._nccl_pairs[src, dst] = self._nccl_pair(src, dst)
-        for name, members in sorted(self.groups.items()):
+        for name, memory in sorted(group_memories.items()):
             if name not in self._single:
-                self._connect_group(name, members, group_memories[name])
+                self._connect_group(name, self.groups[name], memory)
 
     def _connect_group(self, name: str, members: list[int], memory: str) -> None:
         rank = members.index(self.index)
