@@ -168,8 +168,8 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     if download:
         return _downloaded(base)
     raise PlanError(
-        f"no model {base!r}{_did_you_mean(alias_of(base), known)}. Give one of these short names, a config.json or a "
-        "directory with one; --download asks the Hugging Face hub for it"
+        f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
+        "--download asks the Hugging Face hub"
     )
 
 
@@ -228,7 +228,7 @@ def natural_head(config: Any) -> str:
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [k for k in known if name and name in k][:6]
-    return f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}"
+    return f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
 
 
 def _transformers(name: str) -> Any:

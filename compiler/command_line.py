@@ -1,0 +1,176 @@
+"""`penstock` on the command line: plan, simulate, explain, hardware, check, train.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once. An error of ours is one message on
+stderr and exit code 2; with --debug its traceback too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..runtime.errors import DoesNotFit, PenstockError, PlanError
+from .job_options import JobOptions, machine, takes
+
+if TYPE_CHECKING:
+    from ..passes.base import Draft
+    from .job import Job
+
+ERROR = 2  # exit code
+
+app = typer.Typer(
+    help="Fine-tune models far bigger than your GPUs: plan, look, run.",
+    epilog="--debug anywhere on the line shows the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="plain data on stdout instead of tables")]
+Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock plan --out` wrote")]
+
+
+@app.command(
+    epilog="Example: penstock plan --model gpt3-175b --hardware mobius-topo2+2 --set dram=4TB --batch 4 "
+    "--sequence 2048 --precision fp16"
+)
+@takes(JobOptions)
+def plan(
+    options: JobOptions,
+    out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
+    dump_passes: Annotated[
+        bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way."""
+    job = options.compile(Dump(out) if dump_passes else None)
+    if out is not None:
+        job.write(out)
+        options.remember(out)
+    if as_json:
+        print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
+        return
+    from .tables import plan_header, plan_tables
+
+    console = Console(highlight=False)
+    console.print(plan_header(job.plan))
+    for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
+        console.print(table)
+    if out is not None:
+        console.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
+
+
+@app.command(
+    epilog="Example: penstock simulate --model t5-3b --hardware rtx4090x4 --batch 8 --sequence 512 --trace step.json"
+)
+@takes(JobOptions)
+def simulate(
+    options: JobOptions,
+    directory: Written = None,
+    trace: Annotated[Path | None, typer.Option(help="write a timeline that Perfetto opens")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One training step on the described hardware, without running anything: of a written directory, or of a model."""
+    timeline = _job_of(directory, options).simulate()
+    if trace is not None:
+        timeline.to_chrome_trace(trace)
+    from .tables import timeline_json, timeline_tables
+
+    if as_json:
+        print(json.dumps(timeline_json(timeline), indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(timeline.describe().splitlines()[0])
+    for table in timeline_tables(timeline):
+        console.print(table)
+    if trace is not None:
+        console.print(f"timeline in {trace}: open it at https://ui.perfetto.dev")
+
+
+@app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
+@takes(JobOptions)
+def explain(options: JobOptions, directory: Written = None) -> None:
+    """Why this plan: stages, what bounds the step, what would help, the rivals and why they lost."""
+    print(_job_of(directory, options).explain())
+
+
+@app.command("hardware", epilog="Example: penstock hardware rtx4090x4-2rc --set dram=512GB --save box.yaml")
+def show_hardware(
+    name: Annotated[str, typer.Argument(help="a preset, a YAML file, or detect: this machine")] = "detect",
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="change a figure, such as dram=4TB; repeatable")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="also time links, disks, matrix products and optimizer (20 s)")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="write it as YAML, for --hardware")] = None,
+    names: Annotated[bool, typer.Option("--list", help="the names of all presets")] = False,
+) -> None:
+    """Describe a machine: this one, a preset, or a YAML document."""
+    if names:
+        from ..runtime.presets import preset_names
+
+        print("\n".join(preset_names()))
+        return
+    if measure and name != "detect":
+        raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
+    found = machine(name, change, measure=measure)
+    print(found.describe())
+    if save is not None:
+        found.save(save)
+        print(f"written to {save}; use it as --hardware {save}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exits with 0, 1 for a check that found a difference, or 2 for an error."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="penstock")
+    except PenstockError as error:
+        if "--debug" in given:
+            raise
+        print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)
+        sys.exit(ERROR)
+
+
+class Dump:
+    """Takes the programs' text behind each pass: printed, or one file per pass below a directory."""
+
+    def __init__(self, out: Path | None):
+        self.folder = None if out is None else out / "passes"
+        self.count = 0
+
+    def __call__(self, name: str, draft: Draft) -> None:
+        from ..runtime.text import print_program
+
+        self.count += 1
+        parts = [f"# device {p.device}\n{print_program(p, comments=True)}" for p in draft.programs]
+        text = "\n\n".join(parts) if parts else f"# {len(draft.blocks)} blocks, {len(draft.stages)} stages; no programs"
+        if self.folder is None:
+            print(f"# behind {name}\n{text}\n")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")
+
+
+def _job_of(directory: Path | None, options: JobOptions) -> Job:
+    """The job of a written directory, or else of a model."""
+    if directory is None:
+        return options.compile()
+    if options.model is not None:
+        raise PlanError(f"both the directory {directory} and --model {options.model} were given; choose one")
+    from torch import nn
+
+    from . import api
+
+    return api.load(directory, nn.Module())  # nothing is run, so the model itself is not needed
+
+
+if __name__ == "__main__":
+    main()

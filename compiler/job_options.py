@@ -1,0 +1,181 @@
+"""The options that several commands share, as one dataclass: from the words of a command line to a `Job`.
+
+Heavy imports are inside the functions: a mistake in the options is reported before torch has been loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ..runtime.errors import PlanError
+
+if TYPE_CHECKING:
+    from ..passes.base import Draft
+    from ..runtime.hardware import Hardware
+    from .job import Job
+    from .models import NamedModel
+
+REMEMBERED = "model.json"  # beside a written job: how to make its model again
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to plan, on what. Every field is an option of the command line."""
+
+    model: Annotated[
+        str | None, typer.Option(help="gpt2, t5-11b ..., a config.json or a directory; gpt2:n_layer=96,n_embd=12288")
+    ] = None
+    hardware: Annotated[
+        str, typer.Option(help="a preset, a YAML file, cpu (small CPU devices), or auto: this machine")
+    ] = "auto"
+    set: Annotated[
+        list[str] | None, typer.Option(help="change a figure of the hardware, such as dram=4TB; repeatable")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
+    sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
+    micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
+    strategy: Annotated[str, typer.Option(help="auto, mobius, gpipe, or a pipeline of passes as text")] = "auto"
+    plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
+    optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
+    lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
+    max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
+    head: Annotated[
+        str | None, typer.Option(help="causal-lm, classification or seq2seq; without it: what the model is for")
+    ] = None
+    labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
+    dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
+    seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
+    download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
+
+    def machine(self) -> Hardware:
+        return machine(self.hardware, self.set)
+
+    def named_model(self) -> NamedModel:
+        from .models import find_model
+
+        if self.model is None:
+            raise PlanError("name a model: --model gpt2, --model t5-3b, --model DIRECTORY ...")
+        return find_model(
+            self.model, head=self.head, num_labels=self.labels, dropout=self.dropout, download=self.download
+        )
+
+    def compile(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
+        """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone."""
+        hardware = self.machine()
+        named = self.named_model()
+        weights = named.directory if named.has_weights else None
+        job = self.compile_model(named.on_meta(), hardware, named.batch_spec(self.batch, self.sequence), weights)
+        if dump is None:
+            return job
+        chosen = dataclasses.replace(self, strategy="auto", micro_batches=None)
+        example = named.batch_spec(self.batch, self.sequence)
+        return chosen.compile_model(named.on_meta(), hardware, example, weights, plan=job.plan, dump=dump)
+
+    def compile_model(
+        self, model: Any, hardware: Hardware, example_inputs: Any, weights: Path | None = None, **more: Any
+    ) -> Job:
+        """The job for a model and a batch that are there already. `more` goes on to `penstock.compile`."""
+        from . import api
+
+        arguments: dict[str, Any] = {
+            "optimizer": self.optimizer_partial(),
+            "strategy": self.strategy,
+            "plan": self.plan,
+            "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+            "seed": self.seed,
+            "weights": weights,
+        }
+        return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
+
+    def optimizer_partial(self) -> Any:
+        """A partial of the torch.optim class. Raises `PlanError` with close names."""
+        import torch
+
+        kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        kinds.pop("optimizer")
+        if self.optimizer.lower() not in kinds:
+            close = difflib.get_close_matches(self.optimizer.lower(), kinds, n=3) or sorted(kinds)
+            raise PlanError(f"--optimizer {self.optimizer!r} is no class of torch.optim; try {', '.join(close)}")
+        return functools.partial(kinds[self.optimizer.lower()], lr=self.lr)
+
+    def remember(self, directory: Path) -> None:
+        """Write beside a written job how to make its model again, for `penstock check --job`."""
+        names = ("model", "head", "labels", "dropout", "seed")
+        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
+        (directory / REMEMBERED).write_text(text + "\n")
+
+    @staticmethod
+    def recall(directory: Path) -> JobOptions:
+        """The options that `remember` wrote. Raises `PlanError` where there are none."""
+        path = directory / REMEMBERED
+        try:
+            return JobOptions(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise PlanError(f"{path}: not what `penstock plan --out` writes beside a job: {error}") from error
+
+
+def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
+    """The hardware of `--hardware` with every `--set key=value` applied."""
+    from ..runtime.hardware import Hardware
+
+    values: dict[str, Any] = {}
+    for change in changes or ():
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise PlanError(f"--set {change!r} is not of the form key=value, such as dram=4TB")
+        values[key.strip()] = _plain(text.strip())
+    if name == "cpu":
+        known = list(inspect.signature(Hardware.cpu).parameters)
+        wrong = [key for key in values if key not in known]
+        if wrong:
+            raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
+        return Hardware.cpu(**values)
+    found = Hardware.detect(measure=measure) if name in ("auto", "detect") else Hardware.from_any(name)
+    return found.with_(**values) if values else found
+
+
+def _plain(text: str) -> Any:
+    """Numbers, true and false as such; everything else, like 4TB, stays text."""
+    try:
+        return json.loads(text.lower())
+    except json.JSONDecodeError:
+        return text
+
+
+def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command whose keyword `options` is such a dataclass: each of its fields becomes an option."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(options, include_extras=True)
+        own = inspect.signature(command, eval_str=True).parameters
+        fields = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in dataclasses.fields(options)
+        ]
+        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "options"]
+        names = {f.name for f in dataclasses.fields(options)}
+
+        @functools.wraps(command)
+        def filled(**given: Any) -> None:
+            chosen = options(**{name: value for name, value in given.items() if name in names})
+            command(**{name: value for name, value in given.items() if name not in names}, options=chosen)
+
+        del filled.__wrapped__  # typer would look at the signature behind it
+        filled.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
+        filled.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
+        return filled
+
+    return decorate

@@ -1,0 +1,105 @@
+"""Plans and timelines as tables for a terminal, and as plain data for other programs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..runtime.hardware import Hardware
+from ..runtime.program import StageSpec
+from ..runtime.timeline import Timeline
+from ..runtime.units import format_bytes, format_seconds
+from .plan import Plan, Prediction
+
+
+def plan_header(plan: Plan) -> str:
+    step = f", predicted step {format_seconds(plan.predicted.step_s)}" if plan.predicted else ""
+    return (
+        f"{plan.model} on {plan.hardware}: plan {plan.hash}, {len(plan.decisions.stages)} stages, "
+        f"{plan.micro_batches} micro-batches, {plan.precision}{step}"
+    )
+
+
+def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Iterator[Table]:
+    """Stages, memories, links and rivals of a plan."""
+    yield stage_table(plan, stages, hardware)
+    if plan.predicted is not None:
+        yield memory_table(plan.predicted)
+        yield amounts_table("moved a step", "link", plan.predicted.moved_bytes)
+    if plan.rivals:
+        rows = [(rival.name, rival.reason) for rival in sorted(plan.rivals, key=lambda r: r.step_s or float("inf"))]
+        yield _table("rivals", ("candidate", "why not"), rows)
+
+
+def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Table:
+    """One row per run of stages that differ in nothing but their place."""
+    decisions = plan.decisions
+    rows = []
+    described = [
+        (
+            len(blocks),
+            format_bytes(spec.weight_bytes),
+            "DRAM, fetched" if spec.name in decisions.fetch else "device",
+            format_bytes(spec.kept_bytes),
+            "computed again" if spec.name in decisions.rematerialise else "kept",
+            decisions.optimizer.get(spec.name, ""),
+        )
+        for spec, blocks in zip(stages, decisions.stages)
+    ]
+    for look, run in itertools.groupby(range(len(stages)), key=lambda i: described[i]):
+        members = list(run)
+        first, last = stages[members[0]], stages[members[-1]]
+        name = first.name if first is last else f"{first.name} to {last.name}"
+        title = first.title if first is last else f"{first.title} to {last.title.rpartition(' to ')[2]}"
+        devices = dict.fromkeys(hardware.devices[decisions.devices[i]].name for i in members)
+        rows.append((name, " ".join(devices), title, *look[1:]))
+    columns = ("stage", "device", "holds", "weights", "live in", "saves", "its tensors", "stepped on")
+    return _table("stages", columns, rows)
+
+
+def memory_table(predicted: Prediction) -> Table:
+    rows = []
+    for memory, peak in predicted.peak_bytes.items():
+        budget = predicted.budget_bytes[memory]
+        rows.append((memory, format_bytes(peak), format_bytes(budget), f"{peak / budget:.0%}"))
+    return _table("memory", ("memory", "peak", "budget", "used"), rows)
+
+
+def timeline_tables(timeline: Timeline) -> Iterator[Table]:
+    """Busy share per device and stream, peaks, bytes per link."""
+    streams = list(dict.fromkeys(stream for _, stream in timeline.busy_share))
+    rows = []
+    for device, name in enumerate(timeline.device_names):
+        shares = [timeline.busy_share.get((device, stream)) for stream in streams]
+        rows.append((name, *("" if share is None else f"{share:.0%}" for share in shares)))
+    yield _table("busy share of the step", ("device", *streams), rows)
+    yield amounts_table("peak", "memory", timeline.peak_bytes)
+    yield amounts_table("moved a step", "link", timeline.moved_bytes)
+
+
+def timeline_json(timeline: Timeline) -> dict[str, Any]:
+    """Seconds, shares and bytes of a timeline, without its spans."""
+    return {
+        "step_s": timeline.step_s,
+        "bottleneck": timeline.bottleneck()[0],
+        "busy_share": {f"{timeline.device_names[d]} {s}": share for (d, s), share in timeline.busy_share.items()},
+        "peak_bytes": dict(timeline.peak_bytes),
+        "moved_bytes": {link: moved for link, moved in timeline.moved_bytes.items() if moved},
+    }
+
+
+def amounts_table(title: str, what: str, amounts: Any) -> Table:
+    """Bytes by name; names with nothing are left out."""
+    return _table(title, (what, "bytes"), [(name, format_bytes(amount)) for name, amount in amounts.items() if amount])
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
