@@ -102,11 +102,11 @@ def _program_text(program: Program) -> str:
 def _phases(program: Program) -> dict[fx.Node, str]:
     """The first op of each stretch in which the device works on one stage in one direction.
 
-    Loads, receives and fetches in front of its first computation belong to a stretch. A stage whose forwards and
-    backwards alternate has no such stretches, and no comments.
+    What brings the operands of its first computation belongs to a stretch. A stage whose forwards and backwards
+    alternate has no such stretches, and no comments.
     """
     nodes = list(program.ops())
-    leading = (ops.load, ops.recv, ops.fetch, ops.resident)
+    leading = (ops.load, ops.recv, ops.fetch, ops.resident, ops.all_reduce, ops.norm, ops.clip)
     stretches: list[tuple[str, int, int]] = []  # (phase, place of its first op, number of computations)
     start = 0
     for place, node in enumerate(nodes):

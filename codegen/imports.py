@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import inspect
 import math
@@ -29,6 +30,7 @@ _HOMES: tuple[tuple[str, types.ModuleType], ...] = (
     ("torch.special", torch.special),
     ("torch.linalg", torch.linalg),
     ("torch.fft", torch.fft),
+    ("torch.sparse", torch.sparse),
     ("math", math),
     ("operator", operator),
 )
@@ -56,10 +58,10 @@ class Imports:
     def function(self, target: Callable[..., Any]) -> str:
         """The expression that names a function in the file. Raises CaptureError if there is none."""
         name = getattr(target, "__name__", "")
-        for home, module in _HOMES:
-            if getattr(module, name, None) is target:
-                self._need(home)
-                return f"{home}.{name}"
+        home, known = _public_names().get(id(target), ("", ""))
+        if home:
+            self._need(home)
+            return f"{home}.{known}"
         if getattr(builtins, name, None) is target:
             return name
         if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -149,6 +151,20 @@ class Imports:
                 f"{thing.__qualname__} reads the global {name!r} ({type(value).__name__}), which cannot be copied into "
                 "a generated file: move the class into a module of its own and import it from there"
             )
+
+
+@functools.cache
+def _public_names() -> dict[int, tuple[str, str]]:
+    """id of a public function to its (home, name), the first home and the function's own name preferred."""
+    found: dict[int, tuple[str, str]] = {}
+    for home, module in _HOMES:
+        for name, value in vars(module).items():
+            if callable(value) and not name.startswith("_") and not isinstance(value, type):
+                is_own = getattr(value, "__name__", "") == name
+                known = found.get(id(value))
+                if known is None or (is_own and known[0] == home):
+                    found[id(value)] = (home, name)
+    return found
 
 
 def is_importable(module: str) -> bool:

@@ -57,7 +57,7 @@ def _interface(path: Path) -> Interface:
         raise VerifyError(f"{path.parent} holds no {path.name}: it is not a directory that a job has written")
     try:
         return Interface.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VerifyError(f"{path}: not an interface: {error}") from error
 
 

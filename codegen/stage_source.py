@@ -69,11 +69,12 @@ class StageSource:
         return names
 
     def _input_names(self) -> dict[fx.Node, str]:
-        """As the user's line calls them that made them; inputs of the batch have names."""
+        """As the user's lines that made them call them; inputs of the batch have names of their own."""
         names: dict[fx.Node, str] = {}
         for node in self.inputs:
             assigned = assigned_names(node)
-            names[node] = usable(assigned[0] if len(assigned) == 1 else str(node.target))
+            made_elsewhere = "x" if node.meta.get("source") else str(node.target)
+            names[node] = usable(assigned[0] if len(assigned) == 1 else made_elsewhere)
         return names
 
     def source(self) -> str:

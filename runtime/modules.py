@@ -42,9 +42,10 @@ class Scope(nn.Module):
 
 
 class Stage(Scope):
-    """What one device computes between two messages: `forward(*inputs)` returns a tuple of the stage's outputs.
+    """What one device computes between two messages: `forward(*inputs)` returns a tuple of the stage's outputs."""
 
-    `device` is where it runs. The runtime sets it; code that creates tensors out of nothing reads it.
-    """
-
-    device = torch.device("cpu")
+    @property
+    def device(self) -> torch.device:
+        """Where the stage's parameters and buffers lie; code that makes tensors out of nothing asks."""
+        tensors = (*self.parameters(), *self.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")

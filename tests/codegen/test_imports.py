@@ -1,0 +1,122 @@
+"""What a generated file imports, and user code that nothing can import: its source goes along."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.codegen import imports as imports_module
+from penstock.codegen.imports import Imports, is_importable
+from penstock.runtime.errors import CaptureError
+from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
+
+FACTOR = 0.5
+TABLE = [1, 2]
+
+
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR * math.cos(0.0)
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return halve(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3 * grad
+
+
+class ReadsTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * TABLE[0]
+
+
+class UsesHalved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": Halved.apply(self.linear(x)).sum()}
+
+
+@pytest.fixture
+def unimportable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this file were the user's script."""
+    monkeypatch.setattr(imports_module, "is_importable", lambda name: name != __name__ and is_importable(name))
+
+
+def test_the_source_of_a_script_s_class_goes_along(unimportable: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = UsesHalved(), {"x": torch.randn(2, 3)}
+    generated = generate(model, batch)
+    assert "class Halved(torch.autograd.Function):" in generated.text
+    assert "FACTOR = 0.5" in generated.text
+    assert "import math" in generated.text
+    file = generated.load(tmp_path)
+    outcomes = []
+    for is_generated in (False, True):
+        model.zero_grad(set_to_none=True)
+        loss = run(generated, file, batch, True)["loss"] if is_generated else eager(model, batch)
+        loss.backward()
+        outcomes.append({"loss": loss.detach(), **gradients(model)})
+    assert equal(*outcomes) == []
+    scope = file.stages["stage0"].forward.__globals__
+    assert scope["Halved"] is not Halved
+
+
+def test_a_global_that_is_no_constant_is_refused(unimportable: None) -> None:
+    with pytest.raises(CaptureError, match=r"ReadsTable reads the global 'TABLE' \(list\).*module of its own"):
+        Imports().function(ReadsTable.apply)
+
+
+def test_a_closure_is_refused() -> None:
+    factor = torch.ones(1)
+
+    class Closed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    with pytest.raises(CaptureError, match=r"Closed reads 'factor' from around it"):
+        Imports().function(Closed.apply)
+
+
+def test_code_without_source_is_refused() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec("class Typed(torch.autograd.Function):\n    pass", scope)
+    with pytest.raises(CaptureError, match=r"Typed can be neither imported nor read as source.*module of its own"):
+        Imports().reference(scope["Typed"])
+
+
+def test_two_classes_of_one_name_are_told_apart() -> None:
+    import decimal
+    import fractions
+
+    class First:
+        __module__, __qualname__ = "decimal", "Context"
+
+    found = Imports()
+    assert found.reference(decimal.Context) == "Context"
+    assert found.reference(fractions.Fraction) == "Fraction"
+    found.homes["Decimal"] = First
+    assert found.reference(decimal.Decimal) == "Decimal2"
+    assert "from decimal import Decimal as Decimal2" in found.text()
+
+
+@pytest.mark.parametrize("name", ["json.decoder", "sys", "torch.nn.functional", "penstock.runtime.ops"])
+def test_importable(name: str) -> None:
+    assert is_importable(name)
+
+
+@pytest.mark.parametrize("name", ["__main__", "no_such_module", "json.no_such_part"])
+def test_not_importable(name: str) -> None:
+    assert not is_importable(name)

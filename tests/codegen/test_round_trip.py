@@ -1,0 +1,77 @@
+"""A generated file computes what the model computes, bit for bit: loss, gradients and buffers, in both modes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import without_cache, zoo
+
+from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
+
+MODELS = sorted(zoo())
+STAGES = {"gpt2": 3, "t5": 4, "bert": 2, "llama": 2, "wide_resnet": 3}
+
+
+def made(name: str):  # type: ignore[no-untyped-def]
+    options = {"experts": "batched_mm"} if name == "mixtral" else {}
+    model, batch = zoo()[name](**options)
+    return without_cache(model), batch
+
+
+def assert_same(model, batch, num_stages: int, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    generated = generate(model, batch, num_stages)
+    file = generated.load(folder)
+    assert len(generated.stages) == num_stages
+    for training in (True, False):
+        model.train(training)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        outcomes = []
+        for is_generated in (False, True):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(5)
+            loss = run(generated, file, batch, training)["loss"] if is_generated else eager(model, batch)
+            loss.backward()
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            outcomes.append(({"loss": loss.detach()}, gradients(model), buffers))
+        for expected, found in zip(*outcomes):
+            assert equal(expected, found) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_stage_equals_eager(name: str, tmp_path: Path) -> None:
+    model, batch = made(name)
+    assert_same(model, batch, 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_several_stages_equal_eager(name: str, tmp_path: Path) -> None:
+    model, batch = made(name)
+    assert_same(model, batch, STAGES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "wide_resnet", "llama"])
+def test_state_dict_has_the_names_of_the_interface(name: str, tmp_path: Path) -> None:
+    model, batch = made(name)
+    generated = generate(model, batch, 2)
+    file = generated.load(tmp_path)
+    known = model.state_dict().keys()
+    for stage in generated.stages:
+        names = file.build(stage.spec.name).state_dict().keys()
+        assert names <= known
+        assert {p.name for p in stage.spec.params} <= names
+
+
+def test_a_frozen_half_stays_frozen(tmp_path: Path) -> None:
+    model, batch = made("gpt2")
+    model.transformer.wpe.weight.requires_grad_(False)
+    model.transformer.h[0].ln_1.bias.requires_grad_(False)
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    assert_same(model, batch, 1, tmp_path)
+    text = generate(model, batch).text
+    assert "nn.Embedding(64, 32).requires_grad_(False)" in text
+    assert "self.ln_1.bias.requires_grad_(False)" in text
+    assert "self.mlp.c_fc.weight = nn.Parameter(torch.empty(32, 128), requires_grad=False)" in text
