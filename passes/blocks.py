@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from ..runtime.hardware import Device
 from .opgraph import OpGraph, is_mode_switch, value_tensors
@@ -30,7 +31,7 @@ class BlockCost:
     saved_outputs: tuple[bool, ...] = ()  # per output: is it part of kept_bytes?
     forward_peak_bytes: int = 0  # live at once in forward, saved tensors and outputs included
     light_peak_bytes: int = 0  # the same without gradients
-    backward_peak_bytes: int = 0  # live at once in backward, beyond what forward left
+    backward_peak_bytes: int = 0  # the most that backward adds to what forward left, which it gives back as it goes
     launches: int = 0  # aten calls in forward
 
 
@@ -43,11 +44,18 @@ class Block:
     hash: str = ""
     inputs: tuple[fx.Node, ...] = ()
     outputs: tuple[fx.Node, ...] = ()
-    param_bytes: int = 0  # of the computation's fp32 parameters, each once
+    param_bytes: int = 0  # in the dtype of the computation, each parameter once
     cost: BlockCost = field(default_factory=BlockCost)
 
     def with_cost(self, cost: BlockCost) -> Block:
         return replace(self, cost=cost)
+
+
+def compute_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which the step computes with a parameter."""
+    if graph.param_dtype is not None and parameter.is_floating_point():
+        return graph.param_dtype
+    return parameter.dtype
 
 
 def shared_nodes(graph: OpGraph) -> set[fx.Node]:
@@ -117,6 +125,7 @@ def node_outputs(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool] = l
 
 def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], inputs: list[fx.Node]) -> str:
     """Equal for blocks that are the same computation on the same shapes under the same local names."""
+    name = name.partition("#")[0]
     number: dict[fx.Node, str] = {n: f"in{i}" for i, n in enumerate(inputs)}
     text = [f"{number[n]} {_signature(n.meta.get('val'))}" for n in inputs]
     for i, node in enumerate(nodes):
@@ -150,14 +159,24 @@ def _local(block: str, path: str) -> str:
 def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
     if node.op == "call_module":
         leaf = graph.module.get_submodule(str(node.target))
-        trained = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in leaf.named_parameters()]
-        return f"{_local(block, str(node.target))} {leaf!r} {trained}"
+        held = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
+        tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held]
+        return f"{_local(block, str(node.target))} {leaf!r} {_settings(leaf)} {tensors}"
     if node.op == "get_attr":
         trained = [(p.requires_grad,) for p in graph.node_parameters(node).values()]
         return f"{_local(block, str(node.target))} {trained}"
     if isinstance(node.target, str):
         return node.target
-    return f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', node.target)}"
+    owner = getattr(node.target, "__self__", None)  # the class of a custom autograd function
+    name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', node.target)}"
+    return f"{name} of {owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else name
+
+
+def _settings(leaf: nn.Module) -> list[tuple[str, Any]]:
+    """Plain attributes, which a module's own text may leave out (the heads of `nn.MultiheadAttention`)."""
+    plain = (bool, int, float, str, tuple, type(None))
+    own = [(path, key, value) for path, m in leaf.named_modules() for key, value in vars(m).items()]
+    return sorted((f"{path}.{key}", value) for path, key, value in own if isinstance(value, plain))
 
 
 def _signature(value: Any) -> str:

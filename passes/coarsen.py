@@ -1,29 +1,28 @@
 """`coarsen`: op graph to blocks.
 
 In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle can arise. A run follows one element of
-the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. Nodes without
-parameters join the run before them, and a base stays with every node that writes it in place.
+the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
+is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
+parameters join the run before them. Never cut apart are a base and what writes it in place, a buffer's readers and
+writers, and a value that is no tensor and what reads it.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
-from ..runtime.errors import PassError
+from ..runtime.errors import PassError, PlanError
 from .base import Draft, Pass
-from .blocks import (
-    Block,
-    node_inputs,
-    node_outputs,
-    shared_nodes,
-    storage_root,
-    structural_hash,
-)
+from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
 from .costs import measure_blocks
 from .opgraph import OpGraph, is_mode_switch
+
+Run = tuple[str, list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,13 @@ class Coarsen(Pass):
     decides: ClassVar[str] = "blocks"
 
     def plan(self, draft: Draft) -> dict[str, int]:
-        """Block name to its number of nodes, in order."""
-        return {name: len(nodes) for name, nodes in _runs(draft.graph)}
+        """Block name to its number of nodes, in order. Raises `PlanError` for a model without parameters in use."""
+        runs = _runs(draft.graph)
+        if not runs:
+            raise PlanError(
+                f"model: {type(draft.graph.model).__name__}'s loss depends on no parameter; there is nothing to train"
+            )
+        return {name: len(nodes) for name, nodes in runs}
 
     def rewrite(self, draft: Draft, decision: dict[str, int]) -> None:
         runs = _runs(draft.graph)
@@ -44,7 +48,7 @@ class Coarsen(Pass):
         draft.blocks = measure_blocks(draft.graph, make_blocks(draft.graph, runs), draft.hardware.devices[0].kind)
 
 
-def make_blocks(graph: OpGraph, runs: list[tuple[str, list[fx.Node]]]) -> list[Block]:
+def make_blocks(graph: OpGraph, runs: list[Run]) -> list[Block]:
     """Blocks with hash, inputs, outputs and parameter bytes, still without costs."""
     blocks = []
     for name, run in runs:
@@ -58,26 +62,26 @@ def make_blocks(graph: OpGraph, runs: list[tuple[str, list[fx.Node]]]) -> list[B
                 structural_hash(graph, name, nodes, inputs),
                 tuple(inputs),
                 tuple(node_outputs(nodes)),
-                sum(p.numel() * p.element_size() for p in parameters.values()),
+                sum(p.numel() * compute_dtype(graph, p).itemsize for p in parameters.values()),
             )
         )
     return blocks
 
 
-def _runs(graph: OpGraph) -> list[tuple[str, list[fx.Node]]]:
+def _runs(graph: OpGraph) -> list[Run]:
     shared = shared_nodes(graph)
     nodes = [
         n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n)
     ]
-    runs: list[tuple[str, list[fx.Node]]] = []
+    runs: list[Run] = []
     for node in nodes:
         key = _block_path(node.meta.get("module_path", ""))
         if runs and (key == runs[-1][0] or not (_in_list(key) or graph.node_parameters(node))):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
-    runs = _join_leading(graph, _join_written(runs))
-    return _unique(runs)
+    runs = [piece for run in runs for piece in _calls(graph, run)]
+    return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
 
 
 def _block_path(path: str) -> str:
@@ -93,7 +97,19 @@ def _in_list(key: str) -> bool:
     return key.rpartition(".")[2].isdigit()
 
 
-def _join_leading(graph: OpGraph, runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
+def _calls(graph: OpGraph, run: Run) -> list[Run]:
+    """A run of several calls of one module list's element, cut where its first parameters come again."""
+    name, nodes = run
+    first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
+    pieces: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if first is not None and node is not first and (node.op, node.target) == (first.op, first.target):
+            pieces.append([])
+        pieces[-1].append(node)
+    return [(name, piece) for piece in pieces]
+
+
+def _join_leading(graph: OpGraph, runs: list[Run]) -> list[Run]:
     """A first run without parameters joins the second, so that every block has weights where the model has any."""
     if len(runs) > 1 and not any(graph.node_parameters(n) for n in runs[0][1]):
         runs[1:2] = [(runs[1][0], runs[0][1] + runs[1][1])]
@@ -101,17 +117,14 @@ def _join_leading(graph: OpGraph, runs: list[tuple[str, list[fx.Node]]]) -> list
     return runs
 
 
-def _join_written(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
-    """Join all runs between a base and the last node that writes it, so that no cut falls between them."""
+def _join_inseparable(graph: OpGraph, runs: list[Run]) -> list[Run]:
+    """Join all runs from a node to the last one that must stay with it, so that no cut falls between them."""
     home = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     upto = list(range(len(runs)))
-    for _, nodes in runs:
-        for node in nodes:
-            for target in node.meta.get("mutates", ()):
-                first = home.get(storage_root(target))
-                if first is not None:
-                    upto[first] = max(upto[first], home[node])
-    joined: list[tuple[str, list[fx.Node]]] = []
+    for first, last in _inseparable(graph, home):
+        begin, end = sorted((home[first], home[last]))
+        upto[begin] = max(upto[begin], end)
+    joined: list[Run] = []
     end = -1
     for i, (name, nodes) in enumerate(runs):
         if i <= end and joined:
@@ -122,7 +135,33 @@ def _join_written(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list
     return joined
 
 
-def _unique(runs: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, list[fx.Node]]]:
+def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes that must be in one block, in any order."""
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    written = {name for node in home for name in node.meta.get("updates_buffers", ())}
+    ties = graph.ties()
+    written = {ties.get(name, name) for name in written}
+    holder: dict[str, fx.Node] = {}
+    for node in home:
+        pairs += [(storage_root(target), node) for target in node.meta.get("mutates", ())]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            pairs += [(node, user) for user in node.users]
+        if node.target is operator.getitem:
+            pairs += [(arg, node) for arg in node.all_input_nodes]
+        for name in _buffers_of(graph, node):
+            if ties.get(name, name) in written:
+                pairs.append((holder.setdefault(ties.get(name, name), node), node))
+    return [(a, b) for a, b in pairs if a in home and b in home]
+
+
+def _buffers_of(graph: OpGraph, node: fx.Node) -> list[str]:
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(node.target))
+        return [f"{node.target}.{name}" for name, _ in leaf.named_buffers(remove_duplicate=False)]
+    return [str(node.target)] if node.op == "get_attr" else []
+
+
+def _unique(runs: list[Run]) -> list[Run]:
     seen: dict[str, int] = {}
     named = []
     for name, nodes in runs:

@@ -3,26 +3,30 @@
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
 For plans on CUDA, attention and dropout are counted as CUDA's kernels behave: attention saves q, k, v, its output and
-one fp32 row sum, dropout saves one byte per element.
+one fp32 row sum, dropout saves one byte per element. Not known to fake tensors is the workspace that oneDNN's recurrent
+layers keep on CPU.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import Block, BlockCost
+from .blocks import Block, BlockCost, compute_dtype
+from .cost_kernels import CUDA_STAND_INS, STAND_INS, Flops, cuda_dropout
 from .opgraph import OpGraph
 
-SDPA = torch.nn.functional.scaled_dot_product_attention
+_End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
 
 def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu") -> list[Block]:
@@ -38,10 +42,11 @@ def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost
     """Run the block forward with gradients, backward, and forward without, on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind)
-    with mode, torch.random.fork_rng(devices=[]):
+    with mode, torch.random.fork_rng(devices=[]), autocast_of(graph.param_dtype):
         run.make_inputs()
-        forward, outputs, kept, saved_inputs, saved_outputs = run.forward()
-        backward = run.backward(outputs)
+        forward, ends, saved, saved_inputs, saved_outputs = run.forward()
+        kept = sum(storage.nbytes() for storage in saved)
+        backward = run.backward(ends, saved)
         light = run.light()
     return BlockCost(
         forward_flops=forward.flops,
@@ -58,6 +63,11 @@ def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost
     )
 
 
+def autocast_of(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """What a step runs under whose parameters are traced in `dtype`."""
+    return torch.autocast("cpu", dtype=dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()
+
+
 class _BlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
@@ -68,11 +78,13 @@ class _BlockRun:
 
     def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
         if id(tensor) not in self.tensors:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             wants = tensor.requires_grad if requires_grad is None else requires_grad
             if wants and made.is_floating_point():
                 made.requires_grad_()
-                if isinstance(tensor, torch.nn.Parameter):
+                if is_parameter:
                     made.grad = torch.empty_like(made)  # as from the second micro-batch on
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
@@ -96,7 +108,7 @@ class _BlockRun:
                 last[arg] = i
         for i, node in enumerate(self.block.nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
                 values[node] = self.call(node, args, kwargs)
             for arg in node.all_input_nodes:
                 if last[arg] == i and arg not in keep and arg not in self.inputs:
@@ -111,7 +123,7 @@ class _BlockRun:
         if node.op == "call_module":
             leaf = self.graph.module.get_submodule(str(node.target))
             if self.cuda and isinstance(leaf, torch.nn.Dropout):
-                return _cuda_dropout(args[0], leaf.p)
+                return cuda_dropout(args[0], leaf.p)
             own = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
             was_training = leaf.training
             leaf.train()
@@ -121,41 +133,42 @@ class _BlockRun:
                 leaf.train(was_training)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        if self.cuda and target is SDPA:
-            return _cuda_attention(*args, **kwargs)
-        if self.cuda and target is torch.nn.functional.dropout:
-            return _cuda_dropout(*args, **kwargs)
+        stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS
+        target: Any = stand_ins.get(node.target, node.target)
         return target(*args, **kwargs)
 
-    def forward(self) -> tuple[_Meter, list[torch.Tensor], int, tuple[bool, ...], tuple[bool, ...]]:
+    def forward(self) -> tuple[_Meter, list[_End], list[torch.UntypedStorage], tuple[bool, ...], tuple[bool, ...]]:
+        """With gradients. Where they enter backward, what is saved for it, which inputs and outputs that includes."""
         saved: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage
-            return tensor
+            return tensor.detach()  # a saved result would else hold the very graph that saves it
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter() as meter:
             values = self.execute()
-        outputs = [t for n in self.block.outputs for t in tree_leaves(values[n]) if isinstance(t, torch.Tensor)]
         own = {t.untyped_storage()._cdata for t in self.tensors.values()}
-        kept = sum(s.nbytes() for key, s in saved.items() if key not in own)
 
         def is_saved(value: Any) -> bool:
             return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in saved for t in tree_leaves(value))
 
         saved_inputs = tuple(is_saved(self.inputs[n]) for n in self.block.inputs)
         saved_outputs = tuple(is_saved(values[n]) for n in self.block.outputs)
-        return meter, outputs, kept, saved_inputs, saved_outputs
+        outputs = [t for n in self.block.outputs for t in tree_leaves(values[n]) if isinstance(t, torch.Tensor)]
+        ends = [(get_gradient_edge(t), t.shape, t.dtype) for t in outputs if t.requires_grad]
+        kept = [storage for key, storage in saved.items() if key not in own]
+        saved.clear()  # autograd holds `pack`, which holds this
+        return meter, ends, kept, saved_inputs, saved_outputs
 
-    def backward(self, outputs: list[torch.Tensor]) -> _Meter:
-        ends = [t for t in outputs if t.requires_grad]
+    def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:
+        """As a stage runs it: nothing but the graph holds what was saved."""
         meter = _Meter()
+        meter.watch(saved)
         if ends:
-            gradients = [torch.empty_like(t) for t in ends]
+            gradients = [torch.empty(shape, dtype=dtype) for _, shape, dtype in ends]
             with meter:
-                torch.autograd.backward(ends, gradients)
+                torch.autograd.backward([edge for edge, _, _ in ends], gradients)
         return meter
 
     def light(self) -> _Meter:
@@ -165,7 +178,16 @@ class _BlockRun:
         return meter
 
 
-class _Meter(TorchDispatchMode):
+def _inner(node: fx.Node) -> AbstractContextManager[Any]:
+    """The `torch.autocast` of the model's own that the node was recorded in."""
+    setting = node.meta.get("autocast")
+    if setting is None:
+        return nullcontext()
+    device, dtype, enabled, cache = setting
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+class _Meter(TorchDispatchMode, Flops):
     """Counts FLOPs, bytes read and written, calls, and the peak of live new storages."""
 
     def __init__(self) -> None:
@@ -190,6 +212,13 @@ class _Meter(TorchDispatchMode):
         for tensor in new:
             self.born(tensor.untyped_storage())
         return out
+
+    def watch(self, storages: list[torch.UntypedStorage]) -> None:
+        """Let what is there already count below zero once it is gone. Empties the list."""
+        for storage in storages:
+            self.known.add(storage._cdata)
+            weakref.finalize(storage, self.died, storage._cdata, storage.nbytes())
+        storages.clear()
 
     def born(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -220,39 +249,3 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
-
-
-class _Attention(torch.autograd.Function):
-    """Shapes and saved tensors of a fused attention kernel; its arithmetic is two products of the same FLOPs."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, rows, *([mask] if mask is not None else []))
-        _count_attention(query, key, 1.0)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        query, key, value = ctx.saved_tensors[:3]
-        _count_attention(query, key, 2.5)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
-def _count_attention(query: torch.Tensor, key: torch.Tensor, factor: float) -> None:
-    flops = 4.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1] * factor
-    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
-        if isinstance(mode, _Meter):
-            mode.flops += flops
-
-
-def _cuda_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    return _Attention.apply(query, key, value, attn_mask)
-
-
-def _cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return torch.native_dropout(input, p, training)[0] if p > 0 and training else input

@@ -8,7 +8,7 @@ beside the activations (eq. 5: P_j <= G - S_{j-N}), else at the start of its own
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +17,10 @@ from torch import fx
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
-from ..runtime.program import Program, infer_all, place_frees
+from ..runtime.program import Program, StageSpec, aligned, infer_all, place_frees
 from .base import Draft, Pass
+
+Early = dict[str, list[str]]  # swapped stage -> its phases whose fetch is issued one phase before
 
 
 @dataclass(frozen=True)
@@ -31,35 +33,24 @@ class InsertFetch(Pass):
     decides: ClassVar[str] = "fetch"
     prefetch: bool = True
 
-    def plan(self, draft: Draft) -> dict[str, list[str]]:
+    def plan(self, draft: Draft) -> Early:
         """Swapped stage to the phases ("forward", "backward") whose fetch is issued one phase early."""
-        decision: dict[str, list[str]] = {}
+        decision: Early = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
             if resident_bytes(program) > budget:
-                decision.update(self.early_phases(program, budget))
-        return decision
+                stages = [phase.stage for phase in phases(program)]
+                decision.update(look_ahead(program, stages, budget) if self.prefetch else {stage: [] for stage in stages})
+        names = [stage.spec.name for stage in draft.stages]
+        return {name: list(decision[name]) for name in names if name in decision}
 
-    def early_phases(self, program: Program, budget_bytes: int) -> dict[str, list[str]]:
-        """Look ahead everywhere, except where two neighbours weigh more than the device holds beside the rest."""
-        order = phases(program)
-        early = {phase.stage: ["forward", "backward"] if self.prefetch else [] for phase in order}
-        while True:
-            trial = program.copy()
-            fetch_weights(trial, early)
-            profile = profile_memory(trial)
-            excess = profile.peak_bytes[ops.DEVICE] - budget_bytes
-            heavy = _heavy_neighbours(order, early, profile.arena_bytes - excess) if excess > 0 else []
-            for phase in heavy:
-                early[phase.stage].remove(phase.kind)
-            if not heavy:
-                return early  # it fits, or the verifier names what is missing
-
-    def rewrite(self, draft: Draft, decision: dict[str, list[str]]) -> None:
+    def rewrite(self, draft: Draft, decision: Early) -> None:
         known = [stage.spec.name for stage in draft.stages]
-        for stage in decision:
+        for stage, kinds in decision.items():
             if stage not in known:
                 raise PassError(f"fetch names {stage!r}; the stages are {', '.join(known)}")
+            if set(kinds) - {"forward", "backward"}:
+                raise PassError(f"fetch of {stage} names the phases {kinds}; there are forward and backward")
         for program in draft.programs:
             mine = {s.spec.name for s in draft.stages_on(program.device)}
             fetch_weights(program, {stage: early for stage, early in decision.items() if stage in mine})
@@ -69,18 +60,25 @@ def resident_bytes(program: Program) -> int:
     """Peak of device memory if everything stays: weights, gradients, and the optimizer's states beside them."""
     face = program.interface
     stages = {str(n.args[0]).partition(".")[0] for n in program.ops() if n.target is ops.resident}
-    params = sum(face.stages[stage].trained_params for stage in stages)
-    states = int(face.state_bytes_per_param * params) + (4 * params if face.master else 0)
-    return profile_memory(program).peak_bytes[ops.DEVICE] + states
+    return profile_memory(program).peak_bytes[ops.DEVICE] + sum(
+        state_bytes(program, face.stages[stage]) for stage in stages
+    )
+
+
+def state_bytes(program: Program, spec: StageSpec) -> int:
+    """Optimizer states and fp32 masters of a stage."""
+    face = program.interface
+    return int(face.state_bytes_per_param * spec.trained_params) + (4 * spec.trained_params if face.master else 0)
 
 
 @dataclass
 class Phase:
-    """A run of ops that need one stage's weights."""
+    """A run of ops that need one stage's weights. `last`: index of the phase behind which the weights leave."""
 
     stage: str
     kind: str  # "forward" | "backward"
     nodes: list[fx.Node]
+    last: int = 0
 
 
 def phases(program: Program) -> list[Phase]:
@@ -95,48 +93,84 @@ def phases(program: Program) -> list[Phase]:
             found[-1].nodes.append(node)
         else:
             found.append(Phase(stage, kind, [node]))
+    keeps = {  # stages whose saved tensors lie between forward and backward: their weights stay as well
+        str(n.args[0]) for n in program.ops() if n.target is ops.backward and n.args[2] is not None
+    }
+    for i, phase in enumerate(found):
+        phase.last = max(j for j, p in enumerate(found) if p.stage == phase.stage) if phase.stage in keeps else i
     return found
 
 
-def fetch_weights(program: Program, early: dict[str, list[str]]) -> None:
+def fetched_phases(order: list[Phase], stages: Collection[str]) -> list[int]:
+    """Indices of the phases that begin with a fetch: those whose weights are not there from an earlier one."""
+    held: dict[str, int] = {}
+    found = []
+    for i, phase in enumerate(order):
+        if phase.stage in stages and held.get(phase.stage, -1) < i:
+            found.append(i)
+            held[phase.stage] = phase.last
+    return found
+
+
+def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, reserved_bytes: int = 0) -> Early:
+    """As many early fetches of these stages as the device's memory holds, the smallest neighbours first.
+
+    `reserved_bytes` of the budget are taken by what the program does not show. If even no early fetch fits, there is
+    none; whoever checks the budgets says what is missing.
+    """
+    bare = program.copy()
+    fetch_weights(bare, {stage: [] for stage in stages})
+    profile = profile_memory(bare)
+    limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
+    order = phases(program)
+    sizes = {phase.stage: aligned(program.interface.stages[phase.stage].weight_bytes) for phase in order}
+    able = [i for i in fetched_phases(order, stages) if i > 0]
+    able.sort(key=lambda i: (sizes[order[i - 1].stage] + sizes[order[i].stage], i))
+    count = len(able)
+    while count and arena_bytes(order, sizes, stages, set(able[:count])) > limit_bytes:
+        count -= 1
+    early: Early = {stage: [] for stage in sizes if stage in stages}
+    for i in sorted(able[:count]):
+        early[order[i].stage].append(order[i].kind)
+    return early
+
+
+def arena_bytes(order: list[Phase], sizes: dict[str, int], stages: Collection[str], early: set[int]) -> int:
+    """What `plan_arena` takes for the program with these early fetches: first fit, in issue order."""
+    begins = fetched_phases(order, stages)
+    live: list[tuple[int, int, int]] = []  # (offset, end, last phase)
+    size = 0
+    for now in range(len(order)):
+        arriving = [i for i in begins if (i - 1 if i in early else i) == now]
+        for i in arriving:
+            offset, need = 0, sizes[order[i].stage]
+            for start, end, _ in sorted(live):
+                if offset + need <= start:
+                    break
+                offset = max(offset, end)
+            live.append((offset, offset + need, order[i].last))
+            size = max(size, offset + need)
+        live = [row for row in live if row[2] > now]
+    return size
+
+
+def fetch_weights(program: Program, early: Early) -> None:
     """Replace the resident weights of these stages by one fetch per phase."""
     order = phases(program)
     graph = program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
-    keeps = {  # stages whose saved tensors lie between forward and backward: their weights stay as well
-        str(n.args[0]) for n in program.ops() if n.target is ops.backward and n.args[2] is not None
-    }
-    for i, phase in enumerate(order):
-        if phase.stage not in early or phase.stage not in residents:
-            continue
-        if phase.kind == "backward" and phase.stage in keeps:
-            continue
+    stages = early.keys() & residents.keys()
+    for i in fetched_phases(order, stages):
+        phase = order[i]
         ahead = phase.kind in early[phase.stage] and i > 0
-        place = order[i - 1].nodes[0] if ahead else phase.nodes[0]
-        name = f"w{phase.stage.removeprefix('stage')}" + ("_b" if phase.kind == "backward" else "")
-        with graph.inserting_before(place):
+        with graph.inserting_before(order[i - 1].nodes[0] if ahead else phase.nodes[0]):
             fetched = graph.call_function(ops.fetch, (f"{phase.stage}.weights",))
-        users = [n for p in order[i:] if p.stage == phase.stage for n in p.nodes]
-        for node in users if phase.stage in keeps else phase.nodes:
-            node.args = (node.args[0], fetched, *node.args[2:])
-        residents[phase.stage].name, fetched.name = fetched.name, name
-    for stage in early:
-        if stage in residents and not residents[stage].users:
-            graph.erase_node(residents[stage])
+        # The first fetch takes over the resident's name, which the graph would not give out a second time.
+        fetched.name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
+        for later in order[i : phase.last + 1]:
+            for node in later.nodes if later.stage == phase.stage else ():
+                node.args = (node.args[0], fetched, *node.args[2:])
+    for stage in stages:
+        graph.erase_node(residents[stage])
     infer_all(program)
     place_frees(program)
-
-
-def _heavy_neighbours(order: list[Phase], early: dict[str, list[str]], room_bytes: int) -> list[Phase]:
-    """Early phases whose stage and the one before it do not fit `room_bytes` together, or else the heaviest one."""
-    sizes = {
-        phase.stage: phase.nodes[0].args[1].meta["type"].bytes  # type: ignore[union-attr]
-        for phase in order
-    }
-    pairs = [
-        (sizes[before.stage] + sizes[phase.stage], phase)
-        for before, phase in itertools.pairwise(order)
-        if phase.kind in early.get(phase.stage, ())
-    ]
-    heavy = [phase for size, phase in pairs if size > room_bytes]
-    return heavy or [phase for _, phase in sorted(pairs, key=lambda pair: -pair[0])[:1]]

@@ -3,11 +3,12 @@
 In: programs. Out: the same programs in which the decided stages forward with `keep=False` and whose backward takes no
 `kept`. A stage is rematerialised only if its device would otherwise exceed its memory, largest saved tensors first.
 Where not even that lets all weights stay resident, every stage but the device's last is, since their weights leave in
-between.
+between, and the last one too where early fetches need the room.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program, StageSpec, infer, infer_all, place_frees, values_of
 from .base import Draft, Pass
+from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,41 @@ class InsertRemat(Pass):
 
 
 def stages_to_rematerialise(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:
-    """The fewest bytes of saved tensors to give up so that the resident program fits; else all but the last stage's."""
-    states = sum(
-        int(program.interface.state_bytes_per_param * s.trained_params)
-        + 4 * s.trained_params * program.interface.master
-        for s in specs
-    )
+    """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs."""
+    states = sum(state_bytes(program, s) for s in specs)
+    by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
 
-    def fits(names: list[str]) -> bool:
+    def fits(count: int) -> bool:
         trial = program.copy()
-        rematerialise(trial, set(names))
+        rematerialise(trial, set(by_size[:count]))
         return profile_memory(trial).peak_bytes[ops.DEVICE] + states <= budget_bytes
 
-    able = [s for s in specs if s.rematerialisable]
-    by_size = sorted(able, key=lambda s: -s.kept_bytes)
-    resident = sum(s.weight_bytes + s.grad_bytes for s in specs) + states
-    if resident <= budget_bytes:
-        for count in range(len(by_size) + 1):
-            names = [s.name for s in by_size[:count]]
-            if fits(names):
-                return names
-    swapped = [s.name for s in able if s is not specs[-1]]
-    last = specs[-1:]
-    tight = sum(s.kept_bytes * program.interface.micro_batches + 2 * s.weight_bytes for s in last) > budget_bytes // 2
-    return [*swapped, *(s.name for s in last if tight and s.rematerialisable)]
+    count = bisect.bisect_left(range(len(by_size) + 1), True, key=fits)
+    if count <= len(by_size):
+        return by_size[:count]
+    return _for_swapping(program, specs, budget_bytes)
+
+
+def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:
+    """Every stage but the device's last, whose weights need not leave between its forward and its backward; the last
+    one as well where its saved tensors would not fit, or would take the room of early fetches."""
+    able = [s.name for s in specs if s.rematerialisable]
+    others = [name for name in able if name != specs[-1].name]
+    if others == able:
+        return able
+    early = {}
+    for names in (others, able):
+        trial = program.copy()
+        rematerialise(trial, set(names))
+        early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
+        fetch_weights(trial, early[len(names)])
+        if names is others and profile_memory(trial).peak_bytes[ops.DEVICE] > budget_bytes:
+            return able
+    return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
+
+
+def _count(early: Early) -> int:
+    return sum(len(kinds) for kinds in early.values())
 
 
 def rematerialise(program: Program, stages: set[str]) -> None:

@@ -11,7 +11,8 @@ wait for each other.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from torch import fx
 from ..runtime import ops
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
 from .base import Draft, Pass
+from .insert_fetch import fetch_weights, look_ahead, state_bytes
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,21 @@ class SchedulePipeline(Pass):
         draft.programs = [_Emitter(flow, device).step() for device in range(face.num_devices)]
 
 
-def evaluation_programs(draft: Draft) -> list[Program]:
-    """Forward only, in evaluation mode, on the same stages: every output of the model is a result."""
+def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None) -> list[Program]:
+    """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
+
+    `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
+    memory allows beside the optimizer states of the others.
+    """
     flow = Flow(interface_of(draft), draft.devices)
-    return [_Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
+    programs = [_Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
+    for program in programs if fetch else ():
+        mine = flow.on(program.device)
+        swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
+        states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
+        budget = draft.hardware.devices[program.device].budget_bytes
+        fetch_weights(program, look_ahead(program, swapped, budget, states))
+    return programs
 
 
 def interface_of(draft: Draft) -> Interface:
@@ -60,6 +73,25 @@ def interface_of(draft: Draft) -> Interface:
     )
 
 
+@dataclass(frozen=True)
+class Message:
+    """A value of one micro-batch, or its gradient, on its way between two devices."""
+
+    value: str
+    micro_batch: int
+    is_gradient: bool = False
+
+    @property
+    def tag(self) -> str:
+        """No value's name holds a space or a dot, so no two messages share a tag."""
+        return f"{'grad ' if self.is_gradient else ''}{self.value}.m{self.micro_batch}"
+
+    @property
+    def name(self) -> str:
+        """What it is called in a program."""
+        return f"{'d_' if self.is_gradient else ''}{self.value}_m{self.micro_batch}"
+
+
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices."""
 
@@ -69,11 +101,14 @@ class Flow:
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
         self.maker = {out.name: spec.name for spec in self.specs for out in spec.outputs}
         self.readers: dict[str, list[str]] = defaultdict(list)
+        self.learners: dict[str, list[str]] = defaultdict(list)  # readers that hand back a gradient
         for spec in self.specs:
             for value in spec.inputs:
                 if value.name in self.maker:
                     self.readers[value.name].append(spec.name)
-        self.trained = {spec.name for spec in self.specs if any(o.requires_grad for o in spec.outputs)}
+                    if value.requires_grad:
+                        self.learners[value.name].append(spec.name)
+        self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
         self.sent = {d: self.sends(d) for d in range(face.num_devices)}
 
     def on(self, device: int) -> list[StageSpec]:
@@ -88,21 +123,21 @@ class Flow:
         home = self.device_of[self.maker[value]]
         return list(dict.fromkeys(d for r in self.readers[value] if (d := self.device_of[r]) != home))
 
-    def gradient_stage(self, value: str, device: int) -> str:
-        """The stage whose backward completes the gradient of `value` on a reading device: its first reader there."""
-        return next(r for r in self.readers[value] if self.device_of[r] == device)
+    def gradient_stage(self, value: str, device: int) -> str | None:
+        """The stage whose backward completes the gradient of `value` on a reading device: its first reader there
+        that has one."""
+        return next((r for r in self.learners[value] if self.device_of[r] == device), None)
 
-    def sends(self, device: int, backward: bool = True) -> list[tuple[int, str]]:
-        """(destination, tag) of all that a device sends, in issue order."""
-        order: list[tuple[int, str]] = []
+    def sends(self, device: int, backward: bool = True) -> list[tuple[int, Message]]:
+        """(destination, message) of all that a device sends, in issue order."""
+        order: list[tuple[int, Message]] = []
         for spec in self.on(device):
             for m in range(self.face.micro_batches):
-                order += [(dst, f"{o.name}.m{m}") for o in spec.outputs for dst in self.reading_devices(o.name)]
+                order += [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
         for spec in reversed(self.on(device)) if backward else ():
             for m in range(self.face.micro_batches):
-                order += [
-                    (self.device_of[self.maker[i.name]], f"d_{i.name}.m{m}") for i in self.gradients_sent(spec, device)
-                ]
+                gone = self.gradients_sent(spec, device)
+                order += [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
         return order
 
     def gradients_sent(self, spec: StageSpec, device: int) -> list[TensorSpec]:
@@ -112,7 +147,6 @@ class Flow:
             for i in spec.inputs
             if i.requires_grad
             and i.name in self.maker
-            and spec.name in self.trained
             and self.device_of[self.maker[i.name]] != device
             and self.gradient_stage(i.name, device) == spec.name
         ]
@@ -126,15 +160,17 @@ class _Emitter:
         self.face = flow.face
         self.program = Program(device, flow.face)
         self.weights: dict[str, fx.Node] = {}
-        self.values: dict[str, fx.Node] = {}  # "h.m0", and gradients made here: "d_h.m0"
-        self.arrived: dict[tuple[int, str], fx.Node] = {}
-        self.kept: dict[str, fx.Node] = {}
+        self.values: dict[Message, fx.Node] = {}  # inputs, and gradients made here
+        self.arrived: dict[tuple[int, Message], fx.Node] = {}
+        self.kept: dict[tuple[str, int], fx.Node] = {}
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
         self.extras: dict[str, list[fx.Node]] = defaultdict(list)
-        self.queues = {
-            src: [tag for dst, tag in sent if dst == device] for src, sent in flow.sent.items() if src != device
-        }
+        self.queues = self.arriving(flow.sent)
+
+    def arriving(self, sent: dict[int, list[tuple[int, Message]]]) -> dict[int, deque[Message]]:
+        """Per device what it sends to this one, in its order."""
+        return {src: deque(message for dst, message in rows if dst == self.device) for src, rows in sent.items()}
 
     def step(self) -> Program:
         mine = self.flow.on(self.device)
@@ -147,14 +183,13 @@ class _Emitter:
                 for m in range(self.face.micro_batches):
                     self.backward(spec, m)
         results = {"loss": self.losses} if self.losses else {}
-        if self.grads:
-            results["grads"] = [self.grads[s.name] for s in mine if s.name in self.grads]
-        return self.finish(results)
+        grads = [self.grads[s.name] for s in mine if s.name in self.grads and s.trained_params]
+        return self.finish({**results, "grads": grads} if grads else results)
 
     def evaluate(self) -> Program:
         self.program.function = "evaluate"
-        sent = {d: self.flow.sends(d, backward=False) for d in range(self.face.num_devices)}
-        self.queues = {s: [tag for dst, tag in rows if dst == self.device] for s, rows in sent.items()}
+        devices = range(self.face.num_devices)
+        self.queues = self.arriving({d: self.flow.sends(d, backward=False) for d in devices})
         for spec in self.flow.on(self.device):
             self.hold(spec)
             for m in range(self.face.micro_batches):
@@ -173,22 +208,19 @@ class _Emitter:
         )
 
     def forward(self, spec: StageSpec, m: int) -> None:
-        inputs = self.inputs(spec, m)
-        names = [f"{o.name}_m{m}" for o in spec.outputs]
-        *outputs, self.kept[f"{spec.name}.m{m}"] = self.program.emit(
-            ops.forward,
-            spec.name,
-            self.weights[spec.name],
-            *inputs,
-            micro_batch=m,
-            names=[*names, f"kept{_number(spec)}_m{m}"],
-        )
+        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
+        names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{_number(spec)}_m{m}"]
+        if spec.name in self.flow.trained:
+            *outputs, kept = self.program.emit(ops.forward, *operands, micro_batch=m, names=names)
+            self.kept[spec.name, m] = kept
+        else:
+            outputs = self.program.emit(ops.forward, *operands, micro_batch=m, keep=False, names=names)
         self.outputs(spec, outputs, m)
 
     def predict(self, spec: StageSpec, m: int) -> None:
-        inputs = self.inputs(spec, m)
+        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
         names = [f"{o.name}_m{m}" for o in (*spec.outputs, *spec.extra_outputs)]
-        made = self.program.emit(ops.evaluate, spec.name, self.weights[spec.name], *inputs, micro_batch=m, names=names)
+        made = self.program.emit(ops.evaluate, *operands, micro_batch=m, names=names)
         self.outputs(spec, made[: len(spec.outputs)], m)
         for out, node in zip(spec.extra_outputs, made[len(spec.outputs) :]):
             self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
@@ -196,62 +228,62 @@ class _Emitter:
     def inputs(self, spec: StageSpec, m: int) -> list[fx.Node]:
         """The stage's inputs on this device: received in the order in which they are made, or loaded."""
         for i in sorted((i for i in spec.inputs if i.name in self.flow.maker), key=self.flow.rank):
-            if f"{i.name}.m{m}" not in self.values:
-                src = self.flow.device_of[self.flow.maker[i.name]]
-                self.values[f"{i.name}.m{m}"] = self.receive(src, f"{i.name}.m{m}")
+            message = Message(i.name, m)
+            if message not in self.values:
+                self.values[message] = self.receive(self.flow.device_of[self.flow.maker[i.name]], message)
         for i in spec.inputs:
-            if i.name not in self.flow.maker and f"{i.name}.m{m}" not in self.values:
-                (self.values[f"{i.name}.m{m}"],) = self.program.emit(
-                    ops.load, self.program.batch, i.name, micro_batch=m, names=[f"{i.name}_m{m}"]
+            message = Message(i.name, m)
+            if message not in self.values:
+                (self.values[message],) = self.program.emit(
+                    ops.load, self.program.batch, i.name, micro_batch=m, names=[message.name]
                 )
-        return [self.values[f"{i.name}.m{m}"] for i in spec.inputs]
+        return [self.values[Message(i.name, m)] for i in spec.inputs]
 
     def outputs(self, spec: StageSpec, nodes: list[fx.Node], m: int) -> None:
         for out, node in zip(spec.outputs, nodes):
-            self.values[f"{out.name}.m{m}"] = node
+            message = Message(out.name, m)
+            self.values[message] = node
             if out.name == spec.loss:
                 self.losses.append(node)
             for dst in self.flow.reading_devices(out.name):
-                self.program.emit(ops.send, node, dst=dst, tag=f"{out.name}.m{m}")
+                self.program.emit(ops.send, node, dst=dst, tag=message.tag)
 
-    def receive(self, src: int, tag: str) -> fx.Node:
-        """Take in everything that `src` sends up to `tag`, in its order."""
-        while (src, tag) not in self.arrived:
-            arriving = self.queues[src].pop(0)
-            name, _, m = arriving.rpartition(".m")
-            value = name.removeprefix("d_") if name not in self.flow.maker else name
-            (self.arrived[src, arriving],) = self.program.emit(
-                ops.recv, f"{self.flow.maker[value]}.{value}", src=src, tag=arriving, names=[f"{name}_m{m}"]
+    def receive(self, src: int, wanted: Message) -> fx.Node:
+        """Take in everything that `src` sends up to `wanted`, in its order."""
+        while (src, wanted) not in self.arrived:
+            message = self.queues[src].popleft()
+            like = f"{self.flow.maker[message.value]}.{message.value}"
+            (self.arrived[src, message],) = self.program.emit(
+                ops.recv, like, src=src, tag=message.tag, names=[message.name]
             )
-        return self.arrived[src, tag]
+        return self.arrived[src, wanted]
 
     def backward(self, spec: StageSpec, m: int) -> None:
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
-        inputs = [self.values[f"{i.name}.m{m}"] for i in spec.inputs]
         wanted = [i for i in spec.inputs if i.requires_grad]
         *dinputs, self.grads[spec.name] = self.program.emit(
             ops.backward,
             spec.name,
             self.weights[spec.name],
-            self.kept[f"{spec.name}.m{m}"],
-            inputs,
+            self.kept[spec.name, m],
+            [self.values[Message(i.name, m)] for i in spec.inputs],
             douts,
             self.grads.get(spec.name),
             micro_batch=m,
             names=[*(f"d_{i.name}_m{m}_s{_number(spec)}" for i in wanted), f"g{_number(spec)}_m{m}"],
         )
         for i, node in zip(wanted, dinputs):
-            self.contribute(i.name, node, m)
+            self.contribute(Message(i.name, m, is_gradient=True), node)
         for i in self.flow.gradients_sent(spec, self.device):
+            message = Message(i.name, m, is_gradient=True)
             dst = self.flow.device_of[self.flow.maker[i.name]]
-            self.program.emit(ops.send, self.values[f"d_{i.name}.m{m}"], dst=dst, tag=f"d_{i.name}.m{m}")
+            self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
 
-    def contribute(self, name: str, node: fx.Node, m: int) -> None:
+    def contribute(self, message: Message, node: fx.Node) -> None:
         """Add one reader's gradient to those of the later readers on this device."""
-        key = f"d_{name}.m{m}"
-        if key in self.values:
-            (node,) = self.program.emit(ops.add, self.values[key], node, names=[f"d_{name}_m{m}_sum"])
-        self.values[key] = node
+        if message in self.values:
+            (node,) = self.program.emit(ops.add, self.values[message], node, names=[f"{message.name}_sum"])
+        self.values[message] = node
 
     def gradient(self, spec: StageSpec, out: TensorSpec, m: int) -> fx.Node | float | None:
         """The gradient of one output: 1 / M for the loss, else the sum over this device's and the others' readers."""
@@ -259,13 +291,16 @@ class _Emitter:
             return None
         if out.name == spec.loss:
             return 1.0 / self.face.micro_batches
-        total = self.values.get(f"d_{out.name}.m{m}")
+        message = Message(out.name, m, is_gradient=True)
+        total = self.values.get(message)
         for src in self.flow.reading_devices(out.name):
-            arrived = self.receive(src, f"d_{out.name}.m{m}")
+            if self.flow.gradient_stage(out.name, src) is None:
+                continue
+            arrived = self.receive(src, message)
             if total is None:
                 total = arrived
             else:
-                (total,) = self.program.emit(ops.add, total, arrived, names=[f"d_{out.name}_m{m}_sum"])
+                (total,) = self.program.emit(ops.add, total, arrived, names=[f"{message.name}_sum"])
         return total
 
 

@@ -1,0 +1,93 @@
+"""What to run on fake tensors in place of calls whose costs fake tensors do not show.
+
+In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
+FLOPs for whoever counts them: CUDA's fused attention and dropout on a machine without CUDA, and matrix products in
+groups, for which torch knows neither FLOPs nor, but for bf16, shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+class Flops:
+    """A dispatch mode that counts FLOPs."""
+
+    flops: float
+
+
+def _count(flops: float) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Flops):
+            mode.flops += flops
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention: saves its operands, its output and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows, *([mask] if mask is not None else []))
+        _count(_attention_flops(query, key))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value = ctx.saved_tensors[:3]
+        _count(2.5 * _attention_flops(query, key))
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attention_flops(query: Tensor, key: Tensor) -> float:
+    return 4.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
+
+
+def cuda_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    return _Attention.apply(query, key, value, attn_mask)
+
+
+def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if p > 0 and training else input
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows of `a` in groups that end at `offsets`, each times its own matrix of `b`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.save_for_backward(a, b, offsets)
+        _count(2.0 * a.numel() * b.shape[-1])
+        return a.new_empty((a.shape[0], b.shape[-1]), dtype=dtype or a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, b, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        _count(2.0 * a.numel() * b.shape[-1] * (wanted[0] + wanted[1]))
+        return torch.empty_like(a) if wanted[0] else None, torch.empty_like(b) if wanted[1] else None, None, None
+
+
+def grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    if offs is None or a.dim() != 2 or b.dim() != 3 or bias is not None:
+        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    return _GroupedProduct.apply(a, b, offs, out_dtype)
+
+
+STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product}
+CUDA_STAND_INS: dict[Any, Any] = {
+    **STAND_INS,
+    torch.nn.functional.scaled_dot_product_attention: cuda_attention,
+    torch.nn.functional.dropout: cuda_dropout,
+}

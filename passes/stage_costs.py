@@ -1,0 +1,113 @@
+"""Costs of a stage: those of its blocks, one behind the other, and what lies in memory between them.
+
+In: blocks with costs. Out: the cost fields of a `StageSpec`. A storage counts once, however many values share it, and
+not at all where a value that enters the stage, a parameter or a buffer owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from .blocks import Block
+from .opgraph import value_tensors
+
+Storages = dict[int, int]  # identity -> bytes
+
+
+def storages(nodes: Iterable[fx.Node], with_gradient: bool = False) -> Storages:
+    """Memory that the nodes' values occupy; `with_gradient`: only of those that gradients flow to."""
+    found: Storages = {}
+    for node in nodes:
+        for tensor in value_tensors(node.meta.get("val")):
+            if tensor.requires_grad or not with_gradient:
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def stage_costs(
+    blocks: Sequence[Block],
+    inputs: Iterable[fx.Node],
+    outputs: Sequence[fx.Node],
+    trained: Sequence[Storages],
+    dinput_bytes: int,
+) -> dict[str, Any]:
+    """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
+    included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
+
+    Workspaces are what an op needs beyond its results: a program's accounting adds those.
+    """
+    given, out = storages(inputs), storages(outputs)
+    lives = _Lives(blocks, given, out, trained)
+    kept: list[int] = []  # per block, with the values between blocks that it is the first to save
+    saved: set[int] = set()
+    forward_peak = light_peak = 0
+    for i, block in enumerate(blocks):
+        cost, alive = block.cost, lives.before(i)
+        unsaved = sum(size for key, size in alive.items() if key not in saved)
+        forward_peak = max(forward_peak, sum(kept) + unsaved + cost.forward_peak_bytes)
+        light_peak = max(light_peak, sum(alive.values()) + cost.light_peak_bytes)
+        read = storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
+        first = {key: size for key, size in read.items() if key not in given and key not in saved}
+        kept.append(sum(first.values()) + cost.kept_bytes)
+        made = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
+        saved |= first.keys() | made.keys()
+    backward_peak = max(
+        (b.cost.backward_peak_bytes + lives.gradients_behind(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
+        default=0,
+    )
+    out_bytes = sum(t.numel() * t.element_size() for n in outputs for t in value_tensors(n.meta.get("val")))
+    return {
+        "kept_bytes": sum(kept),
+        "forward_workspace_bytes": max(0, forward_peak - sum(kept) - out_bytes),
+        "light_workspace_bytes": max(0, light_peak - out_bytes),
+        "backward_workspace_bytes": max(0, backward_peak - dinput_bytes),
+        "forward_flops": sum(b.cost.forward_flops for b in blocks),
+        "backward_flops": sum(b.cost.backward_flops for b in blocks),
+        "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks),
+        "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks),
+        "launches": sum(b.cost.launches for b in blocks),
+    }
+
+
+class _Lives:
+    """When the values between a stage's blocks are made and read last. Shared nodes are made before the first block."""
+
+    def __init__(self, blocks: Sequence[Block], given: Storages, out: Storages, parameters: Sequence[Storages]):
+        self.made: dict[int, int] = {}  # storage -> block
+        self.read: dict[int, int] = {}  # storage -> last block
+        self.size: Storages = {}
+        self.gradients: Storages = {}
+        for i, block in enumerate(blocks):
+            self.read.update(dict.fromkeys(storages(block.inputs), i))
+            values = {**storages(block.inputs), **storages(block.outputs)}
+            self.size.update((key, size) for key, size in values.items() if key not in given)
+            self.gradients.update(storages(block.outputs, with_gradient=True))
+            for key in storages(block.outputs):
+                self.made.setdefault(key, i)
+        self.end = {**self.read, **dict.fromkeys(out, len(blocks))}
+        self.parameters = _spans(parameters)
+
+    def before(self, block: int) -> Storages:
+        """Alive when a block begins, its own inputs included."""
+        return {k: size for k, size in self.size.items() if self.made.get(k, -1) < block <= self.end.get(k, -1)}
+
+    def gradients_behind(self, block: int) -> int:
+        """Bytes that later blocks have left for this one and those before it: gradients of values, and parts of
+        gradients of parameters that several blocks use."""
+        values = (size for k, size in self.gradients.items() if self.made[k] <= block < self.read.get(k, -1))
+        return sum(values) + sum(size for first, last, size in self.parameters if first <= block < last)
+
+
+def _spans(parameters: Sequence[Storages]) -> list[tuple[int, int, int]]:
+    """(first block, last block, bytes) of each parameter that several blocks use."""
+    users: dict[int, list[int]] = {}
+    size: Storages = {}
+    for i, own in enumerate(parameters):
+        size.update(own)
+        for key in own:
+            users.setdefault(key, []).append(i)
+    return [(min(found), max(found), size[key]) for key, found in users.items() if len(found) > 1]
