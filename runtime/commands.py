@@ -81,7 +81,7 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `manifest.Progress` in plain JSON."""
+    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `Progress` as plain JSON."""
     shards = [_shard_record(row) for row in args["shards"]]
     progress = Progress(**decode(args["progress"]))
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class LocalWorkers(Driver):
             )
         self.scratch = tempfile.mkdtemp(prefix="penstock-")
         self.workers: list[Worker] = []
-        self._stop = weakref.finalize(self, _stop_all, self.workers, self.scratch)
+        self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self.scratch)
         try:
             for device in range(setup.interface.num_devices):
                 self.workers.append(self._start(device))
@@ -191,11 +191,11 @@ class LocalWorkers(Driver):
     ) -> None:
         """Take what has arrived: answers, errors (as `failures`, empty for a process that is gone)."""
         channels = {worker.channel: device for device, worker in waiting.items()}
-        for channel in select.select(list(channels), [], [], timeout_s)[0]:
-            device = channels[channel]
+        for channel in wait(channels, timeout_s):
+            device = channels[channel]  # type: ignore[index]
             del waiting[device]
             try:
-                header, tensors = receive_message(channel)
+                header, tensors = receive_message(self.workers[device].channel)
             except EOFError:
                 failures[device] = {}
                 continue
@@ -294,8 +294,10 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         return  # the caller looks at `poll`
 
 
-def _stop_all(workers: Iterable[Worker], scratch: str) -> None:
-    """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends."""
+def _stop_all(owner: int, workers: Iterable[Worker], scratch: str) -> None:
+    """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends, but not in forks of it."""
+    if os.getpid() != owner:
+        return
     for worker in workers:
         worker.process.kill()
     for worker in workers:

@@ -7,9 +7,9 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, exce
 from __future__ import annotations
 
 import time
-from _queue import SimpleQueue
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from _queue import SimpleQueue
 from collections.abc import Callable, Iterable, MutableSequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -141,12 +141,22 @@ class ThreadStream(Stream):
     """One daemon thread with a queue.
 
     A task that raises puts a `Fault` into `notices`; what is issued behind it or waits for it elsewhere is skipped, and
-    fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor.
+    fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor. `device` is
+    the GPU for which the thread works: CUDA gives each new thread the first one.
     """
 
-    def __init__(self, name: str, notices: SimpleQueue[Any], board: MutableSequence[int], slot: int, num_threads: int):
+    def __init__(
+        self,
+        name: str,
+        notices: SimpleQueue[Any],
+        board: MutableSequence[int],
+        slot: int,
+        num_threads: int,
+        device: torch.device | None = None,
+    ):
         super().__init__(name)
         self.notices, self.board, self.slot, self.num_threads = notices, board, slot, num_threads
+        self.device = device
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"penstock-{name}", daemon=True)
         self.thread.start()
@@ -165,6 +175,8 @@ class ThreadStream(Stream):
     def _run(self) -> None:
         torch.get_num_threads()  # a thread's first use would else overwrite the number set next
         torch.set_num_threads(self.num_threads)
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
         broken = False
         while True:
             task, waits, event, label = self.queue.get()
@@ -173,15 +185,24 @@ class ThreadStream(Stream):
             if event is None:
                 task()
                 continue
-            for other in waits:
-                other.wait()
-                broken |= other.failed
+            broken |= not self._wait_for(waits, label)
             if not broken:
                 broken = not self._execute(task, label)
             del task  # before the event: whoever it wakes may count on the memory that only this task held
             event.failed = broken
             event.set()
             del event, waits
+
+    def _wait_for(self, waits: Iterable[Event], label: Label) -> bool:
+        try:
+            for other in waits:
+                other.wait()
+                if other.failed:
+                    return False
+        except Exception as error:  # the GPU's own errors come to light where somebody waits for it
+            self.notices.put(Fault(label, error))
+            return False
+        return True
 
     def _execute(self, task: Task, label: Label) -> bool:
         self.board[self.slot] = label.line
@@ -219,6 +240,7 @@ class CudaStream(Stream):
         self.timed, self.last = [], None
         self.origin.record(self.stream)  # the stream is idle between steps, so this is now
         self.origin_s = time.perf_counter()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the caller's batch, or a new arena
 
     def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
         event = CudaEvent(self)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from _queue import SimpleQueue
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
