@@ -92,6 +92,7 @@ def compile(
         seed=seed,
         stop_on_nan=stop_on_nan,
         batch=[(name, dims, str(dtype).removeprefix("torch.")) for name, (dims, dtype) in shape.leaves.items()],
+        flags=shape.flags,
         weights=None if weights is None else str(weights),
         evaluation=found.best.draft.graph.eval_error,
     )
@@ -124,6 +125,12 @@ def load(directory: str | Path, model: nn.Module) -> Job:
     an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
     """
     folder = Folder.read(directory)
-    programs = [file.step for file in load_directory(directory, folder.interface)]
+    files = load_directory(directory, folder.interface)
+    programs = [file.step for file in files]
     verify(programs, folder.hardware)
+    evaluation = [file.evaluate for file in files if file.evaluate is not None]
+    if len(evaluation) == len(files):
+        verify(evaluation, folder.hardware)
+    elif folder.settings.evaluation is None:
+        folder.settings.evaluation = "not all of its files have an `evaluate`"
     return Job(model, folder, programs, ties=ties_of(model), directory=directory)

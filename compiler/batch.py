@@ -15,18 +15,20 @@ from .trace_inputs import entry_names, is_spec, legal_name
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Shape and dtype of every leaf of one global batch; `size` is their common first dimension."""
+    """Shape and dtype of every tensor of one global batch; `size` is their common first dimension.
+
+    `flags` are its other leaves (numbers, switches, None) as text: capture makes them part of the programs.
+    """
 
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
     size: int
+    flags: dict[str, str]
 
     @staticmethod
     def of(model: nn.Module, example_inputs: Any) -> BatchShape:
         """Raises `PlanError` unless all tensors share their first dimension."""
-        leaves = {}
-        for name, value in flatten(model, example_inputs).items():
-            shape, dtype = _shape(value)
-            leaves[name] = (shape, dtype)
+        tensors, flags = flatten(model, example_inputs)
+        leaves = {name: _shape(value) for name, value in tensors.items()}
         if not leaves:
             raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
         sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
@@ -34,10 +36,10 @@ class BatchShape:
         for name, found in sizes.items():
             if found != size or found == 0:
                 raise PlanError(
-                    f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every input "
-                    f"is cut into micro-batches along its first dimension; expand {name!r} to {size} rows"
+                    f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every "
+                    f"input is cut into micro-batches along its first dimension; expand {name!r} to {size} rows"
                 )
-        return BatchShape(leaves, size)
+        return BatchShape(leaves, size, flags)
 
     def check_divisible(self, micro_batches: int) -> None:
         if micro_batches < 1 or self.size % micro_batches:
@@ -50,8 +52,8 @@ class BatchShape:
             )
 
     def check(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch's leaves by name. Raises `BatchError` where names, shapes or dtypes differ from the compiled ones."""
-        found = flatten(model, batch)
+        """The batch's tensors by name. Raises `BatchError` where names, shapes, dtypes or flags are not the compiled."""
+        found, flags = flatten(model, batch)
         missing = [name for name in self.leaves if name not in found]
         if missing:
             raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
@@ -66,6 +68,13 @@ class BatchShape:
                 raise BatchError(
                     f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{list(shape)}; "
                     "pad or cut the batch, or compile again for the new shape"
+                )
+        for name in sorted(self.flags.keys() | flags.keys()):
+            now, then = (given.get(name, "absent") for given in (flags, self.flags))
+            if now != then:
+                raise BatchError(
+                    f"batch[{name!r}] is {now}, compiled as {then}; what is no tensor is part of the programs: compile "
+                    "again for another value"
                 )
         return found
 
@@ -82,9 +91,10 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
     return example_inputs
 
 
-def flatten(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Tensor leaves by the placeholder names that capture gives them."""
+def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Tensors by the placeholder names that capture gives them, and the text of every other leaf."""
     found: dict[str, Any] = {}
+    flags: dict[str, str] = {}
 
     def walk(name: str, value: Any) -> None:
         if is_spec(value) or isinstance(value, torch.Tensor):
@@ -95,6 +105,8 @@ def flatten(model: nn.Module, batch: Any) -> dict[str, Any]:
         elif isinstance(value, (tuple, list)):
             for i, item in enumerate(value):
                 walk(f"{name}.{i}", item)
+        else:
+            flags[legal_name(name)] = repr(value)
 
     if isinstance(batch, Mapping) and not is_spec(batch):
         walk("", batch)
@@ -103,7 +115,7 @@ def flatten(model: nn.Module, batch: Any) -> dict[str, Any]:
             walk(name, value)
     else:
         walk(entry_names(model, 1)[0], batch)
-    return found
+    return found, flags
 
 
 def _shape(value: Any) -> tuple[tuple[int, ...], torch.dtype]:

@@ -33,6 +33,7 @@ class Settings(BaseModel):
     seed: int
     stop_on_nan: bool = True
     batch: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype of every leaf of the global batch
+    flags: dict[str, str] = {}  # the batch's other leaves as text
     weights: str | None = None  # directory of safetensors
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
 

@@ -6,6 +6,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime import checkpoint, pretrained
 from ..codegen.file import device_file
-from ..runtime.commands import split
+from ..runtime import pretrained
+from ..runtime.checkpoint import open_checkpoint
 from ..runtime.drivers import Driver, Setup
-from ..runtime.errors import NonFiniteLoss, PlanError
+from ..runtime.errors import NonFiniteLoss, PlanError, WorkerError
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
-from ..runtime.program import Program, StageSpec
-from ..runtime.plain_json import encode
-from ..runtime.rng_state import restore_rng_state, rng_state
+from ..runtime.program import Program
+from ..runtime.rng_state import restore_rng_state
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
 from ..runtime.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
 from .batch import BatchShape
 from .folder import Folder
+from .job_state import Held, load_checkpoint, save_checkpoint, stage_states, state_dict_of, sync_model
 from .report import explain
 from .strategies import PassRecord
 
@@ -80,8 +81,10 @@ class Job:
         self._directory = Path(directory) if directory is not None else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._driver: Driver | None = None
+        self._broken = ""  # why the devices hold half of something
+        self._ended = False  # closed behind a step: nothing that was trained is left
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
-        self._shape = BatchShape(leaves, next(iter(leaves.values()))[0][0])
+        self._shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
 
     # --- what it is
 
@@ -108,10 +111,15 @@ class Job:
     def step(self, batch: Any) -> Tensor:
         """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
 
-        Raises `BatchError` for another batch, `NonFiniteLoss`, `WorkerError`, `BudgetExceeded`.
+        Behind `close` it begins a new run, from the model's own weights. Raises `BatchError` for another batch, before
+        anything has run; `NonFiniteLoss` behind a whole step; `WorkerError` or `BudgetExceeded` where the step broke
+        off: then only `resume` or `close` is possible.
         """
         leaves = self._shape.check(self.model, batch)
-        result = self.driver.step(leaves)
+        self._ended = False
+        driver = self.driver
+        with self._breaking():
+            result = driver.step(leaves)
         loss = torch.stack([value.detach().float() for value in result.values["loss"]]).mean()
         self.step_count += 1
         self.last = self._report(float(loss), result.report)
@@ -129,7 +137,10 @@ class Job:
                 f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
                 "job.sync() and evaluate the model itself"
             )
-        result = self.driver.evaluate(self._shape.check(self.model, batch))
+        leaves = self._shape.check(self.model, batch)
+        driver = self.driver
+        with self._breaking():
+            result = driver.evaluate(leaves)
         return Outputs({name: _joined(values) for name, values in result.values.items() if values})
 
     def timeline(self) -> Timeline:
@@ -138,12 +149,22 @@ class Job:
 
     @property
     def driver(self) -> Driver:
-        """Starts the devices at the first use, and gives them their weights."""
+        """The running devices; at the first use they are started and given their weights.
+
+        Raises `WorkerError` where they broke off, `PlanError` where a run was ended by `close`.
+        """
+        if self._broken or (self._driver is not None and self._driver.closed):
+            raise WorkerError(
+                f"the devices broke off and may hold half a step ({self._broken or 'they were stopped'}). Go on from a "
+                "checkpoint with job.resume(directory), or start anew behind job.close()"
+            )
+        if self._ended:
+            raise PlanError(
+                "the job was closed, and what it had trained went with its devices: read, evaluate and save before "
+                "job.close(); go on from a checkpoint with job.resume(directory), or start anew with job.step(batch)"
+            )
         if self._driver is None:
-            if self._directory is None:
-                self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
-                self._directory = self.folder.write(self._scratch.name)
-            driver = start_driver(self._setup(self._directory))
+            driver = self._start()
             try:
                 source = self._source()
                 for spec in self.folder.interface.stages.values():
@@ -153,6 +174,23 @@ class Job:
                 raise
             self._driver = driver
         return self._driver
+
+    def _start(self) -> Driver:
+        """The devices, without weights yet, at step 0."""
+        if self._directory is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
+            self._directory = self.folder.write(self._scratch.name)
+        self.step_count, self.last = 0, None
+        return start_driver(self._setup(self._directory))
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Behind an error in here the devices no longer agree on anything."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise
 
     def _setup(self, directory: Path) -> Setup:
         settings = self.folder.settings
@@ -176,38 +214,28 @@ class Job:
                 if names:
                     warnings.warn(f"weights {directory}: {len(names)} {what}: {', '.join(names[:6])}", stacklevel=2)
             return found
-        if any(p.is_meta for p in self.model.parameters()):
+        if not self._has_source():
             raise PlanError(
                 "the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are"
             )
         return LiveWeights(self.model)
 
+    def _has_source(self) -> bool:
+        return self.folder.settings.weights is not None or not any(p.is_meta for p in self.model.parameters())
+
     # --- state
 
-    def states(self) -> Iterator[tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]]:
+    def states(self) -> Iterator[Held]:
         """One stage at a time: its spec, weights (fp32) and buffers."""
-        for stage, device in self.driver.setup.stage_devices.items():
-            _, tensors = self.driver.call("stage_state", device, {"stage": stage, "optimizer": False})
-            parts = split(tensors)
-            yield self.folder.interface.stages[stage], parts.get("weights", {}), parts.get("buffers", {})
+        return stage_states(self.driver, self.folder.interface)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
-        found: dict[str, Tensor] = {}
-        for _, weights, buffers in self.states():
-            for name, tensor in (weights | buffers).items():
-                found.setdefault(self._ties.get(name, name), tensor)
-        for alias, name in self._ties.items():
-            if name in found:
-                found[alias] = found[name]
-        known = self.model.state_dict(keep_vars=True)
-        return {name: found[name] for name in known if name in found}
+        return state_dict_of(self.model, self._ties, self.states())
 
     def sync(self) -> None:
         """Give the user's own model the trained weights and buffers, in place; a meta model becomes real."""
-        for _, weights, buffers in self.states():
-            for name, tensor in (weights | buffers).items():
-                _assign(self.model, name, tensor, [a for a, n in self._ties.items() if n == self._ties.get(name, name)])
+        sync_model(self.model, self._ties, self.states(), self._source() if self._has_source() else None)
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Weights as safetensors that `from_pretrained` loads, one stage in memory at a time.
@@ -215,7 +243,8 @@ class Job:
         Under torchrun the first rank writes; the others take part.
         """
         if self.driver.is_main:
-            return pretrained.save_pretrained(directory, self.states(), self.model, source=self._source())
+            source = self._source() if self._has_source() else None
+            return pretrained.save_pretrained(directory, self.states(), self.model, source=source)
         for _ in self.states():
             pass
         return Path(directory)
@@ -223,75 +252,40 @@ class Job:
     def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
         """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` (the position in the data).
 
-        Atomic: an older checkpoint of that name stays until the new one is complete.
+        Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
         """
-        driver = self.driver
-        need_bytes = int((4 + self.folder.interface.state_bytes_per_param) * self._num_trained())
-        begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
-        temporary = begun["temporary"]
-        try:
-            shards, groups, schedulers = [], {}, {}
-            for stage, device in driver.setup.stage_devices.items():
-                args = {"stage": stage, "temporary": temporary, "ties": self._ties}
-                answer, _ = driver.call("write_shard", device, args)
-                shards.append(answer["record"])
-                groups.update(answer["group"])
-                schedulers.update(answer["scheduler"] or {})
-            counters, _ = driver.call("counters", 0)
-            progress = {
-                "step": counters["step"],
-                "seed": counters["seed"],
-                "optimizer": groups,
-                "scheduler": schedulers,
-                "loss_scale": {"state": counters["loss_scale"]} if counters["loss_scale"] else {},
-                "data": dict(data or {}),
-                "rng": rng_state(),
-            }
-            done, _ = driver.call(
-                "commit_checkpoint",
-                0,
-                {
-                    "temporary": temporary,
-                    "directory": str(directory),
-                    "shards": shards,
-                    "progress": encode(progress, "progress"),
-                    "ties": self._ties,
-                },
-            )
-            return Path(done["path"])
-        except BaseException:
-            if not driver.closed:
-                driver.call("abort_checkpoint", 0, {"temporary": temporary})
-            raise
+        return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, data or {})
 
     def resume(self, directory: str | Path) -> dict[str, Any]:
-        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`."""
-        found = checkpoint.open_checkpoint(directory)
-        found.require(*self.folder.interface.stages.values())
-        progress = found.progress
-        for stage, device in self.driver.setup.stage_devices.items():
-            args = {
-                "stage": stage,
-                "directory": str(directory),
-                "group": dict(progress.optimizer),
-                "scheduler": dict(progress.scheduler) or None,
-            }
-            self.driver.call("read_shard", device, args)
-        counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
-        for device in range(self.folder.interface.num_devices):
-            self.driver.call("load_counters", device, counters)
-        restore_rng_state(progress.rng)
-        self.step_count = progress.step
-        return dict(progress.data)
+        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`.
 
-    def _num_trained(self) -> int:
-        return sum(spec.trained_params for spec in self.folder.interface.stages.values())
+        Also behind an error or `close`: the devices are then started again. A checkpoint that is damaged or of another
+        model raises `CheckpointError`; where that shows only while devices read it, they need a whole one before they
+        can go on.
+        """
+        found = open_checkpoint(directory)
+        found.require(*self.folder.interface.stages.values())
+        if self._broken or (self._driver is not None and self._driver.closed):
+            self.close()
+        if self._driver is None:
+            self._driver = self._start()
+        self._broken, self._ended = "", False
+        with self._breaking():
+            load_checkpoint(self._driver, self.folder.interface, found, directory)
+        restore_rng_state(dict(found.progress.rng))
+        self.step_count = found.progress.step
+        return dict(found.progress.data)
 
     def close(self) -> None:
-        """Stop the devices. A later step would start anew from the model's own weights."""
+        """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
+
+        A later `step` begins a new run from the model's own weights, `resume` goes on from a checkpoint.
+        """
         driver, self._driver = self._driver, None
         if driver is not None:
+            self._ended = self._ended or self.step_count > 0
             driver.close()
+        self._broken = ""
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch, self._directory = None, None
@@ -313,19 +307,3 @@ class Job:
 
 def _joined(values: list[Tensor]) -> Tensor:
     return torch.stack(values).mean(0) if values[0].dim() == 0 else torch.cat(values)
-
-
-def _assign(model: nn.Module, name: str, tensor: Tensor, aliases: list[str]) -> None:
-    owner_path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_path)
-    old = getattr(owner, leaf)
-    if not old.is_meta:
-        with torch.no_grad():
-            old.copy_(tensor)
-        return
-    made: Tensor = tensor.to(old.dtype)
-    if isinstance(old, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=old.requires_grad)
-    for path in {name, *aliases}:
-        owner_path, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner_path), leaf, made)

@@ -162,8 +162,8 @@ def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[
     names, many, required = _positional(model)
     if has_loss_fn and len(batch) > required and len(names) > required:
         raise CaptureError(
-            f"the batch has {len(batch)} entries and {type(model).__name__}.forward({', '.join(names)}) needs {required} "
-            "of them: it is open which of the others are for loss_fn alone; pass the batch as a dict with names"
+            f"the batch has {len(batch)} entries and {type(model).__name__}.forward({', '.join(names)}) needs "
+            f"{required} of them: it is open which of the others are for loss_fn alone; pass the batch as a dict with names"
         )
     if not many and len(batch) > len(names) and not has_loss_fn:
         raise CaptureError(

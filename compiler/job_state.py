@@ -1,0 +1,145 @@
+"""What the devices hold, moved to where a user wants it: a state dict, the user's own model, a checkpoint, and back.
+
+In: a driver whose devices are up. Stages travel one at a time, so that no more than one is in memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import checkpoint
+from ..runtime.checkpoint import Checkpoint
+from ..runtime.commands import split
+from ..runtime.drivers import Driver
+from ..runtime.model_names import named_tensors
+from ..runtime.plain_json import encode
+from ..runtime.program import Interface, StageSpec
+from ..runtime.rng_state import rng_state
+from ..runtime.weights import WeightSource
+
+Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
+
+
+def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
+    """One stage at a time: its spec, weights (fp32) and buffers."""
+    for stage, device in driver.setup.stage_devices.items():
+        _, tensors = driver.call("stage_state", device, {"stage": stage, "optimizer": False})
+        parts = split(tensors)
+        yield interface.stages[stage], parts.get("weights", {}), parts.get("buffers", {})
+
+
+def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:
+    """The keys of `model.state_dict()`; what no stage holds keeps the model's own value, unless that is on meta."""
+    found: dict[str, Tensor] = {}
+    for _, weights, buffers in states:
+        for name, tensor in (weights | buffers).items():
+            found.setdefault(ties.get(name, name), tensor)
+    state = {}
+    for name, own in model.state_dict().items():
+        tensor = found.get(ties.get(name, name), own)
+        if not tensor.is_meta:
+            state[name] = tensor
+    return state
+
+
+def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held], source: WeightSource | None) -> None:
+    """Copy the trained values into the model, in place; tensors on meta are replaced, tied ones by one tensor.
+
+    What no stage holds stays as it is; on meta it comes from `source`.
+    """
+    for _, weights, buffers in states:
+        for name, tensor in (weights | buffers).items():
+            _assign(model, ties, name, tensor)
+    if source is not None:
+        for name in [name for name, tensor in named_tensors(model).items() if tensor.is_meta and name not in ties]:
+            _assign(model, ties, name, source.read(name))
+
+
+def _assign(model: nn.Module, ties: Mapping[str, str], name: str, tensor: Tensor) -> None:
+    old = _get(model, name)
+    if not old.is_meta:
+        with torch.no_grad():
+            old.copy_(tensor)
+        return
+    made: Tensor = tensor.to(old.dtype, copy=True)
+    if isinstance(old, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=old.requires_grad)
+    canonical = ties.get(name, name)
+    for path in {name, canonical, *(alias for alias, first in ties.items() if first == canonical)}:
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, made)
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), leaf)
+    return found
+
+
+def save_checkpoint(
+    driver: Driver, interface: Interface, ties: Mapping[str, str], directory: str | Path, data: Mapping[str, Any]
+) -> Path:
+    """Every device writes its stages, the first one the manifest. An older checkpoint stays until this is complete."""
+    trained = sum(spec.trained_params for spec in interface.stages.values())
+    need_bytes = int((4 + interface.state_bytes_per_param) * trained)
+    begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
+    temporary = begun["temporary"]
+    try:
+        shards: list[Any] = []
+        groups: dict[str, Any] = {}
+        schedulers: dict[str, Any] = {}
+        for stage, device in driver.setup.stage_devices.items():
+            answer, _ = driver.call("write_shard", device, {"stage": stage, "temporary": temporary, "ties": dict(ties)})
+            shards.append(answer["record"])
+            groups.update(answer["group"])
+            schedulers.update(answer["scheduler"] or {})
+        progress = _progress(driver, groups, schedulers, data)
+        args = {
+            "temporary": temporary,
+            "directory": str(directory),
+            "shards": shards,
+            "progress": encode(progress, "checkpoint"),
+            "ties": dict(ties),
+        }
+        done, _ = driver.call("commit_checkpoint", 0, args)
+        return Path(done["path"])
+    except BaseException:
+        if driver.is_main:  # a device that is gone could not tidy up
+            checkpoint.abort(Path(temporary))
+        raise
+
+
+def _progress(
+    driver: Driver, groups: Mapping[str, Any], schedulers: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    counters, _ = driver.call("counters", 0)
+    return {
+        "step": counters["step"],
+        "seed": counters["seed"],
+        "optimizer": dict(groups),
+        "scheduler": dict(schedulers),
+        "loss_scale": {"state": counters["loss_scale"]} if counters["loss_scale"] else {},
+        "data": dict(data),
+        "rng": rng_state(),
+    }
+
+
+def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:
+    """Every device takes its stages and counters from the checkpoint. Behind an error they hold a mixture."""
+    progress = found.progress
+    for stage, device in driver.setup.stage_devices.items():
+        args = {
+            "stage": stage,
+            "directory": str(directory),
+            "group": dict(progress.optimizer),
+            "scheduler": dict(progress.scheduler) or None,
+        }
+        driver.call("read_shard", device, args)
+    counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
+    for device in range(interface.num_devices):
+        driver.call("load_counters", device, counters)
