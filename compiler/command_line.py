@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..runtime.errors import DoesNotFit, PenstockError, PlanError
 from .job_options import JobOptions, machine, takes
@@ -56,14 +55,14 @@ def plan(
     if as_json:
         print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
         return
-    from .tables import plan_header, plan_tables
+    from .tables import console, plan_header, plan_tables
 
-    console = Console(highlight=False)
-    console.print(plan_header(job.plan))
+    screen = console()
+    screen.print(plan_header(job.plan))
     for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
-        console.print(table)
+        screen.print(table)
     if out is not None:
-        console.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
+        screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
 
 
 @app.command(
@@ -80,17 +79,17 @@ def simulate(
     timeline = _job_of(directory, options).simulate()
     if trace is not None:
         timeline.to_chrome_trace(trace)
-    from .tables import timeline_json, timeline_tables
+    from .tables import console, timeline_json, timeline_tables
 
     if as_json:
         print(json.dumps(timeline_json(timeline), indent=1))
         return
-    console = Console(highlight=False)
-    console.print(timeline.describe().splitlines()[0])
+    screen = console()
+    screen.print(timeline.describe().splitlines()[0])
     for table in timeline_tables(timeline):
-        console.print(table)
+        screen.print(table)
     if trace is not None:
-        console.print(f"timeline in {trace}: open it at https://ui.perfetto.dev")
+        screen.print(f"timeline in {trace}: open it at https://ui.perfetto.dev")
 
 
 @app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")

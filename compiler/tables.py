@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from ..runtime.hardware import Hardware
@@ -13,6 +15,13 @@ from ..runtime.program import StageSpec
 from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
 from .plan import Plan, Prediction
+
+FILE_WIDTH = 120
+
+
+def console() -> Console:
+    """For tables on stdout: as wide as the terminal, or wide enough for a table in a file."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def plan_header(plan: Plan) -> str:
@@ -30,7 +39,8 @@ def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         yield memory_table(plan.predicted)
         yield amounts_table("moved a step", "link", plan.predicted.moved_bytes)
     if plan.rivals:
-        rows = [(rival.name, rival.reason) for rival in sorted(plan.rivals, key=lambda r: r.step_s or float("inf"))]
+        ranked = sorted(plan.rivals, key=lambda rival: rival.step_s or float("inf"))
+        rows = [(rival.name, rival.reason.partition("; ")[0].partition(" at `")[0]) for rival in ranked]
         yield _table("rivals", ("candidate", "why not"), rows)
 
 
@@ -53,7 +63,8 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         members = list(run)
         first, last = stages[members[0]], stages[members[-1]]
         name = first.name if first is last else f"{first.name} to {last.name}"
-        title = first.title if first is last else f"{first.title} to {last.title.rpartition(' to ')[2]}"
+        ends = (first.title.partition(" to ")[0], last.title.rpartition(" to ")[2])
+        title = first.title if first is last else " to ".join(ends)
         devices = dict.fromkeys(hardware.devices[decisions.devices[i]].name for i in members)
         rows.append((name, " ".join(devices), title, *look[1:]))
     columns = ("stage", "device", "holds", "weights", "live in", "saves", "its tensors", "stepped on")
