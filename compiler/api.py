@@ -20,6 +20,7 @@ from ..runtime.model_names import ties_of
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.verify import verify
 from .batch import BatchShape, micro_batch_spec
+from .fit import check_states_fit
 from .folder import Folder, Settings, print_files
 from .job import Job
 from .plan import Plan
@@ -77,6 +78,7 @@ def compile(
     options = Options(
         precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
     )
+    check_states_fit(model, machine, options)  # before the expensive work
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:

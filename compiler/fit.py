@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ..passes.base import Draft
+from torch import nn
+
+from ..passes.base import Draft, Options
+from ..passes.stages import COMPUTE_DTYPES
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit
+from ..runtime.hardware import Hardware
 from ..runtime.memory import MemoryProfile, profile_memory
-from ..runtime.program import Program
+from ..runtime.program import Program, dtype_bytes
 from ..runtime.text import print_node
 from ..runtime.units import format_bytes
 
@@ -33,6 +37,39 @@ def check_fit(draft: Draft) -> None:
             raise DoesNotFit(
                 _dram_text(draft, host, profiles, need, budget), memory=f"dram{host}", missing_bytes=need - budget
             )
+
+
+def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> None:
+    """Raise `DoesNotFit` where what lasts between steps exceeds all memories together: no plan could help.
+
+    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once.
+    """
+    width = dtype_bytes(COMPUTE_DTYPES[options.precision])
+    params = {id(p): p for p in model.parameters()}.values()
+    trained = sum(p.numel() for p in params if p.requires_grad)
+    parts = {
+        "weights": width * sum(p.numel() for p in params),
+        "masters": 0 if options.precision == "fp32" else 4 * trained,
+        "optimizer states": int(options.state_bytes_per_param * trained),
+    }
+    drams = [hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts))]
+    need = sum(parts.values())
+    missing = need - sum(drams) - sum(device.budget_bytes for device in hardware.devices)
+    if missing <= 0:
+        return
+    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
+    host = hardware.hosts[0]
+    dram = (drams[0] + missing / len(drams)) / host.dram_usable_fraction
+    memories = ", ".join(f"dram{i} {format_bytes(budget)} usable" for i, budget in enumerate(drams))
+    raise DoesNotFit(
+        f"what lasts between steps needs {format_bytes(need)} ({text}); there is {memories}, and "
+        f"{format_bytes(sum(device.budget_bytes for device in hardware.devices))} on the devices: missing "
+        f"{format_bytes(missing)}. Nearest that fits: this hardware with at least "
+        f'dram="{round(dram / 1e9 + 0.5)}GB", or an optimizer with fewer states (now '
+        f"{options.state_bytes_per_param:g} bytes per parameter)",
+        memory="dram0",
+        missing_bytes=missing,
+    )
 
 
 def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget: int) -> str:
