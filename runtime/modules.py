@@ -44,8 +44,16 @@ class Scope(nn.Module):
 class Stage(Scope):
     """What one device computes between two messages: `forward(*inputs)` returns a tuple of the stage's outputs."""
 
+    _device: torch.device | None = None
+
     @property
     def device(self) -> torch.device:
-        """Where the stage's parameters and buffers lie; code that makes tensors out of nothing asks."""
+        """Where the stage runs, as the runtime says, or else where its tensors lie; who makes new tensors asks."""
+        if self._device is not None:
+            return self._device
         tensors = (*self.parameters(), *self.buffers())
         return tensors[0].device if tensors else torch.device("cpu")
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._device = device
