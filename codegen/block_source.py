@@ -6,6 +6,7 @@ their members and their statements are the same text, so nothing but the printer
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class BlockClass:
     def note_arguments(self, texts: Sequence[str], times: int = 1) -> None:
         """Remember what the operands of a call are called."""
         for names, text in zip(self.arguments, texts):
-            names[text.rpartition(".")[2]] += times
+            names[re.sub(r"_\d+$", "", text.rpartition(".")[2])] += times
 
 
 class BlockLibrary:

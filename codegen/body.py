@@ -222,13 +222,13 @@ class Body:
             return RESULT
         is_result = is_last and node.op != "call_module" and code_of(node).startswith("return")
         if is_result and path != self.path and is_under(self.path, path) and _leaves(node, following):
-            return module_name(path)
+            return module_name(path, str(node.meta.get("module_type", "")))
         return op_name(node)
 
     def _called(self, node: fx.Node) -> str:
         """What a value is called, without the number that tells it from others of the name."""
         if node.op == "get_attr":
-            return module_name(str(node.target))
+            return op_name(node)
         if node in self.statements.inlined:
             operand = renamed_operand(node)
             return self._called(operand) if operand is not None else ""

@@ -68,7 +68,7 @@ class Expressions:
 
     def _has_syntax(self, target: Any) -> bool:
         signs = target in INFIX or target in PREFIX or target in IN_PLACE
-        return signs or target in (operator.getitem, operator.setitem, getattr) or _is_tensor_method(target)
+        return signs or target in (operator.getitem, operator.setitem, getattr) or tensor_method(target) is not None
 
     def node(self, node: fx.Node) -> Text:
         """The node's value."""
@@ -89,8 +89,12 @@ class Expressions:
         if node.op == "call_method":
             return self._method(str(node.target), args, kwargs)
         target: Any = node.target
-        if _is_tensor_method(target):
-            return self._method(target.__name__, args, kwargs)
+        method = tensor_method(target)
+        if method is not None:
+            sign = getattr(operator, method, None) if method.startswith("__") and not kwargs else None
+            if sign not in INFIX or len(args) != 2:
+                return self._method(method, args, kwargs)
+            target = sign
         if not kwargs and len(args) == 2 and target in INFIX:
             sign, binding = INFIX[target]
             left, right = self.value(args[0]), self.value(args[1])
@@ -176,8 +180,13 @@ class Expressions:
         return Text(f"{first.within(1)} if self.training else {second.within(1)}", CONDITION)
 
 
-def _is_tensor_method(target: Any) -> bool:
-    return isinstance(target, types.MethodDescriptorType) and getattr(torch.Tensor, target.__name__, None) is target
+def tensor_method(target: Any) -> str | None:
+    """Under which name a function is a method of tensors; `__pow__` is one whose own name is another."""
+    name = getattr(target, "__name__", "")
+    for method in (name, f"__{name}__", f"__r{name}__"):
+        if name and getattr(torch.Tensor, method, None) is target:
+            return method
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .expressions import Text
 INDENT = "    "
 MAX_WIDTH = 110  # of code; comments may stand behind it
 COMMENT_COLUMN = 76
+MIN_WRAPPED = 24  # shorter arguments are not worth lines of their own
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ def statement(left: str, text: Text, comment: str = "", depth: int = 0) -> Line:
     """`left` (such as "x = ") and an expression, wrapped where it is too wide for one line."""
     whole = f"{left}{text.text}"
     room = MAX_WIDTH - 4 * (depth + 2)
-    if len(whole) <= room or text.arguments is None or len(text.arguments) < 2:
+    function, *arguments = text.arguments or ("",)
+    if len(whole) <= room or sum(map(len, arguments)) < MIN_WRAPPED:
         return Line(depth, [whole], comment)
-    function, *arguments = text.arguments
     rows = [""]
     for argument in arguments:
         if rows[-1] and len(rows[-1]) + len(argument) + 2 > room - 4:

@@ -58,7 +58,7 @@ def usable(name: str) -> str:
 def op_name(node: fx.Node) -> str:
     """A name after what the node does."""
     if node.op in ("call_module", "get_attr"):
-        return module_name(str(node.target))
+        return module_name(str(node.target), str(node.meta.get("module_type", "")))
     if node.op == "placeholder":
         return usable(str(node.target))
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "value")
@@ -94,13 +94,10 @@ def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
     return ""
 
 
-def module_name(path: str) -> str:
-    """The last part of a dotted path that says something: `block.0.layer.1` is `layer_1`."""
-    parts = path.split(".")
-    first = len(parts) - 1
-    while first > 0 and parts[first].isdigit():
-        first -= 1
-    return usable("_".join(parts[first:]))
+def module_name(path: str, kind: str) -> str:
+    """The last part of a dotted path, or for a number in a list the module's class: `conv2d`, `layer_norm`."""
+    last = path.rpartition(".")[2]
+    return usable(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind or "value").lower() if last.isdigit() else last)
 
 
 class LiveNames:
