@@ -6,8 +6,11 @@ are pinned.
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,9 +73,28 @@ def masters_layout(spec: StageSpec) -> Layout:
 
 def allocate(num_bytes: int, device: torch.device, pinned: bool = False) -> Tensor:
     """An uninitialised flat buffer; `pinned` asks for page-locked host memory."""
-    if pinned:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    if pinned and num_bytes:
+        return page_locked(num_bytes)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Host memory that a GPU copies from and to by itself, unlocked when the last tensor in it is gone.
+
+    torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see.
+    """
+    pages = mmap.mmap(-1, num_bytes)  # whole pages, shared with no other buffer
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(flat.data_ptr(), num_bytes, 0))
+    lock = weakref.finalize(flat.untyped_storage(), _unlock, cudart, flat.data_ptr(), pages)
+    lock.atexit = False  # the driver unlocks what a process leaves behind, once nothing uses it
+    return flat
+
+
+def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
+    """`pages` is held until here, so that they are still mapped."""
+    cudart.cudaHostUnregister(address)
 
 
 class Arena:

@@ -95,13 +95,13 @@ class DeviceRuntime:
         made = [Box(stream) for _ in issue.results]
 
         def task() -> None:
+            if isinstance(stream, CudaStream):  # here, as what a thread makes is not there before
+                for box in reads:
+                    if box.stream is not None and box.stream is not stream:
+                        stream.hold(_tensors_in(box.value))
             for box, value in zip(made, run(), strict=True):
                 box.value = value
 
-        if isinstance(stream, CudaStream):
-            for box in reads:
-                if box.stream is not None and box.stream is not stream:
-                    stream.hold(_tensors_in(box.value))
         events = self._events
         events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
         return [Handle(box) for box in made]
@@ -120,7 +120,12 @@ class DeviceRuntime:
         piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]
         if self.device.type == "cpu":  # a view: no memory is taken, nothing need be waited for
             return Handle(Box(None, piece))
-        return self._launch(issue, [], lambda: [piece.pin_memory().to(self.device, non_blocking=True)])[0]
+
+        def run() -> list[Any]:
+            host = piece if piece.is_cuda else piece.pin_memory()
+            return [host.to(self.device, copy=True, non_blocking=True)]
+
+        return self._launch(issue, [], run)[0]
 
     def resident(self, name: str) -> Handle:
         self._next("resident")
@@ -317,5 +322,5 @@ class DeviceRuntime:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Grads):
-        return list(value.tensors.values())
+        return [*value.tensors.values(), *([] if value.factor is None else [value.factor])]
     return [value] if isinstance(value, Tensor) else []

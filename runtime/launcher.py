@@ -263,9 +263,14 @@ class LocalWorkers(Driver):
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """This process's environment, its import paths, and settings without which idle threads burn the cores."""
+    """This process's environment, its import paths, and settings without which idle threads burn the cores.
+
+    On GPUs every stream gets a hardware queue of its own: in a shared one, a receive that waits for its peer would hold
+    up computation behind it that the peer waits for.
+    """
     paths = [path or os.getcwd() for path in sys.path]
     return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONSAFEPATH": "1",

@@ -153,11 +153,15 @@ class Account:
 def over_budget(memory: str, budget_bytes: int, need_bytes: int, name: str, op: str, live: Mapping[str, int]) -> str:
     """The text of an exceeded budget: the op, what it needs, and the largest live values."""
     used = sum(live.values())
-    largest = sorted(live.items(), key=lambda item: -item[1])[:8]
-    rows = "\n".join(f"    {format_bytes(size):>10}  {value}" for value, size in largest)
-    more = f"\n    and {len(live) - len(largest)} more" if len(live) > len(largest) else ""
     missing = used + need_bytes - budget_bytes
     return (
         f"{memory}: {name} needs {format_bytes(need_bytes)}, but {format_bytes(used)} of {format_bytes(budget_bytes)} "
-        f"are taken{f' at `{op}`' if op else ''}; missing {format_bytes(missing)}. Live values:\n{rows}{more}"
+        f"are taken{f' at `{op}`' if op else ''}; missing {format_bytes(missing)}. Live values:\n{largest_values(live)}"
     )
+
+
+def largest_values(live: Mapping[str, int], num_rows: int = 8) -> str:
+    """One line per value, the largest first."""
+    largest = sorted(live.items(), key=lambda item: -item[1])[:num_rows]
+    rows = "\n".join(f"    {format_bytes(size):>10}  {value}" for value, size in largest)
+    return rows + (f"\n    and {len(live) - len(largest)} more" if len(live) > len(largest) else "")

@@ -6,6 +6,7 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, exce
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ from .arena import Arena
 from .clipping import LossScale
 from .device import Box, DeviceRuntime
 from .device_file import DeviceFile
-from .errors import BatchError, PenstockError, PlanError, WorkerError
+from .errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
 from .link import Link, group_members, group_memories, message_orders
-from .memory import Account
+from .memory import Account, largest_values
 from .optimizer import OptimizerSpec
 from .program import Interface, Program
 from .stage_store import StageState, StageStore
@@ -98,10 +99,10 @@ class DeviceSession:
             ops.DEVICE: Account(self.spec.name, self.spec.budget_bytes),
             ops.DRAM: Account(f"dram{self.spec.host}", self.dram_budget_bytes),
         }
-        self._stop_growth()
         self._reserve(self.plans["step"])
         self.stores = {stage: self._make_store(stage) for stage in self._homes()}
         self.resident = {name: Box(None, store.weights) for name, store in self.stores.items()}
+        self._growth_before = self._stop_growth()
 
     # --- set-up
 
@@ -128,11 +129,18 @@ class DeviceSession:
         route = routes[issue.op]
         return issue.moved_bytes / self.hardware.bandwidth(*route) + self.hardware.latency_s(*route)
 
-    def _stop_growth(self) -> None:
-        """Hold torch's allocator on a GPU to the budget."""
-        if self.device.type == "cuda":
-            _, total_bytes = torch.cuda.mem_get_info(self.device)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.spec.budget_bytes / total_bytes), self.device)
+    def _stop_growth(self) -> float | None:
+        """Hold torch's allocator to the GPU's memory as described; returns what it was held to before.
+
+        The account holds values to the budget, which leaves a part of that memory to what no account sees: the
+        allocator's rounding and gaps.
+        """
+        if self.device.type != "cuda":
+            return None
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        _, total_bytes = torch.cuda.mem_get_info(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total_bytes), self.device)
+        return before
 
     def _reserve(self, plan: Issues) -> None:
         """Charge what persists, and take the arena."""
@@ -185,7 +193,8 @@ class DeviceSession:
                 self._streams[name] = CudaStream(key, self.device, self.board, slot)
             else:
                 num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1
-                self._streams[name] = ThreadStream(key, self._notices, self.board, slot, num_threads)
+                gpu = self.device if self.spec.kind == "cuda" else None
+                self._streams[name] = ThreadStream(key, self._notices, self.board, slot, num_threads, gpu)
         return self._streams[name]
 
     def _streams_for(self, plan: Issues) -> dict[str, Stream]:
@@ -239,6 +248,12 @@ class DeviceSession:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+        if self._growth_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._growth_before, self.device)
+            self._growth_before = None
+            if self.link is None:  # a step that failed may still use memory that goes back now; peers may never answer
+                with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
+                    torch.cuda.synchronize(self.device)
 
     # --- running a program
 
@@ -314,6 +329,9 @@ class DeviceSession:
         place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
             return type(error)(f"{place}: {error}")
+        if isinstance(error, torch.OutOfMemoryError):
+            live = largest_values(self.accounts[ops.DEVICE].live)
+            return BudgetExceeded(f"{place}: the GPU has no room left: {error}\nAccounted live values:\n{live}")
         return WorkerError(f"{place}: {type(error).__name__}: {error}", device=self.index, line=issue.text)
 
     def _forget_results(self) -> None:

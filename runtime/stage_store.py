@@ -63,7 +63,7 @@ class StageStore:
         if not separate:
             return {name: self.weights[name] for name in self.runner.parameters if name in trained}
         layout = masters_layout(self.spec)
-        views = layout.views(allocate(layout.total_bytes, self._where, self._pinned))
+        views = layout.views(allocate(layout.total_bytes, self._where))  # no GPU ever reads those in DRAM
         return {name: view for name, view in views.items() if name in trained}
 
     def grad_buffer(self) -> dict[str, Tensor]:
