@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from zoo import without_cache, zoo
 
 from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
@@ -75,3 +76,28 @@ def test_a_frozen_half_stays_frozen(tmp_path: Path) -> None:
     assert "nn.Embedding(64, 32).requires_grad_(False)" in text
     assert "self.ln_1.bias.requires_grad_(False)" in text
     assert "self.mlp.c_fc.weight = nn.Parameter(torch.empty(32, 128), requires_grad=False)" in text
+
+
+class OnlyOn(TorchFunctionMode):
+    """Every tensor that a torch function returns lies on one device."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, torch.Tensor) or result.device.type == self.device, func
+        return result
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert", "vit", "mixtral", "wide_resnet"])
+def test_nothing_is_tied_to_the_device_of_the_capture(name: str, tmp_path: Path) -> None:
+    model, batch = made(name)
+    generated = generate(model, batch)
+    file = generated.load(tmp_path)
+    (spec,) = (stage.spec for stage in generated.stages)
+    inputs = [batch[i.name].to("meta") for i in spec.inputs]
+    with OnlyOn("meta"):
+        results = file.build("stage0")(*inputs)
+    assert [tuple(r.shape) for r in results] == [o.shape for o in (*spec.outputs, *spec.extra_outputs)]
