@@ -8,7 +8,7 @@ beside the activations (eq. 5: P_j <= G - S_{j-N}), else at the start of its own
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.errors import PassError
-from ..runtime.memory import profile_memory
+from ..runtime.memory import MemoryProfile, profile_memory
 from ..runtime.program import Program, StageSpec, aligned, infer_all, place_frees
 from .base import Draft, Pass
 
@@ -35,12 +35,14 @@ class InsertFetch(Pass):
 
     def plan(self, draft: Draft) -> Early:
         """Swapped stage to the phases ("forward", "backward") whose fetch is issued one phase early."""
-        decision: Early = {}
+        decision: dict[str, Sequence[str]] = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
             if resident_bytes(program) > budget:
                 stages = [phase.stage for phase in phases(program)]
-                decision.update(look_ahead(program, stages, budget) if self.prefetch else {stage: [] for stage in stages})
+                decision.update(dict.fromkeys(stages, ()))
+                if self.prefetch:
+                    decision.update(look_ahead(program, stages, budget))
         names = [stage.spec.name for stage in draft.stages]
         return {name: list(decision[name]) for name in names if name in decision}
 
@@ -118,9 +120,7 @@ def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, res
     `reserved_bytes` of the budget are taken by what the program does not show. If even no early fetch fits, there is
     none; whoever checks the budgets says what is missing.
     """
-    bare = program.copy()
-    fetch_weights(bare, {stage: [] for stage in stages})
-    profile = profile_memory(bare)
+    profile = profile_swapped(program, {stage: [] for stage in stages})
     limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
     order = phases(program)
     sizes = {phase.stage: aligned(program.interface.stages[phase.stage].weight_bytes) for phase in order}
@@ -133,6 +133,14 @@ def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, res
     for i in sorted(able[:count]):
         early[order[i].stage].append(order[i].kind)
     return early
+
+
+def profile_swapped(program: Program, early: Early) -> MemoryProfile:
+    """Memory of a copy with these fetches, whose gradients leave behind their last backward."""
+    trial = program.copy()
+    trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
+    fetch_weights(trial, early)
+    return profile_memory(trial)
 
 
 def arena_bytes(order: list[Phase], sizes: dict[str, int], stages: Collection[str], early: set[int]) -> int:

@@ -17,7 +17,7 @@ from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program, StageSpec, infer, infer_all, place_frees, values_of
 from .base import Draft, Pass
-from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
+from .insert_fetch import Early, look_ahead, profile_swapped, state_bytes
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
         trial = program.copy()
         rematerialise(trial, set(names))
         early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
-        fetch_weights(trial, early[len(names)])
-        if names is others and profile_memory(trial).peak_bytes[ops.DEVICE] > budget_bytes:
+        peak_bytes = profile_swapped(trial, early[len(names)]).peak_bytes[ops.DEVICE]
+        if names is others and peak_bytes > budget_bytes:
             return able
     return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
 

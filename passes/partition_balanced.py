@@ -3,7 +3,7 @@
 In: blocks with costs. Out: `draft.partition` and `draft.stages`. Dynamic programming over contiguous cuts minimises
 the slowest stage, `min max_j T_j` with `T_j = sum of forward and backward roofline seconds of its blocks`, where
 stage j runs on device j mod N (so unequal GPUs get unequal stages). A stage is admitted if its weights, gradients,
-one micro-batch's saved tensors and all micro-batches' inputs fit the device.
+one rematerialised micro-batch and all micro-batches' inputs, those of the device's other stages too, fit the device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..runtime.errors import DoesNotFit, PassError
-from ..runtime.program import aligned, dtype_bytes
 from ..runtime.units import format_bytes
 from .base import Draft, Pass
-from .blocks import Block, block_time_s
-from .opgraph import value_tensors
-from .stages import COMPUTE_DTYPES, build_stages
+from .blocks import Block, block_time_s, compute_dtype
+from .stage_costs import storages
+from .stages import build_stages
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,9 @@ class PartitionBalanced(Pass):
             )
         slices = Slices(draft)
         counts = [asked] if asked else _counts(num_devices, len(draft.blocks))
+        fewest = slices.fewest()
         for count in counts:
-            cuts = balanced_cuts(slices, count)
+            cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
             if cuts is not None:
                 names = [block.name for block in draft.blocks]
                 return [names[a:b] for a, b in itertools.pairwise(cuts)]
@@ -59,67 +59,105 @@ def _counts(num_devices: int, num_blocks: int) -> list[int]:
     return counts if counts and counts[-1] == num_blocks else [*counts, num_blocks]
 
 
+@dataclass(frozen=True)
+class Need:
+    """Device memory of some consecutive blocks as one stage."""
+
+    work_bytes: int  # weights, gradients, saved tensors of one micro-batch, and the workspace of one block
+    input_bytes: int  # what enters, of one micro-batch
+
+    def total_bytes(self, micro_batches: int, rounds: int) -> int:
+        """With the inputs of all micro-batches for each of the device's `rounds` stages, taken as alike, and two
+        gradients of the size of an input."""
+        return self.work_bytes + (micro_batches * rounds + 2) * self.input_bytes
+
+
 class Slices:
     """Time and memory of blocks[a:b] as one stage on a device."""
 
     def __init__(self, draft: Draft):
-        self.blocks: list[Block] = draft.blocks
+        self.blocks = draft.blocks
         self.devices = draft.hardware.devices
         self.micro_batches = draft.options.micro_batches
-        self.width = dtype_bytes(COMPUTE_DTYPES[draft.options.precision])
         self.time_s = [
             [0.0, *itertools.accumulate(block_time_s(block, device, draft.options.precision) for block in self.blocks)]
             for device in self.devices
         ]
-        self.weights = [0, *itertools.accumulate(self.weight_bytes(block) for block in self.blocks)]
-        self.kept = [0, *itertools.accumulate(self.block_kept(block) for block in self.blocks)]
-        self.input_bytes = [
-            sum(t.numel() * t.element_size() for n in block.inputs for t in value_tensors(n.meta.get("val")))
-            for block in self.blocks
-        ]
-
-    def weight_bytes(self, block: Block) -> int:
-        return aligned(block.param_bytes * self.width // 4)
-
-    def block_kept(self, block: Block) -> int:
-        saved = [
-            t.numel() * t.element_size()
-            for node, saved in zip(block.inputs, block.cost.saved_inputs)
-            if saved
-            for t in value_tensors(node.meta.get("val"))
-        ]
-        return block.cost.kept_bytes + sum(saved)
+        parameters = [_parameters(draft, block) for block in self.blocks]
+        self.needs = [_needs_before(self.blocks, parameters, end) for end in range(len(self.blocks) + 1)]
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         times = self.time_s[stage % len(self.devices)]
         return times[b] - times[a]
 
-    def need_bytes(self, a: int, b: int) -> int:
-        """Weights, gradients, one rematerialised micro-batch and the inputs of all micro-batches."""
-        workspace = max(max(x.cost.backward_peak_bytes, x.cost.forward_peak_bytes) for x in self.blocks[a:b])
-        weights = self.weights[b] - self.weights[a]
-        return 2 * weights + self.kept[b] - self.kept[a] + workspace + self.micro_batches * self.input_bytes[a]
+    def need_bytes(self, a: int, b: int, count: int) -> int:
+        """Of blocks[a:b] as one of `count` stages."""
+        return self.needs[b][a].total_bytes(self.micro_batches, -(-count // len(self.devices)))
 
-    def fits(self, a: int, b: int, stage: int) -> bool:
-        return self.need_bytes(a, b) <= self.devices[stage % len(self.devices)].budget_bytes
+    def fits(self, a: int, b: int, stage: int, count: int) -> bool:
+        return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes
+
+    def fewest(self) -> int | None:
+        """No partition that fits has fewer stages; None if a block alone is too large for every device."""
+        budget = max(device.budget_bytes for device in self.devices)
+        count = start = 0
+        while start < len(self.blocks):
+            ends = range(len(self.blocks), start, -1)
+            start = next((end for end in ends if self.needs[end][start].work_bytes <= budget), -1)
+            if start < 0:
+                return None
+            count += 1
+        return count
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
-        worst = max(range(len(self.blocks)), key=lambda i: self.need_bytes(i, i + 1))
-        need = self.need_bytes(worst, worst + 1)
         budget = max(device.budget_bytes for device in self.devices)
+        needs = [self.need_bytes(i, i + 1, counts[-1]) for i in range(len(self.blocks))]
+        need, name = max(zip(needs, (block.name for block in self.blocks)))
         if need > budget:
             return DoesNotFit(
-                f"block {self.blocks[worst].name!r} alone needs {format_bytes(need)} on a device; the largest has "
-                f"{format_bytes(budget)}, missing {format_bytes(need - budget)}. Nearest that fits: devices of "
-                f"{format_bytes(need)}, or more micro_batches (now {self.micro_batches})",
+                f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "
+                f"missing {format_bytes(need - budget)}. Nearest that fits: devices of {format_bytes(need)}, or more "
+                f"micro_batches (now {self.micro_batches}), which are smaller",
                 memory="device",
                 missing_bytes=need - budget,
             )
         return DoesNotFit(
-            f"no contiguous partition into {', '.join(map(str, counts))} stages fits the devices' memories; "
-            f"with {len(self.blocks)} stages (one block each) the largest needs {format_bytes(need)}",
+            f"no contiguous partition into {', '.join(map(str, counts))} stages fits the devices' memories; the "
+            f"largest block alone needs {format_bytes(need)} of {format_bytes(budget)}. Nearest that fits: "
+            f"stages={len(needs)}, one block each, or devices with more memory",
             memory="device",
         )
+
+
+def _parameters(draft: Draft, block: Block) -> dict[int, int]:
+    """Identity of each parameter to the bytes of its weight and its gradient."""
+    graph = draft.graph
+    found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
+    return {id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad) for p in found}
+
+
+def _needs_before(blocks: list[Block], parameters: list[dict[int, int]], end: int) -> list[Need]:
+    """Per start a < `end` the need of blocks[a:end]: the slice grows to the front, block by block."""
+    sent = {node for block in blocks for node in block.outputs}
+    needs: list[Need] = []
+    weights: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    saved: dict[int, int] = {}  # values between blocks, and shared ones
+    kept = workspace = 0
+    for i in reversed(range(end)):
+        block, cost = blocks[i], blocks[i].cost
+        made = storages(block.outputs)
+        inputs = {key: size for key, size in inputs.items() if key not in made}
+        inputs |= storages(node for node in block.inputs if node in sent or node.op == "placeholder")
+        counted = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
+        saved = {key: size for key, size in saved.items() if key not in counted}
+        saved |= storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
+        kept += cost.kept_bytes
+        weights |= parameters[i]
+        workspace = max(workspace, cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes)
+        between = sum(size for key, size in saved.items() if key not in inputs)
+        needs.append(Need(sum(weights.values()) + kept + between + workspace, sum(inputs.values())))
+    return needs[::-1]
 
 
 def balanced_cuts(slices: Slices, count: int) -> list[int] | None:
@@ -131,15 +169,11 @@ def balanced_cuts(slices: Slices, count: int) -> list[int] | None:
     for stage in range(count):
         for end in range(stage + 1, num_blocks - (count - stage - 1) + 1):
             for start in range(end - 1, stage - 1, -1):
-                if best[stage][start] == math.inf:
-                    continue
                 time_s = slices.stage_time_s(start, end, stage)
                 if time_s >= best[stage + 1][end]:
                     break  # longer stages only get slower
-                if not slices.fits(start, end, stage):
-                    break
                 worst = max(best[stage][start], time_s)
-                if worst < best[stage + 1][end]:
+                if worst < best[stage + 1][end] and slices.fits(start, end, stage, count):
                     best[stage + 1][end], back[stage + 1][end] = worst, start
     if best[count][num_blocks] == math.inf:
         return None
