@@ -49,7 +49,8 @@ class Header:
         lines = [f"{self.model}, on {self.hardware}: {place}"]
         for name, text in rows:
             if text:
-                lines += textwrap.wrap(text, 110, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
+                first, rest = f"{name:<9}", " " * 9
+                lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
         return '"""' + "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
 
 
