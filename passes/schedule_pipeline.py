@@ -259,6 +259,8 @@ class _Emitter:
         return self.arrived[src, wanted]
 
     def backward(self, spec: StageSpec, m: int) -> None:
+        for src, message in self.arriving_gradients(spec, m):
+            self.receive(src, message)
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
         wanted = [i for i in spec.inputs if i.requires_grad]
         *dinputs, self.grads[spec.name] = self.program.emit(
@@ -278,6 +280,18 @@ class _Emitter:
             message = Message(i.name, m, is_gradient=True)
             dst = self.flow.device_of[self.flow.maker[i.name]]
             self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
+
+    def arriving_gradients(self, spec: StageSpec, m: int) -> list[tuple[int, Message]]:
+        """(source, message) of the gradients of this stage's outputs that come from other devices, in the order in
+        which they are made: a late reader's first, whichever value it read. Any other order could be a deadlock."""
+        stages = list(self.face.stages)
+        found = []
+        for out in spec.outputs:
+            for src in self.flow.reading_devices(out.name):
+                maker = self.flow.gradient_stage(out.name, src)
+                if out.requires_grad and out.name != spec.loss and maker is not None:
+                    found.append((stages.index(maker), src, Message(out.name, m, is_gradient=True)))
+        return [(src, message) for _, src, message in sorted(found, key=lambda row: -row[0])]
 
     def contribute(self, message: Message, node: fx.Node) -> None:
         """Add one reader's gradient to those of the later readers on this device."""
