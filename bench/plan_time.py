@@ -1,0 +1,58 @@
+"""Seconds and peak memory of `penstock plan` for models far too big for this machine, interpreter start included.
+
+Run: python bench/plan_time.py
+
+Each row is one run of the command in a process of its own. `cpu_s` is what the process computed: on a machine with
+other work `seconds` is longer, on an idle one about the same. `exit_code` 2 is a model that does not fit, `said` what it
+printed then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+MOBIUS = ["--hardware", "mobius-topo2+2", "--batch", "4"]
+GPT3 = ["--model", "gpt2:n_layer=96,n_embd=12288,n_head=96,n_positions=2048", "--sequence", "2048"]
+CASES: list[tuple[str, list[str], float, float, int]] = [  # name, options, limit in seconds, in GB, exit code
+    ("gpt3-175b, dram 4TB", [*GPT3, *MOBIUS, "--precision", "fp16", "--set", "dram=4TB"], 20, 1.0, 0),
+    ("gpt3-175b, dram 1.5TB", [*GPT3, *MOBIUS, "--precision", "fp16"], 20, 1.0, 2),
+    ("t5-11b", ["--model", "t5-11b", "--sequence", "512", "--precision", "fp16", *MOBIUS], 10, 1.0, 0),
+]
+
+
+def main() -> None:
+    """Print one JSON row per case; exit code 1 where a limit is missed."""
+    met = True
+    for name, options, limit_s, limit_gb, exit_code in CASES:
+        row = measure([sys.executable, "-m", "penstock.compiler.command_line", "plan", *options])
+        row = {"bench": "plan_time", "case": name, **row, "limit_s": limit_s, "limit_gb": limit_gb}
+        row["met"] = row["seconds"] <= limit_s and row["peak_rss_gb"] <= limit_gb and row["exit_code"] == exit_code
+        met = met and row["met"]
+        print(json.dumps(row), flush=True)
+    sys.exit(0 if met else 1)
+
+
+def measure(command: list[str]) -> dict[str, Any]:
+    """Run a command and report on its process."""
+    begin_s = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return {
+        "seconds": round(time.perf_counter() - begin_s, 2),
+        "cpu_s": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_rss_gb": round(usage.ru_maxrss * 1024 / 1e9, 3),
+        "exit_code": process.returncode,
+        "said": said.strip(),
+    }
+
+
+if __name__ == "__main__":
+    main()
