@@ -7,6 +7,7 @@ dict of named output tensors.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import keyword
 import re
@@ -133,9 +134,9 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def legal_name(name: str) -> str:
-    """A Python name: "a.b" becomes "a_b"; never a keyword, never starting with a digit."""
+    """A Python name: "a.b" becomes "a_b"; no keyword or builtin ("input" becomes "input_"), no digit in front."""
     legal = re.sub(r"\W", "_", name)
-    return f"{legal}_" if keyword.iskeyword(legal) else f"input_{legal}" if legal[:1].isdigit() else legal
+    return f"{legal}_" if keyword.iskeyword(legal) or hasattr(builtins, legal) else f"input_{legal}" if legal[:1].isdigit() else legal
 
 
 def entry_names(model: nn.Module, count: int) -> list[str]:

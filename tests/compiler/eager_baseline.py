@@ -16,7 +16,7 @@ from penstock.runtime.commands import unpack_state
 from penstock.runtime.execute import micro_batch_seed, seeded
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer import OptimizerSpec
-from penstock.tests.zoo import zoo
+from penstock.tests.zoo import without_cache, zoo
 
 # With this optimizer the momentum buffers after n steps are a weighted sum of the n gradients, so that comparing them
 # compares the gradient of every parameter in every step; after the first step they are the gradients, bit for bit.
@@ -46,7 +46,7 @@ class Eager:
         loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
         seed: int = 0,
     ):
-        self.model = copy.deepcopy(model).train()
+        self.model = without_cache(copy.deepcopy(model)).train()
         self.micro_batches, self.max_grad_norm, self.seed = micro_batches, max_grad_norm, seed
         self.loss_of = loss_of or loss_of_output
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
