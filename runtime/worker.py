@@ -27,6 +27,7 @@ from .commands import COMMANDS
 from .device_file import open_device_file
 from .errors import WorkerError
 from .hardware import Hardware
+from .heap import keep_freed_memory
 from .link import Link
 from .optimizer import OptimizerSpec
 from .program import Interface
@@ -57,6 +58,8 @@ def build_session(
     if spec.kind == "cuda":
         device = torch.device("cuda", setup["gpu"])
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if setup["num_threads"] is not None:
         torch.get_num_threads()  # the first use would else overwrite the number set next
         torch.set_num_threads(setup["num_threads"])
