@@ -14,7 +14,7 @@ _OWN_MAPPING_BYTES = 2**30  # larger blocks are still mapped alone, and unmapped
 
 
 def keep_freed_memory() -> bool:
-    """From here on, blocks that are freed wait in this process for their next use. False where malloc is not glibc's."""
+    """From here on, freed blocks wait in this process for their next use. False where malloc is not glibc's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -45,7 +45,8 @@ def machine() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
     cpu = found[1].strip() if found else platform.machine()
     ram_gib = psutil.virtual_memory().total / 2**30
-    return f"{cpu}, {os.cpu_count()} cores, {ram_gib:.0f} GiB, torch {torch.__version__}, Python {platform.python_version()}"
+    software = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{cpu}, {os.cpu_count()} cores, {ram_gib:.0f} GiB, {software}"
 
 
 def spread(times_s: list[float]) -> dict[str, float | int]:
