@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..codegen.load import load_directory
 from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
+from ..runtime.device_file import open_directory
 from ..runtime.errors import PlanError
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import ties_of
@@ -83,8 +83,9 @@ def compile(
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
+        kind = machine.devices[0].kind
         low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
-        return trace(model, inputs, loss_fn=loss_fn, autocast=low, param_dtype=low)
+        return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
 
     found = search(capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
@@ -127,7 +128,7 @@ def load(directory: str | Path, model: nn.Module) -> Job:
     an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
     """
     folder = Folder.read(directory)
-    files = load_directory(directory, folder.interface)
+    files = open_directory(directory, folder.interface)
     programs = [file.step for file in files]
     verify(programs, folder.hardware)
     evaluation = [file.evaluate for file in files if file.evaluate is not None]

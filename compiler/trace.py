@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ..passes.cuda_autocast import autocast_as
 from ..passes.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
 from ..runtime.errors import CaptureError
 from .recorder import Recorder
@@ -35,6 +36,7 @@ def trace(
     tracer: str = "auto",
     dynamic: bool = False,
     autocast: torch.dtype | None = None,
+    device_kind: str = "cpu",
     param_dtype: torch.dtype | None = None,
     training: bool = True,
     evaluation: bool = True,
@@ -47,6 +49,7 @@ def trace(
     dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
     autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
         without it may run so too, but a dtype that the model itself reads and casts back to stays what it was.
+    device_kind: "cpu" or "cuda", where the graph will run: autocast has other rules on each.
     param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
@@ -57,7 +60,7 @@ def trace(
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
     if tracer not in ("auto", "recorder", "export"):
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
-    options = TraceOptions(loss_fn, dynamic, autocast, param_dtype, training, evaluation and training)
+    options = TraceOptions(loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training)
     if tracer == "export":
         return _export(model, example_inputs, options)
     try:
@@ -116,7 +119,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
 def _dispatch(options: TraceOptions) -> Iterator[None]:
     """Symbolic sizes need torch's Python dispatcher, or some operators fix them silently."""
     python = enable_python_dispatcher() if options.dynamic else nullcontext()
-    with python, torch.autocast("cpu", dtype=options.autocast) if options.autocast is not None else nullcontext():
+    with python, autocast_as(options.device_kind, options.autocast):
         yield
 
 

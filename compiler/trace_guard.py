@@ -31,6 +31,7 @@ class TraceOptions:
     loss_fn: LossFn | None = None
     dynamic: bool = False
     autocast: torch.dtype | None = None
+    device_kind: str = "cpu"
     param_dtype: torch.dtype | None = None
     training: bool = True
     evaluation: bool = True

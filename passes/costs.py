@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .blocks import Block, BlockCost, compute_dtype
 from .cost_kernels import CUDA_STAND_INS, STAND_INS, Flops, cuda_dropout
+from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
 
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
@@ -42,7 +43,7 @@ def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost
     """Run the block forward with gradients, backward, and forward without, on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind)
-    with mode, torch.random.fork_rng(devices=[]), autocast_of(graph.param_dtype):
+    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.param_dtype):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
         kept = sum(storage.nbytes() for storage in saved)
@@ -61,11 +62,6 @@ def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
     )
-
-
-def autocast_of(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """What a step runs under whose parameters are traced in `dtype`."""
-    return torch.autocast("cpu", dtype=dtype) if dtype in (torch.bfloat16, torch.float16) else nullcontext()
 
 
 class _BlockRun:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from .errors import VerifyError
 from .modules import Stage
-from .program import StageSpec
+from .program import StageSpec, TensorSpec
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -208,7 +208,8 @@ class StageRunner:
         """Evaluation mode, without gradients: all outputs, those that exist only here behind the others."""
         self._set_mode(evaluating=True)
         with torch.no_grad(), self._autocast():
-            return self._detached(self.module(*inputs), inputs)
+            outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
+            return self._detached(outputs, inputs)
 
     # --- inside
 
@@ -224,6 +225,7 @@ class StageRunner:
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
         with seeded(self.device, seed), torch.set_grad_enabled(keep), self._autocast(), hooks:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
+            outputs = _as_planned(outputs, self.spec.outputs, self.precision)
         if measure:
             ours = self._held | {_storage(x) for x in inputs}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
@@ -295,6 +297,15 @@ class StageRunner:
                     f"output {want.name!r} of {name} is {found[1]}{list(found[0])}, "
                     f"its interface says {want.dtype}{list(want.shape)}"
                 )
+
+
+def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: str) -> list[Tensor]:
+    """Under autocast every value crosses a border in the dtype of the plan, whatever this device and this version of
+    torch keep in full precision."""
+    if precision == "fp32":
+        return list(outputs)
+    wanted = [getattr(torch, spec.dtype) for spec in specs]
+    return [o.to(want) if o.is_floating_point() and want.is_floating_point else o for o, want in zip(outputs, wanted)]
 
 
 def _storage(tensor: Tensor) -> int:
