@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import fx
 
 from ..runtime import ops
+from ..runtime.device_file import device_file_name
 from ..runtime.program import Program
 from ..runtime.text import line_numbers, program_lines
 from .block_source import BlockLibrary
@@ -21,7 +22,6 @@ from .paths import camel_case
 from .stage_source import StageSource
 
 BASES = "from penstock.runtime.modules import Scope, Stage"
-INTERFACE_FILE = "interface.json"
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,10 @@ def write_directory(directory: str | Path, files: Mapping[int, str], extras: Map
     """Write `device0.py`, ... and `extras` (file name to text, such as interface.json). Returns the paths written."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {device_file(device): text for device, text in files.items()} | dict(extras)
+    texts = {device_file_name(device): text for device, text in files.items()} | dict(extras)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-def device_file(device: int) -> str:
-    return f"device{device}.py"
 
 
 def _program_text(program: Program) -> str:

@@ -15,8 +15,9 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from ..codegen.file import INTERFACE_FILE, Header, write_directory, write_file
+from ..codegen.file import Header, write_directory, write_file
 from ..passes.base import Draft
+from ..runtime.device_file import INTERFACE_FILE, device_file_name
 from ..runtime.errors import PlanError
 from ..runtime.hardware import Hardware
 from ..runtime.program import Interface, Program
@@ -70,7 +71,7 @@ class Folder:
         interface = _read_interface(folder / INTERFACE_FILE)
         files = {}
         for device in range(interface.num_devices):
-            path = folder / f"device{device}.py"
+            path = folder / device_file_name(device)
             if not path.is_file():
                 raise PlanError(f"{folder} lacks {path.name}, the program of device {device}")
             files[device] = path.read_text(encoding="utf-8")

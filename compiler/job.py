@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..codegen.file import device_file
 from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
+from ..runtime.device_file import device_file_name
 from ..runtime.drivers import Driver, Setup
 from ..runtime.errors import NonFiniteLoss, PlanError, WorkerError
 from ..runtime.launcher import start_driver
@@ -195,7 +195,7 @@ class Job:
     def _setup(self, directory: Path) -> Setup:
         settings = self.folder.settings
         return Setup(
-            files=[directory / device_file(device) for device in sorted(self.folder.files)],
+            files=[directory / device_file_name(device) for device in sorted(self.folder.files)],
             interface=self.folder.interface,
             hardware=self.hardware,
             optimizer=OptimizerSpec.from_json(settings.optimizer),

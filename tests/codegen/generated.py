@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.codegen.file import INTERFACE_FILE, Header, write_directory, write_file
-from penstock.codegen.load import DeviceFile, load_directory
+from penstock.codegen.file import Header, write_directory, write_file
 from penstock.compiler.trace import trace
 from penstock.passes import coarsen
 from penstock.passes.opgraph import OpGraph
 from penstock.passes.stages import Stage, build_stages
+from penstock.runtime.device_file import INTERFACE_FILE, DeviceFile, open_directory
 from penstock.runtime.program import Interface, Program
 
 HEADER = Header(model="a model", hardware="a machine")
@@ -33,7 +33,7 @@ class Generated:
 
     def load(self, folder: Path) -> DeviceFile:
         write_directory(folder, {0: self.text}, {INTERFACE_FILE: self.interface.to_json()})
-        return load_directory(folder)[0]
+        return open_directory(folder)[0]
 
 
 def generate(model: nn.Module, batch: Any, num_stages: int = 1) -> Generated:

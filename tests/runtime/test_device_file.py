@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.codegen.load import load_directory, load_file
+from penstock.runtime.device_file import open_device_file, open_directory
 from penstock.runtime.errors import VerifyError
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
@@ -40,7 +40,7 @@ def test_an_edit_is_what_runs_even_in_the_same_second(generated: Generated, tmp_
     assert "torch.tanh(" in generated.text
     path.write_text(generated.text.replace("torch.tanh(", "torch.sinh("))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = load_directory(tmp_path)[0]
+    again = open_directory(tmp_path)[0]
     assert not torch.equal(run(generated, again, tiny_batch(), training=False)["loss"], before)
     assert torch.equal(run(generated, file, tiny_batch(), training=False)["loss"], before)
     assert again.text == path.read_text()
@@ -58,7 +58,7 @@ def test_an_edit_is_what_runs_even_in_the_same_second(generated: Generated, tmp_
         ("self.register_buffer(", "self.register_buffers(", "self.register_buffers(", "building Stage0 failed"),
         ('("scale", torch', '("scales", torch', "class Stage0", "but Stage0 lacks it"),
         ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage7": Stage0}', "STAGES =", "there are stage0"),
-        ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage0": nn.Linear}', "STAGES =", "not a class of Stage"),
+        ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage0": nn.Linear}', "STAGES =", "building Linear failed"),
     ],
 )
 def test_a_wrong_edit_is_refused_with_its_place(
@@ -66,7 +66,7 @@ def test_a_wrong_edit_is_refused_with_its_place(
 ) -> None:
     path = edit(generated, tmp_path, old, new)
     with pytest.raises(VerifyError, match=message) as caught:
-        load_file(path, generated.interface, 0)
+        open_device_file(path, generated.interface, 0)
     assert caught.value.line == line_of(path, marked)
     assert f"{path}:{caught.value.line}" in str(caught.value)
     assert caught.value.device == 0
@@ -75,15 +75,15 @@ def test_a_wrong_edit_is_refused_with_its_place(
 def test_missing_parts_are_named(generated: Generated, tmp_path: Path) -> None:
     path = edit(generated, tmp_path, 'STAGES = {"stage0": Stage0}\n', "")
     with pytest.raises(VerifyError, match="no STAGES"):
-        load_file(path, generated.interface, 0)
+        open_device_file(path, generated.interface, 0)
     path = edit(generated, tmp_path, "def step(rt, batch):", "def walk(rt, batch):")
     with pytest.raises(VerifyError, match=r"device0.py: .*one function `step"):
-        load_file(path, generated.interface, 0)
+        open_device_file(path, generated.interface, 0)
     path.unlink()
     with pytest.raises(VerifyError, match=r"cannot read .*device0\.py"):
-        load_directory(tmp_path)
+        open_directory(tmp_path)
     with pytest.raises(VerifyError, match=r"holds no interface\.json"):
-        load_directory(tmp_path / "elsewhere")
+        open_directory(tmp_path / "elsewhere")
     (tmp_path / "interface.json").write_text('{"stages": 3}')
     with pytest.raises(VerifyError, match="not an interface"):
-        load_directory(tmp_path)
+        open_directory(tmp_path)
