@@ -3,8 +3,8 @@
 Run: python bench/plan_time.py
 
 Each row is one run of the command in a process of its own. `cpu_s` is what the process computed: on a machine with
-other work `seconds` is longer, on an idle one about the same. `exit_code` 2 is a model that does not fit, `said` what it
-printed then.
+other work `seconds` is longer, on an idle one about the same. `exit_code` 2 is a model that does not fit, `said` what
+it printed then.
 """
 
 from __future__ import annotations

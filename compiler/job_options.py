@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import gc
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -72,6 +74,10 @@ class JobOptions:
 
     def compile(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
         """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone."""
+        with rare_collections():
+            return self._compile(dump)
+
+    def _compile(self, dump: Callable[[str, Draft], None] | None) -> Job:
         hardware = self.machine()
         named = self.named_model()
         weights = named.directory if named.has_weights else None
@@ -125,6 +131,20 @@ class JobOptions:
             return JobOptions(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise PlanError(f"{path}: not what `penstock plan --out` writes beside a job: {error}") from error
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let Python look for garbage cycles rarely: graphs of big models are many objects, and nearly all of them stay.
+
+    A quarter of the time to plan GPT-3 175B, for 10 MB (bench/plan_time.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
