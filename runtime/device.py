@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import ops
 from .clipping import Grads, clip_factor, sum_of_squares
 from .errors import BudgetExceeded, PlanError
 from .execute import micro_batch_seed
@@ -80,8 +79,8 @@ class DeviceRuntime:
             for memory, name, num_bytes in issue.takes:
                 accounts[memory].take(name, num_bytes, issue.text)
             if issue.workspace_bytes:
-                accounts[ops.DEVICE].take("workspace", issue.workspace_bytes, issue.text)
-                accounts[ops.DEVICE].give("workspace")
+                accounts[issue.workspace_memory].take("workspace", issue.workspace_bytes, issue.text)
+                accounts[issue.workspace_memory].give("workspace")
         except BudgetExceeded as error:
             raise Fault(issue, error) from error
         return issue

@@ -32,6 +32,7 @@ class Issue:
     takes: list[tuple[str, str, int]]  # memory, name, bytes
     gives: list[tuple[str, str]]  # taken over in place, or freed
     workspace_bytes: int
+    workspace_memory: str
     moved_bytes: int
     route: tuple[str, str]  # source, target
     micro_batch: int | None
@@ -121,6 +122,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         takes=[] if node.target is ops.fetch else takes,
         gives=[(v.meta["type"].memory, v.name) for v in gone],
         workspace_bytes=work.workspace_bytes,
+        workspace_memory=work.workspace_memory,
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,

@@ -4,7 +4,8 @@ A device's memory holds, added up:
 - what persists across steps (`persistent_bytes`): resident weights and their optimizer states, buffers;
 - the arena: one preallocated block in which fetched weights live (`plan_arena` gives each its offset);
 - every other live value, and the workspace of the op that runs.
-DRAM holds swapped stages (weights, fp32 masters, optimizer states) and offloaded gradients.
+DRAM holds swapped stages (weights, fp32 masters, optimizer states), offloaded gradients, and the workspace of their
+update.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def profile_memory(program: Program) -> MemoryProfile:
             if kind.owned and node.target is not ops.fetch:
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
-        extra = {ops.DEVICE: work_of(program, node).workspace_bytes, ops.DRAM: 0}
+        work = work_of(program, node)
+        extra = {ops.DEVICE: 0, ops.DRAM: 0, work.workspace_memory: work.workspace_bytes}
         result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
         for memory, taken in now.items():
             if taken + extra[memory] > result.peak_bytes[memory]:

@@ -43,8 +43,8 @@ class Work:
     """What one op occupies: a stream, and an amount of exactly one resource.
 
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
-    "dram" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of device memory is
-    held while the op runs. `tag` and `peer` match a send with its receive; `group` names a collective.
+    "dram" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of `workspace_memory`
+    are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a collective.
     """
 
     stream: str
@@ -56,6 +56,7 @@ class Work:
     target: str = ""
     params: int = 0
     workspace_bytes: int = 0
+    workspace_memory: str = DEVICE
     peer: int = -1
     tag: str = ""
     group: str = ""
@@ -476,6 +477,8 @@ def _step_work(ctx: Context, stage: str, grads: Value, norm: Value | None = None
         params=spec.trained_params,
         traffic_bytes=per_param * spec.trained_params,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
+        workspace_bytes=4 * spec.trained_params if ctx.interface.master else 0,  # the gradients in fp32
+        workspace_memory=grads.memory,
     )
 
 

@@ -248,5 +248,5 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
     grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)
-    workspace = work.workspace_bytes if memory == ops.DEVICE else 0
+    workspace = work.workspace_bytes if memory == work.workspace_memory else 0
     return max(0, grown) + workspace, max(0, -grown) + workspace

@@ -196,10 +196,11 @@ class DeviceRun:
                     self._place(found[i], value, node)
         elif produced:
             self._place(produced[0], result, node)
-        workspace = work_of(self.program, node).workspace_bytes
-        if workspace:
-            account, name = self.accounts[f"device{self.program.device}"], f"workspace of {op.name}"
-            account.take(name, workspace, str(print_node(node)))
+        work = work_of(self.program, node)
+        if work.workspace_bytes:
+            memory = ops.DRAM if work.workspace_memory == ops.DRAM else f"device{self.program.device}"
+            account, name = self.accounts[memory], f"workspace of {op.name}"
+            account.take(name, work.workspace_bytes, str(print_node(node)))
             account.give(name)
 
     def _value(self, node: fx.Node, user: fx.Node) -> Any:
