@@ -14,7 +14,7 @@ from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
-from ..runtime.errors import PlanError
+from ..runtime.errors import DoesNotFit, PlanError
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import ties_of
 from ..runtime.optimizer import OptimizerSpec
@@ -23,6 +23,7 @@ from .batch import BatchShape, micro_batch_spec
 from .fit import check_states_fit
 from .folder import Folder, Settings, print_files
 from .job import Job
+from .nearest import with_nearest
 from .plan import Plan
 from .search import Wishes, make_plan, search
 from .trace import trace
@@ -78,8 +79,6 @@ def compile(
     options = Options(
         precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
     )
-    check_states_fit(model, machine, options)  # before the expensive work
-
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
@@ -87,7 +86,12 @@ def compile(
         low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
         return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
 
-    found = search(capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
+    wishes = Wishes(strategy, count, shape.size, options, dump, decided)
+    try:
+        check_states_fit(model, machine, options)  # before the expensive work
+        found = search(capture, machine, wishes)
+    except DoesNotFit as miss:
+        raise with_nearest(miss, capture, machine, wishes) from None
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     settings = Settings(
         optimizer=spec.to_json(),

@@ -52,7 +52,7 @@ class BatchShape:
             )
 
     def check(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch's tensors by name. Raises `BatchError` where names, shapes, dtypes or flags are not the compiled."""
+        """The batch's tensors by name. Raises `BatchError` for other names, shapes, dtypes or flags than compiled."""
         found, flags = flatten(model, batch)
         missing = [name for name in self.leaves if name not in found]
         if missing:

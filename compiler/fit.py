@@ -1,4 +1,4 @@
-"""Will it fit: every memory's peak against its budget, before anything starts, and the nearest thing that fits."""
+"""Will it fit: every memory's peak against its budget, before anything starts. What would: see nearest.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..runtime.units import format_bytes
 
 
 def check_fit(draft: Draft) -> None:
-    """Raise `DoesNotFit` naming the memory, what fills it, the missing bytes and what would fit."""
+    """Raise `DoesNotFit` naming the memory, what fills it and the missing bytes."""
     hardware = draft.hardware
     dram: dict[int, list[MemoryProfile]] = defaultdict(list)
     for program in draft.programs:
@@ -58,15 +58,12 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
     if missing <= 0:
         return
     text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
-    host = hardware.hosts[0]
-    dram = (drams[0] + missing / len(drams)) / host.dram_usable_fraction
     memories = ", ".join(f"dram{i} {format_bytes(budget)} usable" for i, budget in enumerate(drams))
     raise DoesNotFit(
         f"what lasts between steps needs {format_bytes(need)} ({text}); there is {memories}, and "
         f"{format_bytes(sum(device.budget_bytes for device in hardware.devices))} on the devices: missing "
-        f"{format_bytes(missing)}. Nearest that fits: this hardware with at least "
-        f'dram="{round(dram / 1e9 + 0.5)}GB", or an optimizer with fewer states (now '
-        f"{options.state_bytes_per_param:g} bytes per parameter)",
+        f"{format_bytes(missing)}. An optimizer with fewer states needs less (now "
+        f"{options.state_bytes_per_param:g} bytes per parameter).",
         memory="dram0",
         missing_bytes=missing,
     )
@@ -81,10 +78,9 @@ def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget:
     where = f" at `{print_node(at)}`" if at is not None else ""
     count = draft.options.micro_batches
     return (
-        f"{device.name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing {format_bytes(peak - budget)}"
-        f"{where}; of that {parts or 'no weights'}. With {len(draft.stages)} stages and {count} micro-batches. "
-        f"Nearest that fits: devices with {format_bytes(round(peak / device.usable_fraction))} of memory, more stages, "
-        f"or more and smaller micro-batches"
+        f"{device.name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing "
+        f"{format_bytes(peak - budget)}{where}; of that {parts or 'no weights'}. With {len(draft.stages)} stages and "
+        f"{count} micro-batches."
     )
 
 
@@ -95,10 +91,8 @@ def _dram_text(draft: Draft, host: int, profiles: list[MemoryProfile], need: int
             parts[what] += num_bytes
     parts["gradients on their way"] = need - sum(parts.values())
     text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
-    fraction = draft.hardware.hosts[host].dram_usable_fraction
-    nearest = f'dram="{round(need / fraction / 1e9 + 0.5)}GB"'
     return (
         f"dram{host} has {format_bytes(budget)} usable and needs {format_bytes(need)}, missing "
-        f"{format_bytes(need - budget)}: {text}. Nearest that fits: this hardware with {nearest}, or an optimizer with "
-        f"fewer states (now {draft.options.state_bytes_per_param:g} bytes per parameter)"
+        f"{format_bytes(need - budget)}: {text}. An optimizer with fewer states needs less (now "
+        f"{draft.options.state_bytes_per_param:g} bytes per parameter)."
     )

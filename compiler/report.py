@@ -34,8 +34,9 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         tier = "DRAM, fetched for each use" if spec.name in decisions.fetch else "on the device"
         saved = "rematerialised" if spec.name in decisions.rematerialise else "kept"
         lines.append(
-            f"  {spec.name:8} {hardware.devices[device].name:6} {spec.title}: weights {format_bytes(spec.weight_bytes)} "
-            f"{tier}; saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
+            f"  {spec.name:8} {hardware.devices[device].name:6} {spec.title}: "
+            f"weights {format_bytes(spec.weight_bytes)} {tier}; "
+            f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
     return "\n".join(lines)
 
@@ -63,8 +64,8 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     links = max((share * timeline.step_s for share in timeline.link_busy.values()), default=0.0)
     lines = [
         f"no schedule of these stages is faster than its busiest device's computation, {format_seconds(compute)}, "
-        f"or its busiest link, {format_seconds(links)}; this one takes {timeline.step_s / max(compute, links):.2f}x the "
-        "larger",
+        f"or its busiest link, {format_seconds(links)}; this one takes "
+        f"{timeline.step_s / max(compute, links):.2f}x the larger",
         f"if one part were {FASTER:g}x as fast:",
     ]
     for what, machine in _faster(hardware):

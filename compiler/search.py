@@ -10,6 +10,7 @@ from typing import Any
 from ..passes.base import Draft, Options, Pass
 from ..passes.coarsen import Coarsen
 from ..passes.insert_fetch import fetch_weights
+from ..passes.opgraph import OpGraph
 from ..passes.partition_balanced import PartitionBalanced
 from ..passes.schedule_pipeline import evaluation_programs
 from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
@@ -24,7 +25,7 @@ from .fit import check_fit
 from .plan import Decisions, Plan, Prediction, Rival
 from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, run_passes
 
-Trace = Callable[[int], Any]  # number of micro-batches -> op graph of one micro-batch
+Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 
 
@@ -54,7 +55,17 @@ class Wishes:
 
 
 @dataclass
+class Miss:
+    """A candidate that could not be compiled: a memory is too small, or a pass refused."""
+
+    name: str
+    error: PenstockError
+
+
+@dataclass
 class Found:
+    """What the search chose, and what it beat."""
+
     best: Candidate
     rivals: list[Rival] = field(default_factory=list)
 
@@ -65,27 +76,48 @@ def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> Found:
     Raises `DoesNotFit` with the nearest miss if none fits.
     """
     best: Candidate | None = None
-    rivals: list[Rival] = []
-    misses: list[PenstockError] = []
-    for name, passes, draft in _candidates(trace, hardware, wishes):
-        try:
-            candidate = compile_candidate(name, draft, passes, wishes)
-        except (DoesNotFit, PassError) as error:
-            misses.append(error)
-            rivals.append(Rival(name=name, reason=str(error).split("\n")[0]))
-            continue
-        loser = candidate
-        if best is None or candidate.timeline.step_s < best.timeline.step_s:
-            best, loser = candidate, best  # type: ignore[assignment]
-        if loser is not None:
-            rivals.append(Rival(name=loser.name, step_s=loser.timeline.step_s, reason="slower"))
+    slower: list[tuple[str, float]] = []
+    misses: list[Miss] = []
+    for tried in attempts(trace, hardware, wishes):
+        if isinstance(tried, Miss):
+            misses.append(tried)
+        elif best is None:
+            best = tried
+        else:
+            loser = tried
+            if tried.timeline.step_s < best.timeline.step_s:
+                best, loser = tried, best
+            slower.append((loser.name, loser.timeline.step_s))
     if best is None:
         raise _nearest(misses)
-    for rival in rivals:
-        if rival.step_s is not None:
-            more = rival.step_s / best.timeline.step_s - 1
-            rival.reason = f"{more:.1%} slower ({format_seconds(rival.step_s)})"
-    return Found(best, rivals)
+    rivals = [_slower(name, step_s, best.timeline.step_s) for name, step_s in slower]
+    return Found(best, rivals + [Rival(name=m.name, reason=str(m.error).split("\n")[0]) for m in misses])
+
+
+def _slower(name: str, step_s: float, best_s: float) -> Rival:
+    reason = f"{step_s / best_s - 1:.1%} slower ({format_seconds(step_s)})"
+    return Rival(name=name, step_s=step_s, reason=reason if step_s > best_s else "as fast, tried later")
+
+
+def attempts(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Candidate | Miss]:
+    """Compile candidates one by one; numbers of micro-batches that promise less only where none of the others fits."""
+    usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
+    if wishes.micro_batches is not None:
+        usual, last_resort = [wishes.micro_batches], []
+    fits = large = False
+    for i, count in enumerate((*usual, *last_resort)):
+        if large or (fits and i >= len(usual)):
+            return
+        graph = trace(count)
+        large = len(graph.nodes) > LARGE_GRAPH_NODES
+        for name, passes, draft in _candidates(graph, count, hardware, wishes):
+            try:
+                candidate = compile_candidate(name, draft, passes, wishes)
+            except (DoesNotFit, PassError) as error:
+                yield Miss(name, error)
+                continue
+            fits = True
+            yield candidate
 
 
 def compile_candidate(name: str, draft: Draft, passes: Sequence[Pass], wishes: Wishes) -> Candidate:
@@ -146,34 +178,31 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
     )
 
 
-def _candidates(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[tuple[str, list[Pass], Draft]]:
-    counts = [wishes.micro_batches] if wishes.micro_batches else micro_batch_counts(wishes.batch_size, hardware)
-    for i, count in enumerate(counts):
-        options = dataclasses.replace(wishes.options, micro_batches=count)
-        graph = trace(count)
-        if i and len(graph.nodes) > LARGE_GRAPH_NODES:
-            break
-        base = Draft(graph, hardware, options)
-        if wishes.strategy != "auto" or wishes.decided:
-            text = wishes.decided.passes if wishes.decided else wishes.strategy
-            passes = parse_pipeline(text, hardware.num_devices)
-            yield f"{wishes.strategy}, {count} micro-batches", passes, base
-            continue
-        run_passes(base, [Coarsen()])
-        for stages in stage_counts(base):
-            passes = parse_pipeline(
-                PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}"), hardware.num_devices
-            )
-            draft = Draft(graph, hardware, options, blocks=base.blocks)
-            yield f"{stages} stages, {count} micro-batches", passes, draft
+def _candidates(
+    graph: OpGraph, count: int, hardware: Hardware, wishes: Wishes
+) -> Iterator[tuple[str, list[Pass], Draft]]:
+    """Name, pipeline and start of every candidate with this number of micro-batches."""
+    options = dataclasses.replace(wishes.options, micro_batches=count)
+    base = Draft(graph, hardware, options)
+    if wishes.strategy != "auto" or wishes.decided:
+        text = wishes.decided.passes if wishes.decided else wishes.strategy
+        yield f"{wishes.strategy}, {count} micro-batches", parse_pipeline(text, hardware.num_devices), base
+        return
+    run_passes(base, [Coarsen()])
+    for stages in stage_counts(base):
+        line = PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
+        draft = Draft(graph, hardware, options, blocks=base.blocks)
+        yield f"{stages} stages, {count} micro-batches", parse_pipeline(line, hardware.num_devices), draft
 
 
-def micro_batch_counts(batch_size: int, hardware: Hardware) -> list[int]:
-    """Divisors of the batch, as many as devices first (Mobius 3.1: M = N), then up to four times as many."""
+def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
+    """Divisors of the batch: as many as devices first (Mobius 3.1: M = N), then up to four times as many; and those
+    beyond, whose smaller micro-batches may fit where none of these does."""
     devices = hardware.num_devices
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     near = min(divisors, key=lambda m: (abs(m - devices), m))
-    return [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
+    usual = [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
+    return usual, [m for m in divisors if m > max(usual)]
 
 
 def stage_counts(draft: Draft) -> list[int]:
@@ -192,9 +221,9 @@ def stage_counts(draft: Draft) -> list[int]:
     return sorted({n for n in counts if n <= blocks})
 
 
-def _nearest(misses: list[PenstockError]) -> PenstockError:
+def _nearest(misses: list[Miss]) -> PenstockError:
     """The miss by the fewest bytes, or the first one that is not about memory."""
     if not misses:
         return PlanError("no candidate could be built for this model and hardware")
-    fits = [m for m in misses if isinstance(m, DoesNotFit)]
-    return min(fits, key=lambda m: m.missing_bytes or 1 << 62) if fits else misses[0]
+    short = [miss.error for miss in misses if isinstance(miss.error, DoesNotFit)]
+    return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else misses[0].error

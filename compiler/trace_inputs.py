@@ -136,7 +136,9 @@ def _dtype(name: str, dtype: Any) -> torch.dtype:
 def legal_name(name: str) -> str:
     """A Python name: "a.b" becomes "a_b"; no keyword or builtin ("input" becomes "input_"), no digit in front."""
     legal = re.sub(r"\W", "_", name)
-    return f"{legal}_" if keyword.iskeyword(legal) or hasattr(builtins, legal) else f"input_{legal}" if legal[:1].isdigit() else legal
+    if keyword.iskeyword(legal) or hasattr(builtins, legal):
+        return f"{legal}_"
+    return f"input_{legal}" if legal[:1].isdigit() else legal
 
 
 def entry_names(model: nn.Module, count: int) -> list[str]:
@@ -164,7 +166,7 @@ def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[
     if has_loss_fn and len(batch) > required and len(names) > required:
         raise CaptureError(
             f"the batch has {len(batch)} entries and {type(model).__name__}.forward({', '.join(names)}) needs "
-            f"{required} of them: it is open which of the others are for loss_fn alone; pass the batch as a dict with names"
+            f"{required} of them: it is open which of the others are for loss_fn alone; pass the batch as a dict"
         )
     if not many and len(batch) > len(names) and not has_loss_fn:
         raise CaptureError(

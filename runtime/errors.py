@@ -5,6 +5,9 @@ A message names the argument or key, what was found, what is allowed, and the ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class PenstockError(Exception):
     """Base of all errors raised on purpose."""
@@ -19,12 +22,19 @@ class HardwareError(PenstockError):
 
 
 class DoesNotFit(PenstockError):
-    """No plan fits the memories: which memory, by how many bytes, the nearest plan that fits."""
+    """No plan fits the memories: which memory, by how many bytes, the nearest plan that fits.
 
-    def __init__(self, message: str, *, memory: str = "", missing_bytes: int = 0):
+    `nearest` is a change that was tried and fits: arguments of `compile` ("micro_batches", "strategy") or of
+    `Hardware.with_` ("memory", "dram"); empty where none was found.
+    """
+
+    def __init__(
+        self, message: str, *, memory: str = "", missing_bytes: int = 0, nearest: Mapping[str, Any] | None = None
+    ):
         super().__init__(message)
         self.memory = memory
         self.missing_bytes = missing_bytes
+        self.nearest = dict(nearest or {})
 
 
 class PlanError(PenstockError):

@@ -1,0 +1,124 @@
+"""Nothing fits: what is the nearest thing that does? Found by trying, so that following the advice works.
+
+In order of what it costs the user: another strategy, more and smaller micro-batches, more memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log10
+from typing import Any
+
+from ..runtime import ops
+from ..runtime.errors import DoesNotFit, PenstockError
+from ..runtime.hardware import Hardware
+from ..runtime.memory import profile_memory
+from ..runtime.units import format_seconds
+from .search import LARGE_GRAPH_NODES, Candidate, Miss, Trace, Wishes, attempts, search
+
+BOUNDLESS_BYTES = 1 << 60
+TRIES = 8
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """`change`: arguments of `compile`, or of `Hardware.with_`, with which it fits, as `step_s` seconds a step."""
+
+    change: dict[str, Any]
+    step_s: float
+
+    def __str__(self) -> str:
+        words = ", ".join(f'{name}="{v}"' if isinstance(v, str) else f"{name}={v}" for name, v in self.change.items())
+        where = "" if self.change.keys() & {"strategy", "micro_batches"} else "this hardware with "
+        return f"Tried, and fits: {where}{words}, {format_seconds(self.step_s)} a step."
+
+
+def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
+    """The same error with the nearest plan that fits in its text and in its `nearest`."""
+    wishes = dataclasses.replace(wishes, dump=None)
+    found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
+    if found is None:
+        return miss
+    message = f"{str(miss).rstrip('.')}. {found}"
+    return DoesNotFit(message, memory=miss.memory, missing_bytes=miss.missing_bytes, nearest=found.change)
+
+
+def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
+    if not miss.memory.startswith("dram"):  # DRAM holds what no strategy makes smaller
+        if wishes.strategy != "auto" or wishes.decided is not None:
+            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+            yield _searched(trace, hardware, free, {"strategy": "auto"})
+        first = wishes.micro_batches or wishes.batch_size
+        more = range(first + 1, wishes.batch_size + 1)
+        for count in (m for m in more if wishes.batch_size % m == 0):
+            if len(trace(first).nodes) <= LARGE_GRAPH_NODES:
+                smaller = dataclasses.replace(wishes, micro_batches=count, decided=None)
+                yield _searched(trace, hardware, smaller, {"micro_batches": count})
+    yield _more_memory(trace, hardware, wishes)
+
+
+def _searched(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str, Any]) -> Nearest | None:
+    try:
+        return Nearest(change, search(trace, hardware, wishes).best.timeline.step_s)
+    except PenstockError:
+        return None
+
+
+def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """Devices grow by what is missing until something fits with boundless DRAM, which then shrinks to what it needs."""
+    wider = hardware.with_(dram=BOUNDLESS_BYTES)
+    change: dict[str, Any] = {}
+    for _ in range(TRIES):
+        best, missing_bytes = _least_dram(trace, wider, wishes)
+        if best is not None:
+            if (dram_bytes := _dram_bytes(best, hardware)) > min(host.dram_bytes for host in hardware.hosts):
+                change["dram"] = _spell(dram_bytes)
+            return Nearest(change, best.timeline.step_s)
+        if missing_bytes is None:
+            return None
+        largest = max(wider.devices, key=lambda device: device.memory_bytes)
+        more_bytes = ceil(missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
+        change["memory"] = _spell(largest.memory_bytes + more_bytes)
+        wider = wider.with_(memory=change["memory"])
+    return None
+
+
+def _least_dram(trace: Trace, hardware: Hardware, wishes: Wishes) -> tuple[Candidate | None, int | None]:
+    """The candidate that needs the least DRAM, or by how much the nearest one misses a device's memory."""
+    best: Candidate | None = None
+    missing_bytes: int | None = None
+    for tried in attempts(trace, hardware, wishes):
+        if isinstance(tried, Miss):
+            if isinstance(tried.error, DoesNotFit):
+                missing_bytes = min(tried.error.missing_bytes, missing_bytes or tried.error.missing_bytes)
+        elif best is None or _dram_bytes(tried, hardware) < _dram_bytes(best, hardware):
+            best = tried
+            if len(tried.draft.graph.nodes) > LARGE_GRAPH_NODES:
+                break  # each candidate takes seconds
+    return best, missing_bytes
+
+
+def _dram_needs(candidate: Candidate) -> dict[int, int]:
+    """Bytes by host."""
+    needs: dict[int, int] = {}
+    for program in candidate.draft.programs:
+        host = candidate.draft.hardware.devices[program.device].host
+        needs[host] = needs.get(host, 0) + profile_memory(program).peak_bytes[ops.DRAM]
+    return needs
+
+
+def _dram_bytes(candidate: Candidate, hardware: Hardware) -> int:
+    """What every host must have for the candidate."""
+    return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(candidate).items())
+
+
+def _spell(num_bytes: int) -> str:
+    """Three digits, rounded up: "1.87TB"."""
+    step = 10 ** max(0, int(log10(num_bytes)) - 2)
+    rounded = ceil(num_bytes / step) * step
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if rounded >= factor:
+            return f"{rounded / factor:g}{unit}"
+    return f"{rounded}B"
