@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, LEFT, RIGHT, LANE, GAP = 1000, 92, 12, 18, 4
-LANES = ("h2d", "compute", "d2h", "cpu", "recv", "send")
-LANE_NAMES = {"h2d": "fetch", "compute": "compute", "d2h": "offload", "cpu": "optimizer", "recv": "receive"}
+LANES = ("h2d", "compute", "d2h", "cpu", "comm", "send")  # receiving mirrors the other device's sending
+LANE_NAMES = {"h2d": "fetch", "d2h": "offload", "cpu": "optimizer"}
 COLOURS = {
     "forward": "#4c8bd6", "backward": "#e0863a", "fetch": "#3f9d64", "offload": "#8d68c9", "step": "#cf4a5c",
-    "send": "#8b96a3", "recv": "#8b96a3", "evaluate": "#4c8bd6",
+    "send": "#8b96a3", "evaluate": "#4c8bd6",
 }  # fmt: skip
 OTHER_COLOUR = "#b9a15a"
 LABEL_MIN_PX = 11

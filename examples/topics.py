@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-PASSAGE_WORDS = 40
+PASSAGE_WORDS, SHARED_WORDS = 40, 10
 # Chapters of pydoc_data.topics. No chapter here contains another, so no passage stands twice.
 GROUPS: dict[str, tuple[str, ...]] = {
     "strings": ("strings", "string-methods", "formatstrings"),
@@ -37,19 +37,30 @@ class Passage:
 def passages(num_held_out: int = 20, num_trained: int = 100) -> tuple[list[Passage], list[Passage]]:
     """Passages to train on and passages held out: of every group at most `num_trained` and exactly `num_held_out`.
 
-    Both are spread evenly over the group's chapters.
+    Both are spread evenly over the group's chapters. The reference repeats itself here and there: what shares
+    `SHARED_WORDS` in a row with a held-out passage is not trained on.
     """
     from pydoc_data.topics import topics
 
-    training: list[Passage] = []
     held_out: list[Passage] = []
+    others: list[list[Passage]] = []
     for label, chapters in enumerate(GROUPS.values()):
         cut = [Passage(text, label) for chapter in chapters for text in _cut(topics[chapter])]
-        chosen = set(_spread(len(cut), num_held_out))
-        rest = [passage for index, passage in enumerate(cut) if index not in chosen]
-        held_out += [cut[index] for index in sorted(chosen)]
+        chosen = _spread(len(cut), num_held_out)
+        held_out += [cut[index] for index in chosen]
+        others.append([passage for index, passage in enumerate(cut) if index not in set(chosen)])
+    secret = {run for passage in held_out for run in runs_of_words(passage.text)}
+    training: list[Passage] = []
+    for group in others:
+        rest = [passage for passage in group if secret.isdisjoint(runs_of_words(passage.text))]
         training += [rest[index] for index in _spread(len(rest), min(num_trained, len(rest)))]
     return training, held_out
+
+
+def runs_of_words(text: str) -> set[str]:
+    """Every SHARED_WORDS words in a row."""
+    words = text.split()
+    return {" ".join(words[at : at + SHARED_WORDS]) for at in range(len(words) - SHARED_WORDS + 1)}
 
 
 def _cut(chapter: str) -> list[str]:
