@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from .folder import Folder, Settings, print_files
 from .job import Job
 from .nearest import with_nearest
 from .plan import Plan
-from .search import Wishes, make_plan, search
+from .search import Found, Trace, Wishes, make_plan, search
 from .trace import trace
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
@@ -63,35 +64,21 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be positive, or None for no clipping")
+    _check(model, precision, max_grad_norm)
     machine = Hardware.from_any(hardware)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
-    spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
-    options = Options(
-        precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
-    )
-    @functools.cache
-    def capture(num_micro_batches: int) -> OpGraph:
-        inputs = micro_batch_spec(example_inputs, num_micro_batches)
-        kind = machine.devices[0].kind
-        low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
-        return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
-
-    wishes = Wishes(strategy, count, shape.size, options, dump, decided)
-    try:
-        check_states_fit(model, machine, options)  # before the expensive work
-        found = search(capture, machine, wishes)
-    except DoesNotFit as miss:
-        raise with_nearest(miss, capture, machine, wishes) from None
+    with torch.device("cpu"):  # whatever the script's default device is
+        spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
+        options = Options(
+            precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
+        )
+        capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
+        found = _find(model, capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
+    best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     settings = Settings(
         optimizer=spec.to_json(),
@@ -101,12 +88,43 @@ def compile(
         batch=[(name, dims, str(dtype).removeprefix("torch.")) for name, (dims, dtype) in shape.leaves.items()],
         flags=shape.flags,
         weights=None if weights is None else str(weights),
-        evaluation=found.best.draft.graph.eval_error,
+        evaluation=best.draft.graph.eval_error,
     )
-    best = found.best
     files = print_files(model, best.draft, best.evaluation, made)
     folder = Folder(made, machine, best.draft.programs[0].interface, settings, files)
     return Job(model, folder, best.draft.programs, ties=best.draft.graph.ties(), records=best.records)
+
+
+def _check(model: Any, precision: Any, max_grad_norm: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
+    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
+        raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def _capturer(
+    model: nn.Module, example_inputs: Any, loss_fn: Callable[[Any, Any], Any] | None, precision: str, kind: str
+) -> Trace:
+    """Number of micro-batches to the op graph of one of them; each is traced once."""
+    low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
+
+    @functools.cache
+    def capture(num_micro_batches: int) -> OpGraph:
+        inputs = micro_batch_spec(example_inputs, num_micro_batches)
+        return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+
+    return capture
+
+
+def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> Found:
+    try:
+        check_states_fit(model, machine, wishes.options)  # before the expensive work
+        return search(capture, machine, wishes)
+    except DoesNotFit as miss:
+        raise with_nearest(miss, capture, machine, wishes) from None
 
 
 def _count(micro_batches: int | str, shape: BatchShape) -> int | None:
