@@ -6,6 +6,7 @@ stderr and exit code 2; with --debug its traceback too.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..passes.base import Draft
     from .job import Job
 
-ERROR = 2  # exit code
+DIFFERS, ERROR = 1, 2  # exit codes
 
 app = typer.Typer(
     help="Fine-tune models far bigger than your GPUs: plan, look, run.",
@@ -97,6 +98,34 @@ def simulate(
 def explain(options: JobOptions, directory: Written = None) -> None:
     """Why this plan: stages, what bounds the step, what would help, the rivals and why they lost."""
     print(_job_of(directory, options).explain())
+
+
+@app.command(
+    epilog="Example: penstock check --model gpt2:n_layer=4,n_embd=128,n_head=4,vocab_size=2048 --hardware cpu "
+    "--set memory=12MB --batch 8 --sequence 64"
+)
+@takes(JobOptions)
+def check(
+    options: JobOptions,
+    job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
+    from .check_job import check_named, check_written
+
+    report = check_named(options, steps) if job is None else check_written(job, options, steps)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report) | {"passed": report.passed}, indent=1))
+    else:
+        from .tables import check_table, console
+
+        screen = console()
+        screen.print(check_table(report))
+        if report.skipped is not None:
+            screen.print(f"the model itself was not compared: {report.skipped}")
+    if not report.passed:
+        raise typer.Exit(DIFFERS)
 
 
 @app.command("hardware", epilog="Example: penstock hardware rtx4090x4-2rc --set dram=512GB --save box.yaml")

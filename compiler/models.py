@@ -71,6 +71,19 @@ class NamedModel:
         labels = {"shape": [batch], "dtype": "int64"} if self.head == "classification" else tokens
         return {"input_ids": tokens, "attention_mask": tokens, "labels": labels}
 
+    def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Random tokens; the last row ends in padding, so that masks are not all ones."""
+        self.check_sequence(sequence)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, self.config.vocab_size, (batch, sequence), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, sequence - sequence // 4 :] = 0
+        if self.head == "classification":
+            labels = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
+        else:
+            labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
     def check_sequence(self, sequence: int) -> None:
         limit = self.positions
         if limit is not None and sequence > limit:

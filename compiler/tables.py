@@ -14,6 +14,7 @@ from ..runtime.hardware import Hardware
 from ..runtime.program import StageSpec
 from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
+from .check import CheckReport
 from .plan import Plan, Prediction
 
 FILE_WIDTH = 120
@@ -100,6 +101,24 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
         "peak_bytes": dict(timeline.peak_bytes),
         "moved_bytes": {link: moved for link, moved in timeline.moved_bytes.items() if moved},
     }
+
+
+def check_table(report: CheckReport) -> Table:
+    """One row per kind of number, and a verdict."""
+    rows = [
+        (
+            row.what,
+            row.against,
+            f"{row.largest:.3g}",
+            row.where,
+            f"{row.relative:.2g}",
+            f"{row.limit:g}",
+            "equal" if row.passed else "DIFFERS",
+        )
+        for row in report.differences
+    ]
+    columns = ("number", "against", "largest difference", "where", "relative", "allowed", "verdict")
+    return _table(f"the plan against plain PyTorch, {len(report.losses)} steps", columns, rows)
 
 
 def amounts_table(title: str, what: str, amounts: Any) -> Table:
