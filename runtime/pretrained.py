@@ -77,9 +77,13 @@ def begin(directory: str | os.PathLike[str], layout: Layout) -> Path:
     Raises `CheckpointError` where it cannot be written or the disk has not the bytes that are needed.
     """
     temporary = durable.begin(directory, layout.bytes)
-    with durable.disk_errors(temporary, layout.bytes):
-        for name, plan in layout.files.items():
-            create_file(temporary / name, plan)
+    try:
+        with durable.disk_errors(temporary, layout.bytes):
+            for name, plan in layout.files.items():
+                create_file(temporary / name, plan)
+    except BaseException:
+        durable.abort(temporary)
+        raise
     return temporary
 
 
