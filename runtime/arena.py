@@ -18,6 +18,9 @@ from torch import Tensor
 from .program import ParamSpec, StageSpec, aligned
 
 
+Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
+
+
 @dataclass(frozen=True)
 class Place:
     """One tensor inside a flat buffer."""
@@ -46,6 +49,14 @@ class Layout:
             places.append(Place(param.name, param.shape, own, offset, size))
             offset += aligned(size, alignment)
         return Layout(tuple(places), offset)
+
+    def start_of(self, index: int) -> int:
+        """Where the tensor of that number begins; one behind the last is the end."""
+        return self.places[index].offset_bytes if index < len(self.places) else self.total_bytes
+
+    def part(self, first: int, last: int) -> Layout:
+        """The tensors `first` to `last` - 1, where they are."""
+        return Layout(self.places[first:last], self.total_bytes)
 
     def views(self, flat: Tensor, start_bytes: int = 0) -> dict[str, Tensor]:
         """The tensors inside `flat` (uint8), beginning at `start_bytes`."""
@@ -107,7 +118,7 @@ class Arena:
     def __init__(self, device: torch.device):
         self.device = device
         self.flat = allocate(0, device)
-        self._views: dict[tuple[str, int], dict[str, Tensor]] = {}
+        self._views: dict[tuple[str, Pieces], dict[str, Tensor]] = {}
 
     @property
     def bytes(self) -> int:
@@ -123,9 +134,13 @@ class Arena:
     def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
         return self.flat[offset_bytes : offset_bytes + num_bytes]
 
-    def views(self, name: str, layout: Layout, offset_bytes: int) -> dict[str, Tensor]:
-        """The tensors of a stage at this place: always the same dict for the same place."""
-        key = (name, offset_bytes)
+    def views(self, name: str, layout: Layout, pieces: Pieces) -> dict[str, Tensor]:
+        """The tensors of a stage at these places: always the same dict for the same places."""
+        key = (name, pieces)
         if key not in self._views:
-            self._views[key] = layout.views(self.flat, offset_bytes)
+            found: dict[str, Tensor] = {}
+            for offset_bytes, first, last in pieces:
+                part = layout.part(first, last)
+                found |= part.views(self.flat, offset_bytes - layout.start_of(first))
+            self._views[key] = found
         return self._views[key]

@@ -130,16 +130,20 @@ class DeviceRuntime:
         self._next("resident")
         return Handle(self.session.resident[name.partition(".")[0]])
 
-    def fetch(self, name: str) -> Handle:
+    def fetch(self, name: str, begun: Handle | None = None, *, params: int | None = None) -> Handle:
         issue = self._next("fetch")
+        if begun is not None:
+            begun.release()
         stage = name.partition(".")[0]
         store = self.stores[stage]
-        place = self.session.arena.range(issue.offset_bytes, store.layout.total_bytes)
-        views = self.session.arena.views(stage, store.layout, issue.offset_bytes)
+        offset_bytes, first, last = issue.pieces[-1]
+        start, end = store.layout.start_of(first), store.layout.start_of(last)
+        source, place = store.flat[start:end], self.session.arena.range(offset_bytes, end - start)
+        views = self.session.arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
             start_s = time.perf_counter()
-            place.copy_(store.flat, non_blocking=True)
+            place.copy_(source, non_blocking=True)
             self._rest(issue, start_s)
             return [views]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import Persistent, plan_arena, profile_memory
+from .memory import Persistent, fetches_of, plan_arena, profile_memory
 from .order import Memory, build_order
 from .program import Program, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
@@ -36,7 +36,7 @@ class Issue:
     moved_bytes: int
     route: tuple[str, str]  # source, target
     micro_batch: int | None
-    offset_bytes: int  # in the arena
+    pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
     tag: str  # of a message; for a load the name of the input
     peer: int
     stages: list[str]  # of its operands and results, in order
@@ -67,7 +67,6 @@ class Issues:
         return sorted({op.tag for op in self.ops if op.op == "load"})
 
 
-
 StreamOf = Callable[[fx.Node, ops.Work], str]
 
 
@@ -87,7 +86,7 @@ def plan_issues(
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
-        plan.ops[-1].offset_bytes = offsets.get(node, 0)
+        plan.ops[-1].pieces = _pieces(program, node, offsets)
         if node.target in (ops.resident, ops.fetch):
             stage = str(node.args[0]).partition(".")[0]
             plan.homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
@@ -107,7 +106,13 @@ def plan_issues(
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
     assert isinstance(node.target, ops.Op)
     made, read = values_of(node), operands(node)
-    gone = [v for v in read if v.target is not ops.fetch] if node.target is ops.free else donated(node)
+    gone = (
+        [v for v in read if v.target is not ops.fetch]
+        if node.target is ops.free
+        else []
+        if node.target is ops.fetch
+        else donated(node)
+    )
     kinds = [v.meta["type"] for v in made or read]
     takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in made if v.meta["type"].owned]
     micro_batch = node.kwargs.get("micro_batch")
@@ -126,12 +131,23 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-        offset_bytes=0,
+        pieces=(),
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
         stages=[v.meta["type"].stage for v in read if v.meta["type"].stage],
     )
+
+
+def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
+    """Where the parameters lie that are there once this fetch is done, what it brings itself last."""
+    found: list[tuple[int, int, int]] = []
+    for fetch in fetches_of(node):
+        params = fetch.kwargs.get("params")
+        stage = str(fetch.args[0]).partition(".")[0]
+        count = params if isinstance(params, int) else len(program.interface.stages[stage].params)
+        found.append((offsets[fetch], found[-1][2] if found else 0, count))
+    return tuple(found)
 
 
 def _reduce_waits(issues: list[Issue], direct: list[set[int]]) -> None:

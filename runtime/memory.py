@@ -62,13 +62,13 @@ def _empty() -> dict[str, int]:
 
 
 def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
-    """Offsets of all fetched weights in the device's arena (first fit, in issue order), and its size in bytes."""
+    """Offset of what each fetch brings into the device's arena (first fit, in issue order), and the arena's bytes."""
     offsets: dict[fx.Node, int] = {}
-    live: list[tuple[int, int, fx.Node]] = []  # (offset, end, value), sorted by offset
+    live: list[tuple[int, int, fx.Node]] = []  # (offset, end, fetch), sorted by offset
     size = 0
     for node in program.ops():
         if node.target is ops.fetch:
-            need = aligned(node.meta["type"].bytes)
+            need = aligned(fetched_bytes(node))
             offset = 0
             for start, end, _ in live:
                 if offset + need <= start:
@@ -79,8 +79,21 @@ def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
             live.sort(key=lambda row: row[0])
             size = max(size, offset + need)
         elif node.target is ops.free:
-            live = [row for row in live if row[2] not in node.args]
+            gone = {part for value in node.all_input_nodes for part in fetches_of(value)}
+            live = [row for row in live if row[2] not in gone]
     return offsets, size
+
+
+def fetches_of(value: fx.Node) -> list[fx.Node]:
+    """The fetches that brought a value, in order: one, or two where it came in parts; none if it was not fetched."""
+    if value.target is not ops.fetch:
+        return []
+    return [*donated(value), value]
+
+
+def fetched_bytes(node: fx.Node) -> int:
+    """What one fetch moves: its value without the part that was there."""
+    return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in donated(node))
 
 
 @dataclass

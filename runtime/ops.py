@@ -28,7 +28,7 @@ class Value:
     `owned` is False for what stays across steps (resident weights): it is never freed by a program.
     """
 
-    kind: str  # tensor | weights | kept | grads | norm
+    kind: str  # tensor | weights | part (of weights) | kept | grads | norm
     bytes: int
     memory: str = DEVICE
     shape: tuple[int, ...] = ()
@@ -170,17 +170,30 @@ def _resident(ctx: Context, name: str) -> Value:
 resident = Op("resident", (HOST,), _resident, lambda ctx, name: Work(HOST))
 
 
-def _fetch(ctx: Context, name: str) -> Value:
+def _fetch(ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None) -> Value:
+    """With `params`, only the stage's first so many parameters; a second fetch takes over this part as `begun`."""
     spec = _weights_name(ctx, name)
+    if params is not None:
+        if begun is not None or not 0 < params < len(spec.params):
+            raise ValueError(f"params of a first fetch of {spec.name} is 1 to {len(spec.params) - 1}, found {params}")
+        return Value("part", spec.part_bytes(params), DEVICE, stage=spec.name)
+    if begun is not None and _want(begun, "part", "begun", DEVICE).stage != spec.name:
+        raise ValueError(f"begun is a part of {begun.stage}, not of {spec.name}")
     return Value("weights", spec.weight_bytes, DEVICE, stage=spec.name)
+
+
+def _fetch_work(ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None) -> Work:
+    moved = _fetch(ctx, name, begun, params=params).bytes - (begun.bytes if begun is not None else 0)
+    return Work(H2D, moved_bytes=moved, source=DRAM, target=DEVICE)
 
 
 fetch = Op(
     "fetch",
     (H2D,),
     _fetch,
-    lambda ctx, name: Work(H2D, moved_bytes=_weights_name(ctx, name).weight_bytes, source=DRAM, target=DEVICE),
-    paper="Mobius 3.1: a stage's copy moves from DRAM to the GPU before it runs",
+    _fetch_work,
+    donates=("begun",),
+    paper="Mobius 3.1, eq. 5: a stage's copy moves from DRAM to the GPU before it runs, in part as soon as there is room",
 )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import MemoryProfile, plan_arena
+from .memory import MemoryProfile, fetched_bytes, fetches_of, plan_arena
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -194,9 +194,9 @@ class _ArenaWaits:
 
     def visit(self, node: fx.Node, index: int) -> list[int]:
         if node.target is ops.free:
-            for value in node.args:
-                if value in self.offsets:
-                    self.given_back.append((*self.place(value), index))  # type: ignore[arg-type]
+            for value in node.all_input_nodes:
+                for part in fetches_of(value):
+                    self.given_back.append((*self.place(part), index))
         elif node.target is ops.fetch:
             start, end = self.place(node)
             found = [task for first, last, task in self.given_back if first < end and start < last]
@@ -206,7 +206,7 @@ class _ArenaWaits:
         return []
 
     def place(self, value: fx.Node) -> tuple[int, int]:
-        return self.offsets[value], self.offsets[value] + value.meta["type"].bytes
+        return self.offsets[value], self.offsets[value] + fetched_bytes(value)
 
 
 class _BudgetWaits:

@@ -90,7 +90,11 @@ class StageSpec:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters in the dtype of the computation, each aligned as in its buffer."""
-        return sum(aligned(p.bytes) for p in self.params)
+        return self.part_bytes(len(self.params))
+
+    def part_bytes(self, num_params: int) -> int:
+        """Bytes of the first so many parameters."""
+        return sum(aligned(p.bytes) for p in self.params[:num_params])
 
     @property
     def grad_bytes(self) -> int:

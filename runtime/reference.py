@@ -219,7 +219,10 @@ class DeviceRun:
     def _place(self, node: fx.Node, value: Any, source: fx.Node) -> None:
         self.values[node] = value
         kind = node.meta["type"]
-        if kind.owned and kind.kind != "weights":  # fetched weights lie in the arena, which is charged as a whole
+        if kind.owned and kind.kind not in (
+            "weights",
+            "part",
+        ):  # fetched weights lie in the arena, which is charged as a whole
             account, name = self._account(node)
             account.take(name, measured_bytes(value), str(print_node(source)))
 

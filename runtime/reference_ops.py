@@ -65,11 +65,12 @@ class StageState:
         self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
         self.grads: dict[str, Tensor] = {}
 
-    def copy_weights(self) -> dict[str, Tensor]:
-        """A copy of all parameters in one flat buffer, each aligned."""
-        flat = torch.empty(sum(aligned(w.nbytes) for w in self.weights.values()), dtype=torch.uint8)
+    def copy_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """A copy of these parameters in one flat buffer, each aligned."""
+        flat = torch.empty(sum(aligned(self.weights[name].nbytes) for name in names), dtype=torch.uint8)
         copies, offset = {}, 0
-        for name, weight in self.weights.items():
+        for name in names:
+            weight = self.weights[name]
             place = flat[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
             copies[name] = place.copy_(weight)
             offset += aligned(weight.nbytes)
@@ -124,9 +125,12 @@ class ReferenceRuntime:
         stage = name.removesuffix(".weights")
         return Weights(stage, self.world.stages[stage].weights)
 
-    def fetch(self, name: str) -> Weights:
+    def fetch(self, name: str, begun: Weights | None = None, *, params: int | None = None) -> Weights:
         stage = name.removesuffix(".weights")
-        return Weights(stage, self.world.stages[stage].copy_weights())
+        there = begun.tensors if begun is not None else {}
+        names = [p.name for p in self.world.interface.stages[stage].params[:params]]
+        copies = self.world.stages[stage].copy_weights([n for n in names if n not in there])
+        return Weights(stage, {**there, **copies})
 
     def offload(self, value: StageGrads | Tensor) -> StageGrads | Tensor:
         if isinstance(value, Tensor):
