@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..runtime.errors import DoesNotFit, PenstockError, PlanError
-from .job_options import JobOptions, machine, takes
+from .job_options import JobOptions, TrainOptions, machine, takes
 
 if TYPE_CHECKING:
     from ..passes.base import Draft
     from .job import Job
 
-DIFFERS, ERROR = 1, 2  # exit codes
+DIFFERS, ERROR, INTERRUPTED = 1, 2, 130  # exit codes
 
 app = typer.Typer(
     help="Fine-tune models far bigger than your GPUs: plan, look, run.",
@@ -126,6 +126,24 @@ def check(
             screen.print(f"the model itself was not compared: {report.skipped}")
     if not report.passed:
         raise typer.Exit(DIFFERS)
+
+
+@app.command(
+    epilog="Example: penstock train --model gpt-dir --data notes.txt --hardware cpu --set memory=200MB --batch 8 "
+    "--sequence 128 --max-steps 100 --save-every 20"
+)
+@takes(TrainOptions)
+def train(options: TrainOptions) -> None:
+    """Fine-tune a causal language model or a classifier. Ctrl-C stops it behind the step under way."""
+    from .tables import console
+    from .training import train as run
+
+    try:
+        result = run(options, console())
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command("hardware", epilog="Example: penstock hardware rtx4090x4-2rc --set dram=512GB --save box.yaml")

@@ -133,6 +133,22 @@ class JobOptions:
             raise PlanError(f"{path}: not what `penstock plan --out` writes beside a job: {error}") from error
 
 
+@dataclass(frozen=True)
+class TrainOptions(JobOptions):
+    """What `penstock train` takes besides."""
+
+    data: Annotated[Path | None, typer.Option(help="a .txt file, or .jsonl with text (and label) in each line")] = None
+    out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
+    epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
+    max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
+    schedule: Annotated[str, typer.Option(help="of the learning rate: constant, linear or cosine")] = "constant"
+    save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in OUT")] = False
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
+    ] = 0.0
+
+
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Let Python look for garbage cycles rarely: graphs of big models are many objects, and nearly all of them stay.
