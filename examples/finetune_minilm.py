@@ -11,6 +11,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the two devices of this demo are CPU devices, also where there are GPUs
 
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -24,15 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from topics import GROUPS, Encoder, Passage, epochs, passages
 from transformers import BertConfig, BertForSequenceClassification
+from transformers import logging as transformers_logging
 
 import penstock
+from penstock.compiler.check import check
 from penstock.runtime.units import format_bytes, format_seconds
 
 WEIGHTS = Path(get_model_path())
 OUT = Path(__file__).resolve().parents[1] / "out" / "demo"
 MEMORY = "150MB"  # of each device
 BATCH, MICRO_BATCHES, NUM_TOKENS, NUM_EPOCHS = 16, 4, 64, 3
-LEARNING_RATE = 3e-4
+ADAMW = partial(torch.optim.AdamW, lr=3e-4)
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -53,9 +56,13 @@ def main() -> None:
     console.print(job.explain())
     job.write(OUT)
 
+    title("Parity: a step of this plan against plain PyTorch")
+    same = check_parity(job, batches[0])
+
     with job:
         title("Training")
-        before = accuracy(job, encoder, held_out)
+        with console.status("starting the devices"):
+            before = accuracy(job, encoder, held_out)
         step_s = train(job, batches)
         write_timelines(job)  # here, because evaluations are timed as well
         after = accuracy(job, encoder, held_out)
@@ -67,6 +74,8 @@ def main() -> None:
     title("Files")
     list_files()
     console.print(f"\nall of it took {format_seconds(time.perf_counter() - started_s)}")
+    if not same or after < 0.6:
+        sys.exit("the demo failed: " + ("it has not learnt" if same else "the plan trains differently from PyTorch"))
 
 
 def title(text: str) -> None:
@@ -94,7 +103,7 @@ def compile_job(
         model,
         hardware,
         example_inputs=batches[0],
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE),
+        optimizer=ADAMW,
         lr_scheduler=partial(
             torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.05, total_iters=len(batches)
         ),
@@ -103,12 +112,29 @@ def compile_job(
     )
 
 
+def check_parity(job: penstock.Job, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether a step of the same plan and one of plain PyTorch agree. Dropout is off, so that the model itself can be
+    compared, whose random numbers are drawn in another order."""
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification.from_pretrained(WEIGHTS, num_labels=len(GROUPS), **off)
+    with console.status("a step of the plan, and one of plain PyTorch"):
+        twin = penstock.compile(model, job.hardware, example_inputs=batch, optimizer=ADAMW, plan=job.plan)
+        report = check(twin, model, [batch])
+    table = columns("", "largest difference", "relative", "allowed")
+    for row in report.differences:
+        if row.against == "model itself":
+            table.add_row(row.what, f"{row.largest:.1e}", f"{row.relative:.1e}", f"{row.limit:.0e}")
+    console.print(table)
+    console.print(f"the plan {'trains as plain PyTorch does' if report.passed else '[red]trains differently'}")
+    return report.passed
+
+
 def train(job: penstock.Job, batches: Sequence[dict[str, torch.Tensor]]) -> float:
     """All steps with a progress bar. Returns the median seconds of a step."""
     seconds = []
     columns = [BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("starting the devices", total=len(batches))
+        bar = progress.add_task("", total=len(batches))
         for batch in batches:
             job.step(batch)
             assert job.last is not None
@@ -127,6 +153,15 @@ def accuracy(job: penstock.Job, encoder: Encoder, rows: Sequence[Passage]) -> fl
         logits = job.evaluate(batch)["logits"][: len(part)]
         right += int((logits.argmax(-1) == batch["labels"][: len(part)]).sum())
     return right / len(rows)
+
+
+def columns(first: str, *others: str) -> Table:
+    """A plain table: its first column is text, the others numbers."""
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def describe(
@@ -159,9 +194,7 @@ def compare(job: penstock.Job, step_s: float) -> None:
     """Peaks of every memory, and the step."""
     predicted, last = job.plan.predicted, job.last
     assert predicted is not None and last is not None
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    for heading in ("", "budget", "predicted", "measured", "measured / predicted"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = columns("", "budget", "predicted", "measured", "measured / predicted")
     for memory, measured in sorted(last.peak_bytes.items()):
         expected, budget = predicted.peak_bytes[memory], predicted.budget_bytes[memory]
         table.add_row(
@@ -193,6 +226,8 @@ def list_files() -> None:
 
 
 if __name__ == "__main__":
-    # Said in print already: the classifier head is not in the files, so it starts fresh.
+    # Both say what is printed already: the classifier head is not in the files, so it starts fresh.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*start from their initialiser")
     main()
