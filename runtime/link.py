@@ -112,7 +112,7 @@ class Link:
 
     def on_device(self, group: str) -> bool:
         """Whether the group's sums run on the GPU (else the caller's thread blocks, with values in host memory)."""
-        return group in self._nccl_groups
+        return group in self._nccl_groups or (group in self._single and self.device.type == "cuda")
 
     def sum(self, value: Tensor, group: str) -> None:
         """Replace `value` (contiguous) by the sum over the group's devices: the same bits on all of them."""

@@ -114,8 +114,9 @@ class DeviceSession:
         return plan
 
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
-        if self.spec.kind == "cuda" and work.group and not (self.link is not None and self.link.on_device(work.group)):
-            return f"{ops.COMM} host"
+        if self.spec.kind == "cuda" and work.group:
+            on_device = work.source == ops.DEVICE and (self.link is None or self.link.on_device(work.group))
+            return ops.COMM if on_device else f"{ops.COMM} host"
         return work.stream
 
     def _transfer_s(self, issue: Issue) -> float:
