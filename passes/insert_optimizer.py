@@ -18,6 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from ..runtime import ops
+from ..runtime.errors import PassError
 from ..runtime.program import Program, place_frees
 from .base import Draft, Pass
 
@@ -42,6 +43,12 @@ class InsertOptimizer(Pass):
         return {stage.spec.name: where[stage.spec.name] for stage in draft.stages if stage.spec.name in where}
 
     def rewrite(self, draft: Draft, decision: dict[str, str]) -> None:
+        for stage, memory in self.plan(draft).items():
+            if stage not in decision:
+                raise PassError(f"optimizer says nothing of {stage}; it is stepped on {memory}")
+            if decision[stage] != memory:
+                how = "resident" if memory == ops.DEVICE else "fetched"
+                raise PassError(f"{stage} is {how}, so it is stepped on {memory}; optimizer says {decision[stage]!r}")
         options = draft.options
         scaled = options.precision == "fp16"
         groups = tie_groups(draft)

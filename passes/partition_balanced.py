@@ -112,7 +112,7 @@ class Slices:
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:
         budget = max(device.budget_bytes for device in self.devices)
         needs = [self.need_bytes(i, i + 1, counts[-1]) for i in range(len(self.blocks))]
-        need, name = max(zip(needs, (block.name for block in self.blocks)))
+        need, name = max(zip(needs, (block.name for block in self.blocks)), key=lambda row: row[0])
         if need > budget:
             return DoesNotFit(
                 f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "

@@ -234,6 +234,7 @@ def assert_trains_like_eager(
 def _assert_equal(found: Mapping[Any, Tensor], want: Mapping[Any, Tensor], tolerance: float, where: str = "") -> None:
     assert found.keys() == want.keys()
     for name in found:
+        place = f"{where} {name}"
         torch.testing.assert_close(
-            found[name], want[name], rtol=0, atol=tolerance, msg=lambda text: f"{where} {name}: {text}"
+            found[name], want[name], rtol=0, atol=tolerance, msg=lambda text, place=place: f"{place}: {text}"
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.passes.coarsen import Coarsen
 from penstock.passes.schedule_pipeline import evaluation_programs
+from penstock.runtime import ops
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.verify import verify
 from penstock.tests.passes.running import (
@@ -106,7 +107,7 @@ def test_any_plan_trains_like_eager(plan: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_many_plans_train_like_eager(plan: tuple[str, dict[str, Any]]) -> None:
     check_plan(plan)
@@ -132,7 +133,8 @@ def test_frozen_stages_have_no_backward() -> None:
     assert names[1:3] == ["model.layers.0", "model.layers.1"]
     draft = draft_of(graph, Hardware.cpu(num_devices=3), micro_batches=2)
     apply(draft, *all_passes(), decisions={"stages": cut(names, [1, 2, 3])})
-    done = {(n.target.name, n.args[0]) for p in draft.programs for n in p.ops() if n.target.name in ("backward", "step")}  # type: ignore
+    every = [n for p in draft.programs for n in p.ops()]
+    done = {(n.target.name, n.args[0]) for n in every if n.target in (ops.backward, ops.step)}  # type: ignore[union-attr]
     assert ("backward", "stage0") not in done
     assert {stage for op, stage in done if op == "backward"} == {"stage1", "stage2", "stage3"}
     assert {stage for op, stage in done if op == "step"} == {"stage1", "stage3"}
