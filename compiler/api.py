@@ -15,9 +15,9 @@ from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
-from ..runtime.errors import DoesNotFit, PlanError
+from ..runtime.errors import DoesNotFit, PlanError, VerifyError
 from ..runtime.hardware import Hardware
-from ..runtime.model_names import ties_of
+from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.verify import verify
 from .batch import BatchShape, micro_batch_spec
@@ -152,10 +152,30 @@ def load(directory: str | Path, model: nn.Module) -> Job:
     folder = Folder.read(directory)
     files = open_directory(directory, folder.interface)
     programs = [file.step for file in files]
-    verify(programs, folder.hardware)
     evaluation = [file.evaluate for file in files if file.evaluate is not None]
-    if len(evaluation) == len(files):
-        verify(evaluation, folder.hardware)
-    elif folder.settings.evaluation is None:
-        folder.settings.evaluation = "not all of its files have an `evaluate`"
+    try:
+        verify(programs, folder.hardware)
+        if len(evaluation) == len(files):
+            verify(evaluation, folder.hardware)
+        elif folder.settings.evaluation is None:
+            folder.settings.evaluation = "not all of its files have an `evaluate`"
+    except VerifyError as error:
+        path = files[error.device or 0].path
+        place = f"{path}:{error.line}" if error.line else str(path)
+        raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
+    _check_model(model, folder)
     return Job(model, folder, programs, ties=ties_of(model), directory=directory)
+
+
+def _check_model(model: nn.Module, folder: Folder) -> None:
+    """Raises `PlanError` where the model is not the one that the files were written for."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    wrong = [
+        f"{row.name} {list(row.shape)} ({list(shapes[row.name]) if row.name in shapes else 'absent'} here)"
+        for spec in folder.interface.stages.values()
+        for row in (*spec.params, *spec.buffers)
+        if shapes.get(row.name) != row.shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise PlanError(f"model: the files are for {folder.plan.model}, with {', '.join(wrong[:4])}{more}")
