@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .program import ParamSpec, StageSpec, aligned
 
-
 Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
 
 

@@ -193,7 +193,7 @@ fetch = Op(
     _fetch,
     _fetch_work,
     donates=("begun",),
-    paper="Mobius 3.1, eq. 5: a stage's copy moves from DRAM to the GPU before it runs, in part as soon as there is room",
+    paper="Mobius 3.1, eq. 5: a stage's copy moves from DRAM to the GPU before it runs, in part where that fits",
 )
 
 
