@@ -120,7 +120,7 @@ class Job:
         driver = self.driver
         with self._breaking():
             result = driver.step(leaves)
-        loss = torch.stack([value.detach().float() for value in result.values["loss"]]).mean()
+        loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
         self.step_count += 1
         self.last = self._report(float(loss), result.report)
         if self.folder.settings.stop_on_nan and not math.isfinite(float(loss)) and not self.last.skipped:
@@ -303,6 +303,10 @@ class Job:
             predicted_s=self.plan.predicted.step_s if self.plan.predicted else None,
             **report,
         )
+
+
+def _at_least_fp32(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _joined(values: list[Tensor]) -> Tensor:

@@ -113,13 +113,9 @@ def _rivals(plan: Plan) -> str:
 def _passes(records: Sequence[PassRecord]) -> str:
     if not records:
         return ""
-    lines = [f"passes: {plan_name(records)}"]
+    lines = ["passes"]
     for record in records:
         step = f", step {format_seconds(record.step_s)}" if record.step_s is not None else ""
         peak = f", peak {format_bytes(record.peak_bytes)}" if record.peak_bytes is not None else ""
         lines.append(f"  {record.name:20} {format_seconds(record.took_s)}, {record.ops_added:+d} ops{step}{peak}")
     return "\n".join(lines)
-
-
-def plan_name(records: Sequence[PassRecord]) -> str:
-    return ", ".join(record.name for record in records)

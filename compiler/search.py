@@ -26,6 +26,9 @@ from .plan import Decisions, Plan, Prediction, Rival
 from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, run_passes
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
+FEW_BLOCKS = 32  # up to this many, or eight a device, one block a stage is worth a try
+PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
+NOTHING_DONE: PassRun = ({}, [])
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 
 
@@ -110,9 +113,9 @@ def attempts(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Candi
             return
         graph = trace(count)
         large = len(graph.nodes) > LARGE_GRAPH_NODES
-        for name, passes, draft in _candidates(graph, count, hardware, wishes):
+        for name, passes, draft, done in _candidates(graph, count, hardware, wishes):
             try:
-                candidate = compile_candidate(name, draft, passes, wishes)
+                candidate = compile_candidate(name, draft, passes, wishes, done)
             except (DoesNotFit, PassError) as error:
                 yield Miss(name, error)
                 continue
@@ -120,13 +123,17 @@ def attempts(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Candi
             yield candidate
 
 
-def compile_candidate(name: str, draft: Draft, passes: Sequence[Pass], wishes: Wishes) -> Candidate:
-    """Run the passes, prove the programs and simulate them. Raises `DoesNotFit` where a memory is too small."""
+def compile_candidate(
+    name: str, draft: Draft, passes: Sequence[Pass], wishes: Wishes, done: PassRun = NOTHING_DONE
+) -> Candidate:
+    """Run the passes behind those already `done`, prove the programs and simulate them.
+
+    Raises `DoesNotFit` where a memory is too small.
+    """
     decided = wishes.decided.decisions.model_dump() if wishes.decided else None
-    todo = [p for p in passes if not (draft.blocks and isinstance(p, Coarsen))]
+    todo = [p for p in passes if p.decides not in done[0]]
     decisions, records = run_passes(draft, todo, decided, dump=wishes.dump, record=wishes.dump is not None)
-    if draft.blocks and "blocks" not in decisions:
-        decisions["blocks"] = {block.name: len(block.nodes) for block in draft.blocks}
+    decisions, records = {**done[0], **decisions}, [*done[1], *records]
     check_fit(draft)
     _verify_memory(draft)
     evaluation = evaluation_programs(draft) if draft.graph.eval_error is None else []
@@ -180,19 +187,20 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
 
 def _candidates(
     graph: OpGraph, count: int, hardware: Hardware, wishes: Wishes
-) -> Iterator[tuple[str, list[Pass], Draft]]:
-    """Name, pipeline and start of every candidate with this number of micro-batches."""
+) -> Iterator[tuple[str, list[Pass], Draft, PassRun]]:
+    """Name, pipeline, draft and what is done in it of every candidate with this number of micro-batches."""
     options = dataclasses.replace(wishes.options, micro_batches=count)
     base = Draft(graph, hardware, options)
     if wishes.strategy != "auto" or wishes.decided:
         text = wishes.decided.passes if wishes.decided else wishes.strategy
-        yield f"{wishes.strategy}, {count} micro-batches", parse_pipeline(text, hardware.num_devices), base
+        passes = parse_pipeline(text, hardware.num_devices)
+        yield f"{wishes.strategy}, {count} micro-batches", passes, base, NOTHING_DONE
         return
-    run_passes(base, [Coarsen()])
+    coarsened = run_passes(base, [Coarsen()])
     for stages in stage_counts(base):
         line = PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
         draft = Draft(graph, hardware, options, blocks=base.blocks)
-        yield f"{stages} stages, {count} micro-batches", parse_pipeline(line, hardware.num_devices), draft
+        yield f"{stages} stages, {count} micro-batches", parse_pipeline(line, hardware.num_devices), draft, coarsened
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
@@ -206,7 +214,10 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
 
 
 def stage_counts(draft: Draft) -> list[int]:
-    """The fewest stages that fit, in whole rounds over the devices, and up to three more rounds and twice as many."""
+    """The fewest stages that fit, up to three more rounds over the devices, multiples, and one block a stage.
+
+    The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
+    """
     devices, blocks = draft.hardware.num_devices, len(draft.blocks)
     try:
         fewest = len(PartitionBalanced().plan(draft))
@@ -216,7 +227,7 @@ def stage_counts(draft: Draft) -> list[int]:
         fewest,
         *(fewest + k * devices for k in range(1, 4)),
         2 * fewest,
-        blocks if blocks <= 8 * devices else fewest,
+        *((4 * fewest, blocks) if blocks <= max(FEW_BLOCKS, 8 * devices) else ()),
     ]
     return sorted({n for n in counts if n <= blocks})
 

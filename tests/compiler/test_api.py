@@ -1,0 +1,126 @@
+"""`compile`: what it takes, that it is pure, and that it decides the same each time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.passes.base import Draft
+from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
+
+
+def machine(**figures: Any) -> penstock.Hardware:
+    return penstock.Hardware.cpu(**{"num_devices": 2, "memory": "64MB", **figures})
+
+
+def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    model, batch = zoo_case("gpt2")
+    state, draws = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    for name in ("one", "two"):
+        hardware = machine(memory="250kB")
+        penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD).write(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["device0.py", "device1.py", "hardware.yaml", "interface.json", "plan.json", "settings.json"]
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    assert torch.equal(torch.get_rng_state(), draws) and model.training
+
+
+def test_hardware_by_preset_path_and_default(tmp_path: Path) -> None:
+    model, batch = zoo_case("mlp")
+    machine().save(tmp_path / "machine.yaml")
+    for given, devices in (("mobius-topo2+2", 4), (tmp_path / "machine.yaml", 2), (str(tmp_path / "machine.yaml"), 2)):
+        assert penstock.compile(model, given, example_inputs=batch).hardware.num_devices == devices
+    assert penstock.compile(model, example_inputs=batch).hardware.num_devices >= 1
+
+
+def test_a_model_on_meta_and_shapes_instead_of_tensors() -> None:
+    """Planning needs neither weights nor data: a model far too big for this machine."""
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=3, n_embd=8192, n_head=64, vocab_size=1000)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    tokens = {"shape": [4, 512], "dtype": "int64"}
+    inputs = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+    job = penstock.compile(model, "mobius-topo4", example_inputs=inputs, precision="fp16")
+    assert job.plan.precision == "fp16" and job.plan.predicted is not None
+    assert job.plan.predicted.moved_bytes
+    assert "GPT2Block" in job.code(0)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
+def test_forms_of_a_batch(form: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(8, 4)
+    batch = {"dict": {"input": x}, "tuple": (x,), "tensor": x}[form]
+    losses = []
+    with penstock.compile(
+        model, machine(num_devices=1), example_inputs=batch, loss_fn=lambda output, batch: output.square().mean()
+    ) as job:
+        losses = [float(job.step(batch)) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+def test_flags_are_part_of_the_programs() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0, square: bool = False) -> torch.Tensor:
+            h = self.layer(x) * scale
+            return (h * h if square else h).mean()
+
+    batch = {"x": torch.randn(8, 4), "scale": 2.0, "square": True}
+    model = Scaled()
+    with penstock.compile(model, machine(num_devices=1), example_inputs=batch, micro_batches=1) as job:
+        assert float(job.step(batch)) == pytest.approx(float(model(**batch)))
+        with pytest.raises(penstock.errors.BatchError, match=r"'scale'\] is 3\.0, compiled as 2\.0"):
+            job.step({**batch, "scale": 3.0})
+
+
+def test_dump_sees_every_pass_of_every_candidate() -> None:
+    model, batch = zoo_case("mlp")
+    seen: list[str] = []
+
+    def dump(name: str, draft: Draft) -> None:
+        seen.append(name)
+        assert bool(draft.programs) == (
+            name in ("schedule-pipeline", "insert-remat", "insert-fetch", "insert-optimizer")
+        )
+
+    job = penstock.compile(model, machine(), example_inputs=batch, micro_batches=MICRO_BATCHES, dump=dump)
+    names = [part.split("{")[0] for part in job.plan.passes.split(", ")]
+    assert set(names[1:]) <= set(seen)
+    assert seen.count("insert-optimizer") == len(job.plan.rivals) + 1
+    assert "step " in job.explain().partition("passes")[2]  # then each pass's simulated step is recorded, too
+
+
+def test_an_optimizer_of_every_kind_is_planned_with_its_states() -> None:
+    model, batch = zoo_case("mlp")
+    peaks = {}
+    for optimizer in (torch.optim.SGD, SGD, torch.optim.AdamW):
+        job = penstock.compile(
+            model, machine(num_devices=1), example_inputs=batch, optimizer=partial(optimizer, lr=0.1), micro_batches=2
+        )
+        assert job.plan.predicted is not None
+        peaks[len(peaks)] = job.plan.predicted.peak_bytes["cpu0"]
+    assert peaks[0] < peaks[1] < peaks[2]  # no state, one, two for each parameter
+
+
+def test_a_script_on_another_default_device_compiles_alike() -> None:
+    model, batch = zoo_case("mlp")
+    wanted = penstock.compile(model, machine(), example_inputs=batch).plan
+    torch.set_default_device("meta")
+    try:
+        assert penstock.compile(model, machine(), example_inputs=batch).plan == wanted
+    finally:
+        torch.set_default_device(None)
