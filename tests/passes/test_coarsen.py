@@ -34,7 +34,8 @@ def text_of_blocks(draft: Draft) -> str:
     for block in draft.blocks:
         letter = letters.setdefault(block.hash, chr(ord("A") + len(letters)))
         reads, gives = ", ".join(n.name for n in block.inputs), ", ".join(n.name for n in block.outputs)
-        rows.append(f"{letter} {block.name}: {len(block.nodes)} nodes, {block.param_bytes} bytes\n    {reads} -> {gives}")
+        rows.append(f"{letter} {block.name}: {len(block.nodes)} nodes, {block.param_bytes} bytes")
+        rows.append(f"    {reads} -> {gives}")
     return "\n".join(rows) + "\n"
 
 
@@ -168,8 +169,8 @@ def test_names_that_python_or_the_program_uses() -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-        def forward(self, batch: Tensor, rt: Tensor, int: Tensor, lambda_: Tensor, d_x: Tensor, x: Tensor) -> Tensor:
-            y = self.layers[0](batch * rt + int - lambda_)
+        def forward(self, batch: Tensor, rt: Tensor, lambda_: Tensor, d_x: Tensor, x: Tensor) -> Tensor:
+            y = self.layers[0](batch * rt - lambda_)
             return self.layers[2](self.layers[1](y) + d_x + x).square().mean()
 
     torch.manual_seed(0)
