@@ -23,7 +23,7 @@ from ..runtime.units import format_seconds
 from ..runtime.verify import verify
 from .fit import check_fit
 from .plan import Decisions, Plan, Prediction, Rival
-from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, run_passes
+from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, require_complete, run_passes
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 FEW_BLOCKS = 32  # up to this many, or eight a device, one block a stage is worth a try
@@ -194,6 +194,7 @@ def _candidates(
     if wishes.strategy != "auto" or wishes.decided:
         text = wishes.decided.passes if wishes.decided else wishes.strategy
         passes = parse_pipeline(text, hardware.num_devices)
+        require_complete(passes)
         yield f"{wishes.strategy}, {count} micro-batches", passes, base, NOTHING_DONE
         return
     coarsened = run_passes(base, [Coarsen()])

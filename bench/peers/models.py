@@ -10,13 +10,13 @@ from torch import Tensor, nn
 VOCABULARY = 8192
 
 
-def gpt2(layers: int = 8, width: int = 256, tied: bool = True, length: int = 128) -> nn.Module:
-    """A GPT-2 with the vocabulary of the benchmarks."""
+def gpt2(layers: int = 8, width: int = 256, tied: bool = True, vocabulary: int = VOCABULARY) -> nn.Module:
+    """A GPT-2; unless told otherwise the one of the figures, 8 layers of 256."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=VOCABULARY, n_positions=length,
+        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, n_positions=128,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def llama() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
 
 
-def batch(size: int = 8, length: int = 128) -> dict[str, Tensor]:
+def batch(size: int = 8, length: int = 128, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """One global batch of random words, each its own label."""
-    words = torch.randint(0, VOCABULARY, (size, length), generator=torch.Generator().manual_seed(1))
+    words = torch.randint(0, vocabulary, (size, length), generator=torch.Generator().manual_seed(1))
     return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words.clone()}
