@@ -46,6 +46,8 @@ PASSES: dict[str, type[Pass]] = {
 PIPELINE = (
     "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
 )
+ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
+BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside braces
 STRATEGIES: dict[str, str] = {
     "mobius": PIPELINE,
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
@@ -73,10 +75,22 @@ def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
         close = difflib.get_close_matches(line, [*STRATEGIES, *PASSES], n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise PassError(f"strategy={text!r} is neither a strategy ({', '.join(STRATEGIES)}, auto) nor a pipeline{hint}")
-    found = re.findall(r"\s*([\w-]+)\s*(?:\{([^}]*)\})?\s*(?:,|$)", line)
-    passes = [_make(name, options, num_devices) for name, options in found]
+    passes = []
+    for part in BETWEEN_PASSES.split(line):
+        found = ONE_PASS.fullmatch(part)
+        if found is None:
+            raise PassError(f'strategy={text!r}: {part.strip()!r} is no pass, such as "partition-balanced{{stages=4}}"')
+        passes.append(_make(found[1], found[2] or "", num_devices))
     check_contracts(passes)
     return passes
+
+
+def require_complete(passes: Sequence[Pass]) -> None:
+    """Raise `PassError` where a decision that every job needs is left open."""
+    decided = {p.decides for p in passes}
+    missing = [kind.name for kind in PASSES.values() if kind.decides not in decided]
+    if missing:
+        raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it behind the others")
 
 
 def _make(name: str, options: str, num_devices: int) -> Pass:

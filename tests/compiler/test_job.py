@@ -133,7 +133,7 @@ def test_a_run_goes_on_from_what_sync_left() -> None:
     with job_of(model, batch) as job:
         job.step(batch)
         job.sync()
-        wanted = job.step(batch)  # plain SGD would be the same; momentum starts anew
+        wanted = job.step(batch)
     with job_of(model, batch) as job:
         assert job.step(batch) == wanted
 

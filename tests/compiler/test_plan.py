@@ -1,0 +1,153 @@
+"""Plans: saved, edited, compiled again; the same plan gives the same files; nonsense is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.compiler.plan import Plan
+from penstock.runtime.errors import PassError, PenstockError, PlanError
+from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
+
+OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES}
+HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="250kB", dram="1GB")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, batch = zoo_case("gpt2")
+    return penstock.compile(model, HARDWARE, example_inputs=batch, **OPTIONS).plan
+
+
+def test_a_saved_plan_gives_the_same_hash_and_files(tmp_path: Path) -> None:
+    model, batch = zoo_case("gpt2")
+    first = penstock.compile(model, HARDWARE, example_inputs=batch, max_grad_norm=1.0, **OPTIONS)
+    first.plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == first.plan and loaded.hash == first.plan.hash
+    again = penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=tmp_path / "plan.json")
+    assert again.plan.hash == first.plan.hash
+    assert again.plan.model_copy(update={"rivals": first.plan.rivals}) == first.plan  # only the search is not repeated
+    for device, text in first.folder.files.items():
+        assert again.code(device) == text
+    assert f"plan     {first.plan.hash}" in first.code(0)
+
+
+def test_the_hash_covers_decisions_only(plan: Plan) -> None:
+    assert plan.model_copy(update={"rivals": [], "predicted": None}).hash == plan.hash
+    other = plan.decisions.model_copy(update={"rematerialise": []})
+    assert plan.model_copy(update={"decisions": other}).hash != plan.hash
+    assert plan.model_copy(update={"micro_batches": 2}).hash != plan.hash
+
+
+def test_an_edited_plan_is_what_runs(plan: Plan) -> None:
+    """Weights stay on a larger device, nothing is recomputed: the numbers are the same, the files are not."""
+    model, batch = zoo_case("gpt2")
+    decisions = plan.decisions.model_copy(
+        update={"rematerialise": [], "fetch": {}, "optimizer": dict.fromkeys(plan.decisions.optimizer, "device")}
+    )
+    edited = plan.model_copy(update={"decisions": decisions})
+    job = penstock.compile(model, HARDWARE.with_(memory="8MB"), example_inputs=batch, optimizer=SGD, plan=edited)
+    assert job.plan.hash == edited.hash
+    assert "rt.fetch(" not in job.code(0) and "rt.resident(" in job.code(0)
+    eager = Eager(model)
+    with job:
+        assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)
+        assert_close(job.state_dict(), eager.model.state_dict(), 2e-5)
+    with pytest.raises(penstock.errors.DoesNotFit):  # on the small device that is refused
+        penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=edited)
+
+
+def renamed_block(document: dict[str, Any]) -> None:
+    document["decisions"]["stages"][0][0] = "transformer.h.77"
+
+
+def lost_block(document: dict[str, Any]) -> None:
+    document["decisions"]["stages"][-1].pop()
+
+
+def no_such_device(document: dict[str, Any]) -> None:
+    document["decisions"]["devices"][0] = 5
+
+
+def too_few_devices(document: dict[str, Any]) -> None:
+    document["decisions"]["devices"].pop()
+
+
+def other_blocks(document: dict[str, Any]) -> None:
+    document["decisions"]["blocks"]["transformer.h.0"] += 1
+
+
+def remat_of_nothing(document: dict[str, Any]) -> None:
+    document["decisions"]["rematerialise"].append("stage99")
+
+
+def fetch_of_nothing(document: dict[str, Any]) -> None:
+    document["decisions"]["fetch"]["stage99"] = []
+
+
+def optimizer_of_nothing(document: dict[str, Any]) -> None:
+    document["decisions"]["optimizer"].pop("stage0")
+
+
+def unknown_pass(document: dict[str, Any]) -> None:
+    document["passes"] = document["passes"].replace("insert-remat", "insert-remate")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        renamed_block, lost_block, no_such_device, too_few_devices, other_blocks, remat_of_nothing, fetch_of_nothing,
+        optimizer_of_nothing, unknown_pass,
+    ],
+)  # fmt: skip
+def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], None], plan: Plan, tmp_path: Path) -> None:
+    """Every one is an error of ours that says what is wrong, never a KeyError from inside."""
+    document = json.loads(plan.model_dump_json())
+    edit(document)
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    model, batch = zoo_case("gpt2")
+    with pytest.raises(PenstockError) as caught:
+        penstock.compile(model, HARDWARE, example_inputs=batch, optimizer=SGD, plan=tmp_path / "plan.json")
+    assert isinstance(caught.value, (PlanError, PassError)), caught.value
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda d: d.update(micro_batches=0), r"micro_batches: .*greater than 0"),
+        (lambda d: d.update(micro_batch=4), r"micro_batch: .*not permitted"),
+        (lambda d: d.pop("decisions"), r"decisions: .*required"),
+        (lambda d: d["decisions"].update(schedule="1f1b"), r"decisions\.schedule: .*fill-drain.*1f1b"),
+        (lambda d: d["decisions"]["optimizer"].update(stage0="ssd"), r"decisions\.optimizer\.stage0.*ssd"),
+    ],
+)
+def test_a_document_that_is_no_plan(edit: Callable[[Any], None], said: str, plan: Plan, tmp_path: Path) -> None:
+    document = json.loads(plan.model_dump_json())
+    edit(document)
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=rf"plan\.json: .*{said}"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        Plan.from_any(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="No such file"):
+        Plan.from_any(tmp_path / "other.json")
+
+
+def test_a_plan_for_another_batch_or_model(plan: Plan) -> None:
+    model, batch = zoo_case("gpt2")
+    three = {key: value[:3] for key, value in batch.items()}
+    with pytest.raises(PlanError, match="micro_batches=4 does not divide the batch of 3"):
+        penstock.compile(model, HARDWARE, example_inputs=three, optimizer=SGD, plan=plan)
+    other, other_batch = zoo_case("bert")
+    with pytest.raises(PenstockError, match="blocks are not those of this model"):
+        penstock.compile(other, HARDWARE, example_inputs=other_batch, optimizer=SGD, plan=plan)
