@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..runtime.errors import PlanError
 
-IGNORED = -100  # the label that a loss leaves out
 NUM_BYTES = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
@@ -110,7 +109,7 @@ def _sample(path: Path, number: int, line: str, labelled: bool) -> Sample:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of one length. `labels` are tokens (IGNORED where padded) or classes, one per row."""
+    """Samples of one length. `labels` are the tokens themselves, or one class per row."""
 
     input_ids: Tensor  # [rows, sequence]
     attention_mask: Tensor  # [rows, sequence]
@@ -121,7 +120,7 @@ class Rows:
 
     def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """These rows as one batch."""
-        chosen = torch.tensor(list(indices))
+        chosen = torch.tensor(list(indices), dtype=torch.long)  # also where there are none
         return {
             "input_ids": self.input_ids[chosen],
             "attention_mask": self.attention_mask[chosen],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import signal
 import threading
 import time
@@ -85,7 +86,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     options.remember(options.out / "programs")
     result = TrainResult()
     try:
-        with job, interruptible(screen) as stop:
+        with job, interruptible() as stop:
             position = _begin(options, task, job, screen)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training")
@@ -181,7 +182,7 @@ def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> int:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             _ = job.driver
-        for message in said:
+        for message in said:  # of weights that the model's directory lacks
             screen.print(str(message.message), soft_wrap=True)
         return 0
     data = job.resume(options.out / "checkpoint")
@@ -238,7 +239,9 @@ def _save(options: TrainOptions, task: Task, job: Job, position: int) -> None:
 
 
 def _save_model(options: TrainOptions, task: Task, job: Job, screen: Console) -> None:
-    directory = job.save_pretrained(options.out / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said when the run began: weights that the model's directory lacks
+        directory = job.save_pretrained(options.out / "model")
     if task.codec.tokenizer is not None:
         task.codec.tokenizer.save_pretrained(str(directory))
     screen.print(
@@ -279,7 +282,7 @@ def _say_how_to_resume(options: TrainOptions, screen: Console) -> None:
 
 
 @contextmanager
-def interruptible(screen: Console) -> Iterator[threading.Event]:
+def interruptible() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -290,7 +293,7 @@ def interruptible(screen: Console) -> Iterator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        screen.print("stopping behind this step; once more stops at once")
+        os.write(2, b"\nstopping behind this step; once more stops at once\n")  # printing is not safe in a handler
 
     before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
