@@ -102,7 +102,8 @@ def _draw_scale(parts: list[str], end_ms: float, px_per_ms: float, y: int) -> in
     step_ms = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if end_ms / s <= 10)
     for at_ms in range(0, int(end_ms) + 1, step_ms):
         x = LEFT + at_ms * px_per_ms
-        parts.append(f'<text x="{x:.1f}" y="{y + 10}" text-anchor="middle">{at_ms} ms</text>')
+        anchor = "middle" if x < WIDTH - 30 else "end"
+        parts.append(f'<text x="{x:.1f}" y="{y + 10}" text-anchor="{anchor}">{at_ms} ms</text>')
     return y + 24
 
 

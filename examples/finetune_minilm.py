@@ -68,7 +68,7 @@ def main() -> None:
         after = accuracy(job, encoder, held_out)
         console.print(f"\naccuracy on {len(held_out)} held-out passages: {before:.1%} before, {after:.1%} after")
 
-        title("Predicted and measured")
+        title("Predicted, and in the run")
         compare(job, step_s)
 
     title("Files")
@@ -191,10 +191,10 @@ def describe(
 
 
 def compare(job: penstock.Job, step_s: float) -> None:
-    """Peaks of every memory, and the step."""
+    """Peaks of every memory, as the devices accounted them while the step ran, and the time of a step."""
     predicted, last = job.plan.predicted, job.last
     assert predicted is not None and last is not None
-    table = columns("", "budget", "predicted", "measured", "measured / predicted")
+    table = columns("", "budget", "predicted", "in the run", "run / predicted")
     for memory, measured in sorted(last.peak_bytes.items()):
         expected, budget = predicted.peak_bytes[memory], predicted.budget_bytes[memory]
         table.add_row(
