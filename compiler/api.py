@@ -19,6 +19,7 @@ from ..runtime.errors import DoesNotFit, PlanError, VerifyError
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer import OptimizerSpec
+from ..runtime.program import Program
 from ..runtime.verify import verify
 from .batch import BatchShape, micro_batch_spec
 from .fit import check_states_fit
@@ -98,6 +99,8 @@ def compile(
 def _check(model: Any, precision: Any, max_grad_norm: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     if precision not in ("fp32", "bf16", "fp16"):
         raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
     is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
@@ -149,6 +152,13 @@ def load(directory: str | Path, model: nn.Module) -> Job:
     The files are read back as programs and verified before anything runs. Raises `VerifyError` with file and line where
     an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
     """
+    folder, programs = read_programs(directory)
+    _check_model(model, folder)
+    return Job(model, folder, programs, ties=ties_of(model), directory=directory)
+
+
+def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
+    """What `load` reads, verified, without the model: enough to look at and to simulate. Raises as `load` does."""
     folder = Folder.read(directory)
     files = open_directory(directory, folder.interface)
     programs = [file.step for file in files]
@@ -163,8 +173,7 @@ def load(directory: str | Path, model: nn.Module) -> Job:
         path = files[error.device or 0].path
         place = f"{path}:{error.line}" if error.line else str(path)
         raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
-    _check_model(model, folder)
-    return Job(model, folder, programs, ties=ties_of(model), directory=directory)
+    return folder, programs
 
 
 def _check_model(model: nn.Module, folder: Folder) -> None:

@@ -213,9 +213,11 @@ def _job_of(directory: Path | None, options: JobOptions) -> Job:
         raise PlanError(f"both the directory {directory} and --model {options.model} were given; choose one")
     from torch import nn
 
-    from . import api
+    from .api import read_programs
+    from .job import Job
 
-    return api.load(directory, nn.Module())  # nothing is run, so the model itself is not needed
+    folder, programs = read_programs(directory)
+    return Job(nn.Module(), folder, programs, ties={}, directory=directory)  # nothing is run: no model is needed
 
 
 if __name__ == "__main__":

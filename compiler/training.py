@@ -256,7 +256,8 @@ def evaluate(job: Job, task: Task, batch: int, screen: Console, when: str) -> di
     """
     if not len(task.held_out):
         return {}
-    correct, losses = 0, []
+    correct = 0
+    losses: list[float] = []
     for rows, count in evaluation_batches(task.held_out, batch):
         out = job.evaluate(rows)
         if count == batch or not losses:
