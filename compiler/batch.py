@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..runtime.errors import BatchError, PlanError
-from .trace_inputs import entry_names, is_spec, legal_name
+from .trace_inputs import entry_names, is_spec, legal_name, rebuilt
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
     if isinstance(example_inputs, Mapping):
         return {key: micro_batch_spec(value, micro_batches) for key, value in example_inputs.items()}
     if isinstance(example_inputs, (tuple, list)):
-        return type(example_inputs)(micro_batch_spec(value, micro_batches) for value in example_inputs)
+        return rebuilt(example_inputs, [micro_batch_spec(value, micro_batches) for value in example_inputs])
     return example_inputs
 
 

@@ -68,7 +68,7 @@ class _Faker:
         if isinstance(value, Mapping):
             return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, (tuple, list)):
-            return type(value)([self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
+            return rebuilt(value, [self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
         return value  # a flag or number: part of the program, not an input
 
     def _fake(self, name: str, value: Any) -> torch.Tensor:
@@ -108,6 +108,11 @@ class _Faker:
             made = shape_env.create_symintnode(symbol, hint=size, source=source)
             self.sizes[dim, size] = self.made.symbols[name] = made
         return self.sizes[dim, size]
+
+
+def rebuilt(like: Any, items: list[Any]) -> Any:
+    """A list, tuple or named tuple as `like`, of these items."""
+    return like._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
 def is_spec(value: Any) -> bool:
