@@ -64,6 +64,9 @@ class Imports:
             return f"{home}.{known}"
         if getattr(builtins, name, None) is target:
             return name
+        if getattr(torch, name, None) is target:  # a private function of torch, known under no public name
+            self._need("torch")
+            return f"torch.{name}"
         if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return f"torch.ops.{target}"
         owner = getattr(target, "__self__", None)

@@ -245,17 +245,17 @@ def test_names_of_inputs_and_outputs():
 
     x = torch.randn(3, 4)
     opgraph = trace(Nested(), (x, {"a.b": x, "c": [x]}), tracer="recorder")
-    assert list(opgraph.inputs) == ["input", "pair_a_b", "pair_c_0"]
+    assert list(opgraph.inputs) == ["input_", "pair_a_b", "pair_c_0"]
     assert list(opgraph.outputs) == ["loss", "hidden_0", "hidden_1"]
     assert [n.target for n in opgraph.nodes if n.op == "placeholder"] == list(opgraph.inputs)
-    assert opgraph.module(input=x, pair_a_b=x, pair_c_0=x)["loss"].shape == ()
+    assert opgraph.module(input_=x, pair_a_b=x, pair_c_0=x)["loss"].shape == ()
 
 
 def test_loss_function_of_output_and_batch():
     body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4)
     opgraph = trace(body, x, loss_fn=lambda output, batch: F.mse_loss(output, batch), tracer="recorder")
-    assert list(opgraph.inputs) == ["input"] and list(opgraph.outputs) == ["loss", "output"]
+    assert list(opgraph.inputs) == ["input_"] and list(opgraph.outputs) == ["loss", "output"]
     assert torch.equal(opgraph.module(x)["loss"], F.mse_loss(body(x), x))
 
 

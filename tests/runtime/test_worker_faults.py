@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.runtime.drivers import Setup
-from penstock.runtime.errors import WorkerError
+from penstock.runtime.errors import VerifyError, WorkerError
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.launcher import LocalWorkers, worker_environment
 from penstock.runtime.optimizer import OptimizerSpec
@@ -116,7 +116,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     programs = pipeline(1, 2, 2, width=WIDTH)
     files = write_chain(tmp_path, programs, WIDTH)
     files[0].write_text("import penstock_has_no_such_module\n\n" + files[0].read_text())
-    with pytest.raises(WorkerError, match="No module named 'penstock_has_no_such_module'"):
+    with pytest.raises(VerifyError, match=r"device0\.py:1: .*No module named 'penstock_has_no_such_module'"):
         LocalWorkers(Setup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
 
 
