@@ -33,6 +33,7 @@ from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 from .timeline import Span
 
 HOST_STREAMS = (ops.CPU, f"{ops.COMM} host")  # threads on every kind of device
+UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
 LASTING = "all steps' "  # no value of a program has such a name
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
 
@@ -133,14 +134,15 @@ class DeviceSession:
     def _stop_growth(self) -> float | None:
         """Hold torch's allocator to the GPU's memory as described; returns what it was held to before.
 
-        The account holds values to the budget, which leaves a part of that memory to what no account sees: the
-        allocator's rounding and gaps.
+        The account holds values to the budget, which leaves a part of that memory to what no account sees: workspaces
+        of cuBLAS, the allocator's rounding and gaps.
         """
         if self.device.type != "cuda":
             return None
         before = torch.cuda.get_per_process_memory_fraction(self.device)
         _, total_bytes = torch.cuda.mem_get_info(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.spec.memory_bytes / total_bytes), self.device)
+        most_bytes = max(self.spec.memory_bytes, self.spec.budget_bytes + UNSEEN_BYTES)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
         return before
 
     def _reserve(self, plan: Issues) -> None:
@@ -255,6 +257,7 @@ class DeviceSession:
             if self.link is None:  # a step that failed may still use memory that goes back now; peers may never answer
                 with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
                     torch.cuda.synchronize(self.device)
+                    torch._C._cuda_clearCublasWorkspaces()  # one per stream, else kept for ever
 
     # --- running a program
 

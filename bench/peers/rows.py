@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 def save(bench: str, row: dict[str, Any]) -> dict[str, Any]:
     """Print one row of `bench` and append it to its file. Floats keep four digits."""
-    whole = {"bench": bench, **_rounded(row), **provenance()}
+    whole = {"bench": bench, **rounded(row), **provenance()}
     print(json.dumps(whole))
     RESULTS.mkdir(exist_ok=True)
     with open(RESULTS / f"{bench}.jsonl", "a") as file:
@@ -56,9 +56,9 @@ def spread(times_s: list[float]) -> dict[str, float | int]:
     }  # fmt: skip
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
