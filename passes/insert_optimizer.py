@@ -10,7 +10,6 @@ norm over all devices: every step waits for it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,6 +21,7 @@ from ..runtime.errors import PassError
 from ..runtime.program import Program, place_frees
 from .base import Draft, Pass
 
+UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
 Group = tuple[tuple[int, str, str], ...]
 
 
@@ -52,7 +52,7 @@ class InsertOptimizer(Pass):
         options = draft.options
         scaled = options.precision == "fp16"
         groups = tie_groups(draft)
-        clip = options.max_grad_norm if options.max_grad_norm is not None else math.inf if scaled else None
+        clip = options.max_grad_norm if options.max_grad_norm is not None else UNCLIPPED if scaled else None
         if clip is not None:
             groups["world"] = tuple((p.device, "", "") for p in draft.programs)
         for program in draft.programs:

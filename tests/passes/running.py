@@ -49,12 +49,12 @@ def draft_of(graph: OpGraph, hardware: Hardware | None = None, **options: Any) -
 
 def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = None, memory: bool = False) -> Draft:
     """Plan and rewrite pass after pass, or take its decision from `decisions`; after each, the programs are verified
-    and print and parse to the same."""
+    and print and parse to the same. `memory`: after the last one, the budgets are verified too."""
     for p in passes:
         made = (decisions or {}).get(p.decides)
         p.rewrite(draft, p.plan(draft) if made is None else made)
         if draft.programs:
-            verify(draft.programs, draft.hardware, memory=memory)
+            verify(draft.programs, draft.hardware, memory=memory and p is passes[-1])
             assert_prints_and_parses(draft.programs)
     return draft
 

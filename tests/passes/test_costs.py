@@ -85,7 +85,8 @@ def stages_of(
     kinds = {} if interpreted else generated(draft)
     for stage in draft.stages:
         spec = stage.spec
-        module = Interpreted(stage) if interpreted else kinds[spec.name]().to("meta")
+        with torch.device("meta"):
+            module = Interpreted(stage) if interpreted else kinds[spec.name]()
         runner = StageRunner(spec, module, CPU, precision)
         runner.load_buffers(held)
         runner.bind({p.name: held[p.name].detach().to(getattr(torch, p.dtype)) for p in spec.params})
