@@ -108,7 +108,7 @@ def run_all(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]
 
 def run_child(command: Sequence[str], name: str, limit_s: float) -> Iterator[dict[str, Any]]:
     """The rows of one child, those before its end too if it fails or takes too long."""
-    if limit_s < 5:
+    if limit_s < 2:
         yield {"bench": "gpu", "section": name, **failed("no time was left for it")}
         return
     with tempfile.TemporaryFile("w+") as output:

@@ -1,0 +1,102 @@
+"""The GPU benchmark's own code, on a CPU device: every section gives rows, none is lost when one fails or hangs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.bench import gpu
+from penstock.bench.peers.gpu_sections import SECTIONS, under
+from penstock.runtime.timeline import Span, Timeline
+
+FIELDS = {"bench", "section", "figure", "measured", "target", "ok", "date", "command", "device", "torch", "cuda"}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Parity has tests of its own; what depends on the clock of a shared machine may miss its target here."""
+    threads = torch.get_num_threads()
+    sections = [name for name in SECTIONS if name != "parity"]
+    out = tmp_path / "rows.jsonl"
+    gpu.main(["--device", "cpu", "--small", "--out", str(out), *(f"--section={name}" for name in sections)])
+    rows = rows_of(out)
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == rows
+    assert {row["section"] for row in rows} == set(sections)
+    assert all(row.keys() >= FIELDS for row in rows)
+    exact = [row for row in rows if row["ok"] is not None and "step" not in row["figure"]]
+    assert len(exact) > 10 and [row for row in exact if not row["ok"]] == []
+    assert str(tmp_path) not in out.read_text()
+    torch.set_num_threads(threads)
+
+
+def test_what_a_section_raises_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(setup: Any) -> Any:
+        yield {"figure": "first", "measured": 1, "target": None, "ok": None}
+        raise ValueError("no second figure")
+
+    monkeypatch.setitem(SECTIONS, "machine", (broken, 10))
+    out = tmp_path / "rows.jsonl"
+    assert gpu.main(["--device", "cpu", "--small", "--out", str(out), "--section", "machine"]) == 1
+    first, failure, _ = rows_of(out)
+    assert first["figure"] == "first" and first["ok"] is None
+    assert failure["ok"] is False and failure["measured"] == "ValueError: no second figure"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('{\"ok\": true}', flush=True); import time; time.sleep(60)", "took more than 2 s"),
+        ("print('{\"ok\": true}', flush=True); import os; os.abort()", "ended with exit code -6"),
+    ],
+)
+def test_a_child_that_hangs_or_dies_keeps_its_rows(code: str, reason: str) -> None:
+    rows = list(gpu.run_child([sys.executable, "-c", code], "parity", 2.0))
+    assert rows[0] == {"ok": True} and rows[1]["measured"] == reason and rows[1]["ok"] is False
+
+
+def test_nothing_starts_when_the_time_is_over() -> None:
+    (row,) = gpu.run_child([sys.executable, "-c", "raise SystemExit"], "parity", 1.0)
+    assert row["ok"] is False and row["measured"] == "no time was left for it"
+
+
+def test_a_clone_of_any_name_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    gpu.make_importable()
+    assert (Path(sys.path[0]) / "penstock" / "runtime" / "ops.py").is_file()
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
+
+
+def test_what_is_optional_is_not_needed() -> None:
+    """A machine with a GPU need not have the packages of the command line, of Hugging Face, of NVML."""
+    absent = ["transformers", "rich", "typer", "pynvml", "expecttest", "hypothesis", "pytest"]
+    code = f"""
+import sys
+for name in {absent}:
+    sys.modules[name] = None
+from penstock.bench import gpu
+sys.exit(gpu.main(["--device", "cpu", "--small", "--section", "large-model", "--scratch", "/nonexistent"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_the_share_of_one_stream_under_another() -> None:
+    def span(stream: str, start_s: float, end_s: float) -> Span:
+        return Span(0, stream, "fetch", "", start_s, end_s)
+
+    timeline = Timeline.from_spans([span("h2d", 0, 2), span("h2d", 4, 6), span("compute", 1, 5)], ["gpu0"])
+    assert under(timeline, "h2d", "compute") == pytest.approx(0.5)
+    assert under(timeline, "d2h", "compute") == 0.0

@@ -1,0 +1,62 @@
+"""What the tests for a GPU share: which device they run on, models, jobs.
+
+They need CUDA and are skipped without it. With PENSTOCK_REHEARSE_GPU=1 they run on a CPU device instead, but for what
+only a GPU has, so that the tests themselves can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.bench.peers import gpu_sections, parity
+from penstock.bench.peers.gpt import GptSize, batch_of, gpt
+
+REHEARSED = os.environ.get("PENSTOCK_REHEARSE_GPU") == "1"
+DEVICE = "cpu" if REHEARSED else "cuda"
+on_gpu = [] if REHEARSED else [pytest.mark.gpu]  # for `pytestmark`
+only_on_gpu = pytest.mark.skipif(REHEARSED, reason="there is nothing to rehearse")
+
+SIZE = GptSize(layers=4, width=64, heads=4, vocabulary=256, length=32)
+DROPPING = GptSize(layers=4, width=64, heads=4, vocabulary=256, length=32, dropout=0.1)
+SETUP = gpu_sections.Setup(DEVICE, small=True, scratch=Path("/nonexistent"))
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Deterministic kernels, and nothing left over from an earlier test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if REHEARSED else threads)
+    parity.exact_arithmetic()
+    SETUP.tidy()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def batches(size: GptSize = SIZE, rows: int = 4, count: int = parity.STEPS) -> list[dict[str, Tensor]]:
+    return [batch_of(size, rows, seed) for seed in range(count)]
+
+
+def model_of(size: GptSize = SIZE) -> nn.Module:
+    return gpt(size)
+
+
+def compiled(model: nn.Module, batch: Mapping[str, Tensor], stages: int = 1, **options: Any) -> penstock.Job:
+    return gpu_sections.compiled(SETUP, model, batch, stages=stages, **{"optimizer": parity.SGD, **options})
+
+
+def swapped(model: nn.Module, batch: Mapping[str, Tensor], **options: Any) -> penstock.Job:
+    return gpu_sections.swapped(SETUP, model, batch, **{"optimizer": parity.SGD, **options})
+
+
+def session_of(job: penstock.Job) -> Any:
+    """The session of a job's only device."""
+    return job.driver.session  # type: ignore[attr-defined]
