@@ -48,6 +48,11 @@ class Coarsen(Pass):
         draft.blocks = measure_blocks(draft.graph, make_blocks(draft.graph, runs), draft.hardware.devices[0].kind)
 
 
+def find_blocks(graph: OpGraph) -> list[Block]:
+    """The model's blocks, still without costs."""
+    return make_blocks(graph, _runs(graph))
+
+
 def make_blocks(graph: OpGraph, runs: list[Run]) -> list[Block]:
     """Blocks with hash, inputs, outputs and parameter bytes, still without costs."""
     blocks = []

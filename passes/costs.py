@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,10 +40,15 @@ def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu"
     return [block.with_cost(known[block.hash]) for block in blocks]
 
 
-def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost:
-    """Run the block forward with gradients, backward, and forward without, on fake tensors."""
+def measure(
+    graph: OpGraph, block: Block, device_kind: str = "cpu", sizes: Mapping[str, int] | None = None
+) -> BlockCost:
+    """Run the block forward with gradients, backward, and forward without, on fake tensors.
+
+    `sizes`: for a graph with symbolic sizes, the number to put in for each ("b", "s").
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = _BlockRun(graph, block, mode, device_kind)
+    run = _BlockRun(graph, block, mode, device_kind, sizes or {})
     with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.param_dtype):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
@@ -67,8 +73,11 @@ def measure(graph: OpGraph, block: Block, device_kind: str = "cpu") -> BlockCost
 class _BlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
-    def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str):
+    def __init__(
+        self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str, sizes: Mapping[str, int]
+    ):
         self.graph, self.block, self.mode, self.cuda = graph, block, mode, device_kind == "cuda"
+        self.sizes = {graph.symbols[name].node.expr: size for name, size in sizes.items()}
         self.tensors: dict[int, torch.Tensor] = {}  # real or meta tensor's id -> fake
         self.inputs: dict[fx.Node, Any] = {}
 
@@ -76,7 +85,8 @@ class _BlockRun:
         if id(tensor) not in self.tensors:
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+            shape, stride = ([self.number(n) for n in ns] for ns in (tensor.shape, tensor.stride()))
+            made = torch.empty_strided(shape, stride, dtype=dtype)
             wants = tensor.requires_grad if requires_grad is None else requires_grad
             if wants and made.is_floating_point():
                 made.requires_grad_()
@@ -85,11 +95,15 @@ class _BlockRun:
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
 
+    def number(self, size: Any) -> Any:
+        """A size, symbolic or not, as a number."""
+        return int(size.node.expr.subs(self.sizes)) if isinstance(size, torch.SymInt) else size
+
     def make_inputs(self) -> None:
         for node in self.block.inputs:
             value = node.meta.get("val")
             self.inputs[node] = fx.node.map_aggregate(  # type: ignore[assignment]
-                value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else v
+                value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else self.number(v)
             )
         for node in self.block.nodes:  # parameters exist before the block runs
             for parameter in self.graph.node_parameters(node).values():

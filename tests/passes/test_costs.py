@@ -112,6 +112,15 @@ def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None
         assert spec.kept_bytes == runner.kept_bytes, spec.title
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
+def test_saved_bytes_of_fused_attention(name: str) -> None:
+    """Without dropout, CPUs fuse attention as well: other kernels, which save other things."""
+    graph, batches = traced(name, dropout=0.0)
+    for spec, runner, inputs in stages_of(one_device(graph, 2), batches[0]):
+        runner.forward(inputs, 0)
+        assert spec.kept_bytes == runner.kept_bytes, spec.title
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_workspaces_hold_what_the_real_stage_needs(name: str) -> None:
     """Peaks of forward, light forward and backward, each from nothing, against kept bytes, results and workspace."""
