@@ -291,7 +291,7 @@ def _measure_cpus(document: dict[str, Any], disk_folder: str | None) -> None:
     for device, rates in zip(devices, reports, strict=True):
         device |= {
             "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16")}, "achieved_fraction": 1.0,
-            "memory_bandwidth": 2 * rates["copy"], "h2d_bandwidth": rates["copy"], "d2h_bandwidth": rates["copy"],
+            "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["copy"], "d2h_bandwidth": rates["copy"],
             "link_latency_s": rates["copy_latency_s"], "op_overhead_s": rates["op_overhead_s"],
         }  # fmt: skip
     copies = sum(rates["copy"] for rates in reports)

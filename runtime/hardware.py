@@ -157,9 +157,12 @@ class Device(Part):
         return self.peak_flops[dtype] * self.achieved_fraction[dtype]  # type: ignore[index]
 
     def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1) -> float:
-        """Roofline seconds: arithmetic or traffic to the device's memory, and the overhead of `launches` calls."""
-        busy_s = max(flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth)
-        return busy_s + launches * self.op_overhead_s
+        """Seconds of many calls one behind the other: arithmetic, traffic to memory, overhead of `launches` calls.
+
+        They add up, as those that only read and write do not run under the matrix products of the others.
+        """
+        arithmetic_s = flops / self.achieved_flops(dtype)
+        return arithmetic_s + num_bytes / self.memory_bandwidth + launches * self.op_overhead_s
 
 
 class Hardware(Part):

@@ -10,7 +10,6 @@ import errno
 import json
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -21,12 +20,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .heap import keep_freed_memory
+
 SLICE_S = 0.4  # time for one figure
 MIB = 2**20
 
 
-def median_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
-    """Median seconds of `work`, repeated for `slice_s` and at least three times after one warm-up."""
+def steady_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
+    """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
+
+    Not the median, since whatever else the machine does can only make runs longer.
+    """
     work()
     times: list[float] = []
     end = time.perf_counter() + slice_s
@@ -34,38 +38,67 @@ def median_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return sorted(times)[len(times) // 4]
 
 
-def matmul_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of a linear layer of 768 to 3072 features over 512 tokens."""
-    tokens, weight = torch.randn(512, 768).to(dtype), torch.randn(3072, 768).to(dtype)
-    return 2 * 512 * 768 * 3072 / median_s(lambda: torch.nn.functional.linear(tokens, weight))
+def matmul_flops(dtype: torch.dtype, tokens: int = 256, width: int = 256) -> float:
+    """FLOP/s of the three products of a linear layer of `width` to four times as many features: forward, and the
+    gradients of its input and its weight."""
+    value, weight = torch.randn(tokens, width).to(dtype), torch.randn(4 * width, width).to(dtype)
+    gradient = torch.randn(tokens, 4 * width).to(dtype)
+    products: tuple[Callable[[], object], ...] = (
+        lambda: torch.nn.functional.linear(value, weight),
+        lambda: torch.mm(gradient, weight),
+        lambda: torch.mm(gradient.t(), value),
+    )
+    total_s = sum(steady_s(product, SLICE_S / len(products)) for product in products)
+    return len(products) * 2 * tokens * width * 4 * width / total_s
+
+
+def pointwise_bandwidth(num_bytes: int = MIB) -> float:
+    """Bytes per second that what lies between matrix products reads and writes, on activations of usual size.
+
+    A mix, because on a CPU it is not memory that bounds all of it: of a copy's rate softmax and GELU reach a tenth.
+    """
+    value = torch.randn(num_bytes // 4096, 1024)
+    functional = torch.nn.functional
+
+    def mix() -> None:
+        normal = functional.layer_norm(value, (1024,))
+        active = functional.gelu(normal, approximate="tanh")
+        total = normal + active
+        (total * torch.softmax(total, -1)).t().contiguous()
+
+    return 14 * num_bytes / steady_s(mix)  # each reads one or two tensors and writes one
 
 
 def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
     """Bytes copied per second between two tensors too large for the caches; each is one byte read and one written."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    return num_bytes / median_s(lambda: target.copy_(source))
+    return num_bytes / steady_s(lambda: target.copy_(source))
 
 
 def copy_latency_s() -> float:
     """Seconds of a copy too small to take any."""
     source, target = torch.ones(64), torch.empty(64)
-    return median_s(lambda: target.copy_(source), slice_s=0.05)
+    return steady_s(lambda: target.copy_(source), slice_s=0.05)
 
 
-def call_overhead_s() -> float:
-    """Seconds of one torch call on data too small to count, with its share of autograd's work."""
-    weight, calls = torch.ones(8, requires_grad=True), 100
+def call_overhead_s(layers: int = 20) -> float:
+    """Seconds that a torch call takes on data too small to count, with its share of Python's and autograd's work.
 
-    def chain() -> None:
-        value = weight
-        for _ in range(calls):
-            value = value * 1.0
+    As costs count calls: those of a forward once there and twice in its backward.
+    """
+    norm, linear, start = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.ones(1, 2, 8)
+
+    def block() -> None:
+        value = start
+        for _ in range(layers):
+            value = value + linear(norm(value)).view(1, 2, 2, 4).transpose(1, 2).reshape(1, 2, 8)
         value.sum().backward()
 
-    return median_s(chain, slice_s=0.2) / (2 * calls)  # forward and backward
+    calls = 4 * layers  # norm, linear, the copy in reshape, addition
+    return steady_s(block, slice_s=0.2) / (3 * calls)
 
 
 def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
@@ -73,7 +106,7 @@ def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
     param = torch.nn.Parameter(torch.randn(num_params))
     param.grad = torch.randn(num_params)
     optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    return num_params / median_s(optimizer.step)
+    return num_params / steady_s(optimizer.step)
 
 
 def link_rates(num_bytes: int = 8 * MIB) -> dict[str, float]:
@@ -94,7 +127,7 @@ def link_rates(num_bytes: int = 8 * MIB) -> dict[str, float]:
             start = time.perf_counter()
             there_and_back(tensor)
             times.append((time.perf_counter() - start) / 2)
-        return statistics.median(times[1:])
+        return sorted(times[1:])[len(times) // 4]
 
     latency_s = one_way_s(small, 200)
     return {"link_latency_s": latency_s, "link": num_bytes / max(one_way_s(big, 20) - latency_s, 1e-9)}
@@ -155,6 +188,7 @@ def measure_cpu(disk_folder: str | None) -> dict[str, float]:
         "fp32": lambda: matmul_flops(torch.float32),
         "bf16": lambda: matmul_flops(torch.bfloat16),
         "fp16": lambda: matmul_flops(torch.float16),
+        "memory": pointwise_bandwidth,
         "copy": copy_bandwidth,
         "copy_latency_s": copy_latency_s,
         "op_overhead_s": call_overhead_s,
@@ -176,6 +210,7 @@ def measure_cpu(disk_folder: str | None) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     rank, world, threads, rendezvous, *folder = arguments
+    keep_freed_memory()  # as the devices themselves do
     torch.set_num_threads(int(threads))
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)

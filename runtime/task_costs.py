@@ -1,6 +1,6 @@
 """What a task of a step costs on a machine: seconds that are fixed, and amounts that flow through shared resources.
 
-- Computation: the device's roofline and its overhead per launch.
+- Computation: arithmetic, traffic to the device's memory and an overhead per launch, one behind the other.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
 - A collective: a ring over the members' memories, in each of whose n steps between neighbours a 2(n-1)/n part of the
   bytes moves, all neighbours at the same time.

@@ -46,7 +46,7 @@ def test_measuring_times_every_figure_on_this_machine(no_gpu: None, tmp_path: Pa
         assert measured != guessed and guessed / 100 < measured < guessed * 100
     assert 1e9 < device.achieved_flops("fp32") < 1e13
     assert 1e7 < host.optimizer_params_per_s < 1e11
-    assert device.memory_bandwidth == pytest.approx(2 * device.h2d_bandwidth, rel=1e-3)
+    assert device.memory_bandwidth != device.h2d_bandwidth  # of computation on caches, of copies between memories
     if hardware.num_devices > 1:
         assert 1e7 < hardware.bandwidth("cpu0", "cpu1") < 1e12
         assert 1e-6 < hardware.latency_s("cpu0", "cpu1") < 0.1
@@ -99,7 +99,7 @@ def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_median_is_of_the_work_given() -> None:
-    assert 0.009 < measure.median_s(lambda: time.sleep(0.01), slice_s=0.05) < 0.05
+    assert 0.009 < measure.steady_s(lambda: time.sleep(0.01), slice_s=0.05) < 0.05
 
 
 # -- reading files -----------------------------------------------------------------------------------------------------

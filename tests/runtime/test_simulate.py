@@ -80,7 +80,7 @@ def test_devices_may_begin_late() -> None:
     assert timeline.step_s == pytest.approx(5.0 + WEIGHT_BYTES / 1e9)
 
 
-def test_computation_is_the_roofline_and_the_launches() -> None:
+def test_computation_is_arithmetic_traffic_and_launches() -> None:
     programs = pipeline(1, 1, 1, flops=1e9, fetched=False)
     stage = programs[0].interface.stages["stage0"]
     stage = replace(stage, launches=5)
@@ -91,7 +91,7 @@ def test_computation_is_the_roofline_and_the_launches() -> None:
     assert backward.end_s - backward.start_s == pytest.approx(3e9 / 1e12 + 15e-3)  # rematerialises
     slow_memory = simulate(programs, machine(1, memory_bandwidth=1e3))
     forward = spans_of(slow_memory, "forward")[0]
-    assert forward.end_s - forward.start_s == pytest.approx(stage.forward_traffic_bytes / 1e3)
+    assert forward.end_s - forward.start_s == pytest.approx(1e9 / 1e12 + stage.forward_traffic_bytes / 1e3)
 
 
 def test_a_precision_without_a_rate_is_refused() -> None:
