@@ -94,6 +94,7 @@ def page_locked(num_bytes: int) -> Tensor:
     torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see.
     """
     pages = mmap.mmap(-1, num_bytes)  # whole pages, shared with no other buffer
+    pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(flat.data_ptr(), num_bytes, 0))

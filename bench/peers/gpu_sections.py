@@ -287,14 +287,12 @@ def swapping(setup: Setup) -> Iterator[Row]:
 
 def large_model(setup: Setup) -> Iterator[Row]:
     """A model of 1.5 billion parameters on a GPU held to 8 GB, then to 24 GB."""
-    size, rows, micro_batches = (TINY, 4, 2) if setup.small else (XL, 8, 4)
+    size, rows, micro_batches = (TINY, 4, 2) if setup.small else (XL, 32, 16)
     model, batch = gpt(size, setup.device), batch_of(size, rows)
     for memory in ("1MB",) if setup.small else ("8GB", "24GB"):
         setup.tidy()
         begin_s = time.perf_counter()
-        options = {"precision": "bf16", "micro_batches": micro_batches}
-        stages = 0 if setup.small else 16
-        with compiled(setup, model, batch, memory, stages, **options) as job:
+        with compiled(setup, model, batch, memory, precision="bf16", micro_batches=micro_batches) as job:
             planned_s = time.perf_counter() - begin_s
             yield noted("plan and print, s", planned_s, memory=memory, stages=len(job.plan.decisions.stages))
             yield from _busy_rows(setup, job, batch, size, rows, rounds=3, memory=memory)
