@@ -120,7 +120,7 @@ def assert_same_states(job: Job, eager: Eager, tolerance: float) -> None:
         assert_close(row, expected[ties.get(name, name)], tolerance, name)
 
 
-def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str = "") -> None:
+def assert_close(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor], tolerance: float, what: str = "") -> None:
     """Equal names, and entries that differ by at most `tolerance` times the largest entry; 0 means bit for bit."""
     assert set(found) == set(expected)
     for name, want in expected.items():

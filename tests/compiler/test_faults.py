@@ -45,7 +45,7 @@ def job_of(name: str, num_devices: int = 1, memory: str = "64MB", **options: Any
     model, batch = zoo_case(name)
     link = options.pop("link", None)
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory=memory, link=link)
-    chosen = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, **options}
+    chosen = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius", **options}
     return penstock.compile(model, hardware, example_inputs=batch, **chosen), batch
 
 
@@ -157,10 +157,10 @@ def test_a_batch_that_may_or_may_not_be_for_the_loss() -> None:
 @pytest.mark.parametrize(
     ("name", "machine", "options", "changed"),
     [
-        ("gpt2", {"memory": "100kB"}, {}, {"memory"}),
+        pytest.param("gpt2", {"memory": "100kB"}, {}, {"memory"}, marks=pytest.mark.slow),
         ("gpt2", {"memory": "250kB", "dram": "100kB"}, {}, {"dram"}),
         ("gpt2", {"memory": "20kB", "dram": "20kB"}, {}, {"memory", "dram"}),
-        ("gpt2", {"memory": "200kB"}, {"micro_batches": 1}, {"micro_batches"}),
+        pytest.param("gpt2", {"memory": "200kB"}, {"micro_batches": 1}, {"micro_batches"}, marks=pytest.mark.slow),
         ("gpt2", {"memory": "250kB", "num_devices": 1}, {"strategy": "gpipe"}, {"strategy"}),
     ],
 )

@@ -53,7 +53,7 @@ def compiled(name: str, num_devices: int, memory: str, **options: Any) -> tuple[
         model,
         penstock.Hardware.cpu(num_devices=num_devices, memory=memory, dram="1GB"),
         example_inputs=batch,
-        **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, **options},
+        **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius", **options},
     )
     return job, model, batch
 

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "optimizer": partial(torch.optim.AdamW, lr=1e-2),
     "lr_scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10),
     "micro_batches": MICRO_BATCHES,
+    "strategy": "mobius",
 }
 
 
@@ -96,11 +97,12 @@ def test_save_pretrained_is_loaded_by_transformers(name: str, tmp_path: Path) ->
     assert_close(again.state_dict(), state, 0.0)
 
 
-RESUMED = {
-    "the same": {},
-    "another partition": {"strategy": STRATEGIES["mobius"].replace("balanced", "balanced{stages=3}")},
-    "weights in DRAM": {"memory": "250kB"},
-    "two devices": {"num_devices": 2},
+FOUR, TWO = (STRATEGIES["mobius"].replace("balanced", f"balanced{{stages={n}}}") for n in (4, 2))
+RESUMED: dict[str, dict[str, Any]] = {
+    "the same": {"strategy": FOUR},
+    "another partition": {"strategy": TWO},
+    "weights in DRAM": {"strategy": FOUR, "memory": "250kB"},
+    "two devices": {"strategy": TWO, "num_devices": 2},
 }
 
 
@@ -108,26 +110,31 @@ RESUMED = {
     "how", [pytest.param(h, marks=[pytest.mark.slow, pytest.mark.multi] if h == "two devices" else []) for h in RESUMED]
 )
 def test_resume_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
-    """Losses, weights, optimizer, schedule, dropout, the script's generators and its place in the data."""
-    model, _ = zoo_case("gpt2", dropout=0.1 if how == "the same" else 0.0)
+    """Losses, weights, optimizer, schedule, dropout, the script's generators and its place in the data.
+
+    Another partition adds up the parts of the tied table in another order, and nothing else (SGD here: AdamW would
+    divide the rounding errors of gradients that are zero by themselves).
+    """
+    exact = RESUMED[how]["strategy"] == FOUR
+    model, _ = zoo_case("gpt2", dropout=0.1 if exact else 0.0)
+    options: dict[str, Any] = {"seed": 5} if exact else {"seed": 5, "optimizer": SGD}
     data = batches("gpt2", 5)
-    with job_of(copy.deepcopy(model), data[0], seed=5) as job:
+    with job_of(copy.deepcopy(model), data[0], strategy=FOUR, **options) as job:
         for batch in data[:2]:
             job.step(batch)
         saved = job.save(tmp_path / "checkpoint", data={"next": 2, "epoch": 1.5})
         drawn = (torch.rand(3), random.random())
-        losses = [job.step(batch) for batch in data[2:]]
+        losses = {i: job.step(data[i]) for i in (2, 3, 4)}
         wanted = job.state_dict()
     torch.rand(7), random.random()
-    with job_of(copy.deepcopy(model), data[0], **{"seed": 5, **RESUMED[how]}) as job:  # type: ignore[arg-type]
+    with job_of(copy.deepcopy(model), data[0], **options, **RESUMED[how]) as job:
         assert job.resume(saved) == {"next": 2, "epoch": 1.5}
         assert job.step_count == 2
         assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
-        again = [job.step(batch) for batch in data[2:]]
-        exact = how in ("the same", "weights in DRAM")
+        again = {i: job.step(data[i]) for i in (2, 3, 4)}
+        assert_close(again, losses, 0.0 if exact else 1e-6)
         assert_close(job.state_dict(), wanted, 0.0 if exact else 2e-5)
-    assert_close(dict(enumerate(again)), dict(enumerate(losses)), 0.0 if exact else 1e-6)  # type: ignore[arg-type]
-    assert len({float(loss) for loss in losses}) == 3
+    assert len({float(loss) for loss in losses.values()}) == 3
 
 
 def test_resume_starts_a_model_on_meta_without_other_weights(tmp_path: Path) -> None:

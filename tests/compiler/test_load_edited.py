@@ -20,7 +20,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a swapping plan for two devices whose memory is used to the last byte."""
     model, batch = zoo_case("gpt2")
     hardware = penstock.Hardware.cpu(num_devices=2, memory="250kB")
-    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": MICRO_BATCHES}
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "optimizer": SGD,
+        "micro_batches": MICRO_BATCHES,
+        "strategy": "mobius",
+    }
     plan = penstock.compile(model, hardware, **options).plan
     assert plan.predicted is not None and plan.decisions.fetch
     peaks = plan.predicted.peak_bytes
