@@ -3,12 +3,14 @@
 In: programs whose weights are resident. Out: the same programs in which the decided stages are fetched before their
 forward and again before their backward, and freed after their last micro-batch (Mobius 3.1, 3.2). The last stage of
 each device stays for its backward. A fetch is issued at the start of the phase before its own if both stages fit
-beside the activations (eq. 5: P_j <= G - S_{j-N}), else at the start of its own.
+beside the activations; where they do not, as many parameters as fit are (eq. 5: P_j <= G - S_{j-N}), and the rest at
+the start of its own phase, into the memory that the stage before it has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import bisect
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +19,10 @@ from torch import fx
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import MemoryProfile, profile_memory
-from ..runtime.program import Program, StageSpec, aligned, infer_all, place_frees
+from ..runtime.program import Program, StageSpec, infer_all, place_frees
 from .base import Draft, Pass
 
-Early = dict[str, list[str]]  # swapped stage -> its phases whose fetch is issued one phase before
+Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,29 @@ class InsertFetch(Pass):
     prefetch: bool = True
 
     def plan(self, draft: Draft) -> Early:
-        """Swapped stage to the phases ("forward", "backward") whose fetch is issued one phase early."""
-        decision: dict[str, Sequence[str]] = {}
+        """Swapped stage to its phases ("forward", "backward") with early fetches, and how many parameters these bring."""
+        decision: Early = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
             if resident_bytes(program) > budget:
                 stages = [phase.stage for phase in phases(program)]
-                decision.update(dict.fromkeys(stages, ()))
+                decision.update({stage: {} for stage in stages})
                 if self.prefetch:
                     decision.update(look_ahead(program, stages, budget))
         names = [stage.spec.name for stage in draft.stages]
-        return {name: list(decision[name]) for name in names if name in decision}
+        return {name: decision[name] for name in names if name in decision}
 
     def rewrite(self, draft: Draft, decision: Early) -> None:
-        known = [stage.spec.name for stage in draft.stages]
+        known = {stage.spec.name: stage.spec for stage in draft.stages}
         for stage, kinds in decision.items():
             if stage not in known:
                 raise PassError(f"fetch names {stage!r}; the stages are {', '.join(known)}")
             if set(kinds) - {"forward", "backward"}:
-                raise PassError(f"fetch of {stage} names the phases {kinds}; there are forward and backward")
+                raise PassError(f"fetch of {stage} names the phases {list(kinds)}; there are forward and backward")
+            most = len(known[stage].params)
+            wrong = [count for count in kinds.values() if not 0 < count <= most]
+            if wrong:
+                raise PassError(f"fetch of {stage} begins with {wrong[0]} parameters; it has 1 to {most}")
         for program in draft.programs:
             mine = {s.spec.name for s in draft.stages_on(program.device)}
             fetch_weights(program, {stage: early for stage, early in decision.items() if stage in mine})
@@ -115,23 +121,33 @@ def fetched_phases(order: list[Phase], stages: Collection[str]) -> list[int]:
 
 
 def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, reserved_bytes: int = 0) -> Early:
-    """As many early fetches of these stages as the device's memory holds, the smallest neighbours first.
+    """As many early fetches of these stages as the device's memory holds, the smallest neighbours first; then parts.
 
     `reserved_bytes` of the budget are taken by what the program does not show. If even no early fetch fits, there is
     none; whoever checks the budgets says what is missing.
     """
-    profile = profile_swapped(program, {stage: [] for stage in stages})
+    profile = profile_swapped(program, {stage: {} for stage in stages})
     limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
     order = phases(program)
-    sizes = {phase.stage: aligned(program.interface.stages[phase.stage].weight_bytes) for phase in order}
-    able = [i for i in fetched_phases(order, stages) if i > 0]
-    able.sort(key=lambda i: (sizes[order[i - 1].stage] + sizes[order[i].stage], i))
-    count = len(able)
-    while count and arena_bytes(order, sizes, stages, set(able[:count])) > limit_bytes:
-        count -= 1
-    early: Early = {stage: [] for stage in sizes if stage in stages}
-    for i in sorted(able[:count]):
-        early[order[i].stage].append(order[i].kind)
+    specs = program.interface.stages
+    able = [i for i in fetched_phases(order, stages) if i > 0 and specs[order[i].stage].params]
+    able.sort(key=lambda i: (specs[order[i - 1].stage].weight_bytes + specs[order[i].stage].weight_bytes, i))
+    counts = {i: len(specs[order[i].stage].params) for i in able}
+
+    def fits(chosen: dict[int, int]) -> bool:
+        return arena_bytes(order, specs, stages, chosen) <= limit_bytes
+
+    whole = len(able)
+    while whole and not fits({i: counts[i] for i in able[:whole]}):
+        whole -= 1
+    chosen = {i: counts[i] for i in able[:whole]}
+    for i in able[whole:] if fits(chosen) else ():
+        part = bisect.bisect_left(range(1, counts[i]), True, key=lambda k, i=i: not fits({**chosen, i: k}))
+        if part:
+            chosen[i] = part
+    early: Early = {phase.stage: {} for phase in order if phase.stage in stages}
+    for i in sorted(chosen):
+        early[order[i].stage][order[i].kind] = chosen[i]
     return early
 
 
@@ -143,15 +159,16 @@ def profile_swapped(program: Program, early: Early) -> MemoryProfile:
     return profile_memory(trial)
 
 
-def arena_bytes(order: list[Phase], sizes: dict[str, int], stages: Collection[str], early: set[int]) -> int:
-    """What `plan_arena` takes for the program with these early fetches: first fit, in issue order."""
+def arena_bytes(
+    order: list[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Mapping[int, int]
+) -> int:
+    """What `plan_arena` takes for the program with these early fetches (phase to its number of parameters)."""
     begins = fetched_phases(order, stages)
     live: list[tuple[int, int, int]] = []  # (offset, end, last phase)
     size = 0
     for now in range(len(order)):
-        arriving = [i for i in begins if (i - 1 if i in early else i) == now]
-        for i in arriving:
-            offset, need = 0, sizes[order[i].stage]
+        for i, need in _arriving(order, specs, begins, early, now):
+            offset = 0
             for start, end, _ in sorted(live):
                 if offset + need <= start:
                     break
@@ -162,19 +179,36 @@ def arena_bytes(order: list[Phase], sizes: dict[str, int], stages: Collection[st
     return size
 
 
+def _arriving(
+    order: list[Phase], specs: Mapping[str, StageSpec], begins: list[int], early: Mapping[int, int], now: int
+) -> Iterator[tuple[int, int]]:
+    """Phases for which something is fetched at the start of phase `now`, and how many bytes."""
+    for i in begins:
+        spec = specs[order[i].stage]
+        part = spec.part_bytes(early.get(i, 0))
+        if i == now and part < spec.weight_bytes:
+            yield i, spec.weight_bytes - part
+        elif i == now + 1 and part:
+            yield i, part
+
+
 def fetch_weights(program: Program, early: Early) -> None:
-    """Replace the resident weights of these stages by one fetch per phase."""
+    """Replace the resident weights of these stages by one fetch per phase, or two where the first brings a part."""
     order = phases(program)
     graph = program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     stages = early.keys() & residents.keys()
     for i in fetched_phases(order, stages):
         phase = order[i]
-        ahead = phase.kind in early[phase.stage] and i > 0
-        with graph.inserting_before(order[i - 1].nodes[0] if ahead else phase.nodes[0]):
-            fetched = graph.call_function(ops.fetch, (f"{phase.stage}.weights",))
+        spec = program.interface.stages[phase.stage]
+        ahead = early[phase.stage].get(phase.kind, 0) if i > 0 else 0
         # The first fetch takes over the resident's name, which the graph would not give out a second time.
-        fetched.name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
+        name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
+        begun: tuple[fx.Node, ...] = ()
+        if 0 < ahead < len(spec.params):
+            begun = (_fetch(graph, order[i - 1].nodes[0], spec, f"{name}_part", (), params=ahead),)
+        place = order[i - 1].nodes[0] if ahead == len(spec.params) and ahead else phase.nodes[0]
+        fetched = _fetch(graph, place, spec, name, begun)
         for later in order[i : phase.last + 1]:
             for node in later.nodes if later.stage == phase.stage else ():
                 node.args = (node.args[0], fetched, *node.args[2:])
@@ -182,3 +216,12 @@ def fetch_weights(program: Program, early: Early) -> None:
         graph.erase_node(residents[stage])
     infer_all(program)
     place_frees(program)
+
+
+def _fetch(
+    graph: fx.Graph, place: fx.Node, spec: StageSpec, name: str, begun: tuple[fx.Node, ...], **fields: int
+) -> fx.Node:
+    with graph.inserting_before(place):
+        node = graph.call_function(ops.fetch, (f"{spec.name}.weights", *begun), fields)
+    node.name = name
+    return node

@@ -128,7 +128,7 @@ class _Updates:
             self.grads.update(zip(mine, reduced))
 
     def norm(self) -> fx.Node:
-        """The sum of squares over all devices; gradients on the device and in DRAM are summed apart."""
+        """The sum of squares over all devices, wherever their gradients lie."""
         grads = list(self.grads.values())
         (own,) = self.program.emit(ops.norm, *grads, names=["norm"])
         (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group="world")

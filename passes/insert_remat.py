@@ -81,7 +81,8 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
 
 
 def _count(early: Early) -> int:
-    return sum(len(kinds) for kinds in early.values())
+    """Parameters fetched early."""
+    return sum(sum(kinds.values()) for kinds in early.values())
 
 
 def rematerialise(program: Program, stages: set[str]) -> None:

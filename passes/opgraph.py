@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
@@ -123,7 +122,7 @@ def build_module(model: nn.Module, graph: fx.Graph, constants: dict[str, torch.T
 
     Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence.
     """
-    built = _LazyGraphModule(nn.Module(), fx.Graph(), type(model).__name__)  # most are only ever read
+    built = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
     leaves = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     tensors = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
     for name in dict.fromkeys([*leaves, *tensors]):

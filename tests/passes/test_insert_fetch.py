@@ -20,7 +20,6 @@ from penstock.passes.insert_remat import InsertRemat
 from penstock.runtime import ops
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import plan_arena, profile_memory
-from penstock.runtime.program import aligned
 from penstock.runtime.simulate import simulate
 from penstock.runtime.verify import verify
 from penstock.tests.golden_text import Golden
@@ -40,9 +39,10 @@ def swapping(memory: str = "21kB", num_devices: int = 2, **links: str) -> Hardwa
 
 def test_text(golden: Golden) -> None:
     draft = draft_of(chain(depth=3), Hardware.cpu(num_devices=2), micro_batches=2, stages=4)
-    fetch = {"stage0": ["backward"], "stage1": [], "stage2": ["forward"], "stage3": []}
+    apply(draft, *to_schedule())
+    fetch = {"stage0": {"backward": len(draft.stages[0].spec.params)}, "stage1": {}, "stage2": {"forward": 1}, "stage3": {}}
     remat = {"rematerialise": ["stage0", "stage1", "stage2"]}
-    apply(draft, *to_schedule(), InsertRemat(), InsertFetch(), decisions={"fetch": fetch, **remat})
+    apply(draft, InsertRemat(), InsertFetch(), decisions={"fetch": fetch, **remat})
     golden(text_of(draft), "looks-ahead-on-device-0")
 
 
@@ -79,16 +79,17 @@ def test_budgets_hold_and_more_memory_looks_ahead_more() -> None:
         decision = InsertFetch().plan(draft)
         apply(draft, *all_passes()[5:], decisions={"fetch": decision}, memory=True)
         assert len(decision) == 8
-        counts.append(sum(len(kinds) for kinds in decision.values()))
-        assert "forward" not in decision["stage0"] + decision["stage1"]  # nothing runs before them
-    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 2 * 6 > counts[2] > 0
+        counts.append(sum(sum(kinds.values()) for kinds in decision.values()))
+        assert "forward" not in decision["stage0"] | decision["stage1"]  # nothing runs before them
+    most = sum(len(s.spec.params) * (2 if 1 < i < 6 else 1) for i, s in enumerate(draft.stages))
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == most > counts[2] > 0
 
 
 def test_a_kept_stage_keeps_its_weights() -> None:
     """What forward saved borrows the weights, so they stay until backward and are fetched once."""
     draft = ready(Hardware.cpu(num_devices=2), depth=3, remat=False)
     names = [s.spec.name for s in draft.stages]
-    apply(draft, InsertFetch(), decisions={"fetch": {name: [] for name in names}})
+    apply(draft, InsertFetch(), decisions={"fetch": {name: {} for name in names}})
     for program in draft.programs:
         fetched = [n.args[0] for n in program.ops() if n.target is ops.fetch]
         assert sorted(fetched) == sorted(set(fetched))
@@ -108,15 +109,16 @@ def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
     apply(draft, InsertRemat(), decisions={"rematerialise": remat})
     program = draft.programs[0]
     order = phases(program)
-    sizes = {s.spec.name: aligned(s.spec.weight_bytes) for s in draft.stages}
-    early = {i for i in fetched_phases(order, stages) if i > 0 and data.draw(st.booleans())}
-    foreseen = arena_bytes(order, sizes, stages, early)
-    fetch_weights(program, {s: [order[i].kind for i in early if order[i].stage == s] for s in stages})
+    specs = program.interface.stages
+    counts = {i: data.draw(st.integers(0, len(specs[order[i].stage].params))) for i in fetched_phases(order, stages)}
+    early = {i: count for i, count in counts.items() if i > 0 and count}
+    foreseen = arena_bytes(order, specs, stages, early)
+    fetch_weights(program, {s: {order[i].kind: n for i, n in early.items() if order[i].stage == s} for s in stages})
     assert plan_arena(program)[1] == foreseen
 
 
 def test_memory_is_used_up_to_the_budget() -> None:
-    """One early fetch more than planned would not fit."""
+    """One parameter more than planned, fetched early, would not fit."""
     draft = ready(swapping("21kB", num_devices=1))
     program, budget = draft.programs[0], 21_000
     stages = [phase.stage for phase in phases(program)]
@@ -124,12 +126,13 @@ def test_memory_is_used_up_to_the_budget() -> None:
     assert profile_swapped(program, early).peak_bytes[ops.DEVICE] <= budget
     order = phases(program)
     able = {(order[i].stage, order[i].kind) for i in fetched_phases(order, stages) if i > 0}
-    left = able - {(stage, kind) for stage, kinds in early.items() for kind in kinds}
+    counts = {(stage, kind): early[stage].get(kind, 0) for stage, kind in able}
+    left = [key for key, count in counts.items() if count < len(program.interface.stages[key[0]].params)]
     assert left
     for stage, kind in left:
-        more = {**early, stage: [*early[stage], kind]}
+        more = {**early, stage: {**early[stage], kind: counts[stage, kind] + 1}}
         assert profile_swapped(program, more).peak_bytes[ops.DEVICE] > budget
-    assert look_ahead(program, stages, budget, reserved_bytes=6_000) == {name: [] for name in early}
+    assert look_ahead(program, stages, budget, reserved_bytes=6_000) == {name: {} for name in early}
 
 
 def test_fetched_weights_are_not_on_the_device_between() -> None:

@@ -14,6 +14,7 @@ from penstock.passes.coarsen import Coarsen
 from penstock.passes.schedule_pipeline import evaluation_programs
 from penstock.runtime import ops
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.memory import profile_memory
 from penstock.runtime.verify import verify
 from penstock.tests.passes.running import (
     Chain,
@@ -236,3 +237,23 @@ def test_random_numbers_differ_between_stages_micro_batches_and_steps() -> None:
 def test_zoo_is_covered() -> None:
     assert set(SMALL) | REORDERED <= set(transformers_zoo()) | set(handwritten_zoo())
     assert isinstance(Chain(), nn.Module)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "wide_resnet"])
+@pytest.mark.parametrize("tight", [False, True])
+def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -> None:
+    """Every value is charged with the bytes that it really has: within 5% per device, in tight budgets too. Of DRAM,
+    all devices' peaks are foreseen at once, which need not happen."""
+    graph, batches, _ = case(name)
+    roomy = apply(draft_of(graph, micro_batches=2, stages=4), *all_passes())
+    peaks = [profile_memory(p).peak_bytes[ops.DEVICE] for p in roomy.programs]
+    hardware = Hardware.cpu(num_devices=2, memory=max(peaks) * 2 // 3) if tight else roomy.hardware
+    draft = apply(draft_of(graph, hardware, micro_batches=2, stages=4), *all_passes(), memory=True)
+    machine = reference(draft)
+    machine.step(joined(batches[:2]))
+    for program in draft.programs:
+        predicted = profile_memory(program).peak_bytes[ops.DEVICE]
+        assert machine.accounts[f"device{program.device}"].peak_bytes == pytest.approx(predicted, rel=0.05)
+    dram = sum(profile_memory(program).peak_bytes[ops.DRAM] for program in draft.programs)
+    assert 0.85 * dram <= machine.accounts["dram"].peak_bytes <= dram
+    assert any(n.target is ops.fetch for p in draft.programs for n in p.ops()) == tight
