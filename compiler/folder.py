@@ -50,7 +50,13 @@ class Folder:
     files: dict[int, str]
 
     def write(self, directory: str | Path) -> Path:
+        """Write all files; those of an earlier job's further devices go. Raises `OSError` where that fails."""
         folder = Path(directory)
+        own = {device_file_name(device) for device in self.files}
+        if (folder / INTERFACE_FILE).is_file():
+            for path in folder.glob("device*.py"):
+                if path.name not in own:
+                    path.unlink()
         extras = {
             INTERFACE_FILE: self.interface.to_json() + "\n",
             "plan.json": self.plan.model_dump_json(indent=1) + "\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
 from ..runtime.drivers import Driver, Setup
-from ..runtime.errors import NonFiniteLoss, PlanError, WorkerError
+from ..runtime.errors import HardwareError, NonFiniteLoss, PlanError, WorkerError
+from ..runtime.hardware import Hardware
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program
@@ -176,7 +178,8 @@ class Job:
         return self._driver
 
     def _start(self) -> Driver:
-        """The devices, without weights yet, at step 0."""
+        """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine has too few GPUs."""
+        _require_gpus(self.hardware, self.folder.interface.num_devices)
         if self._directory is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
             self._directory = self.folder.write(self._scratch.name)
@@ -302,6 +305,17 @@ class Job:
             loss=loss,
             predicted_s=self.plan.predicted.step_s if self.plan.predicted else None,
             **report,
+        )
+
+
+def _require_gpus(hardware: Hardware, num_devices: int) -> None:
+    per_host = Counter(device.host for device in hardware.devices[:num_devices] if device.kind == "cuda")
+    wanted, present = max(per_host.values(), default=0), torch.cuda.device_count()
+    if wanted > present:
+        raise HardwareError(
+            f"{hardware.name}: the plan needs {wanted} GPUs on a host, torch {torch.__version__} sees {present} "
+            'here. It can be simulated, not run. Compile for this machine with hardware="auto", or for CPU '
+            "devices with Hardware.cpu(num_devices=...)"
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.compiler.job import Job
-from penstock.runtime.errors import PlanError
+from penstock.runtime.errors import HardwareError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, part_of, zoo_case
 
 OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius"}
@@ -107,7 +107,39 @@ def test_nothing_starts_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
         job.code(4)
     job.close()
     with pytest.raises(AssertionError, match="was started"):
-        job.step(batch)
+        job_of(model, batch).step(batch)
+
+
+def test_a_plan_for_gpus_does_not_start_without_them() -> None:
+    model, batch = zoo_case("mlp")
+    hardware = penstock.Hardware.preset("mobius-topo4", num_devices=1 + torch.cuda.device_count())
+    job = penstock.compile(model, hardware, example_inputs=batch, **OPTIONS)
+    for use in (lambda: job.step(batch), job.state_dict):
+        with pytest.raises(HardwareError, match=r"GPUs on a host.*Hardware\.cpu"):
+            use()
+
+
+def test_writing_over_an_earlier_job(tmp_path: Path) -> None:
+    """Files of devices that the new plan does not have would be misleading."""
+    model, batch = zoo_case("mlp")
+    for num_devices in (3, 1):
+        hardware = penstock.Hardware.cpu(num_devices=num_devices)
+        job = penstock.compile(model, hardware, example_inputs=batch, **OPTIONS)
+        job.write(tmp_path)
+        assert len(list(tmp_path.glob("device*.py"))) == num_devices
+    assert penstock.load(tmp_path, model).plan == job.plan
+
+
+def test_half_precision_skips_a_step_that_overflows() -> None:
+    model, batch = zoo_case("mlp")
+    with job_of(model, batch, precision="fp16") as job:
+        first = job.step(batch)
+        assert job.last is not None and job.last.loss_scale == 65536.0
+        before = job.state_dict()
+        job.step({**batch, "x": batch["x"] * 1e30})  # no error: that is what the scaling is there for
+        assert job.last.skipped and job.last.loss_scale == 32768.0
+        assert_close(job.state_dict(), before, 0.0)
+        assert job.step(batch) < first and not job.last.skipped
 
 
 def test_close_ends_a_run_and_a_later_step_begins_another(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def remat_of_nothing(document: dict[str, Any]) -> None:
 
 
 def fetch_of_nothing(document: dict[str, Any]) -> None:
-    document["decisions"]["fetch"]["stage99"] = []
+    document["decisions"]["fetch"]["stage99"] = type(document["decisions"]["fetch"]["stage0"])()
 
 
 def optimizer_of_nothing(document: dict[str, Any]) -> None:
