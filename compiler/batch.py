@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..runtime.errors import BatchError, PlanError
-from .trace_inputs import entry_names, is_spec, legal_name, rebuilt
+from .trace_inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
 
 
 def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors by the placeholder names that capture gives them, and the text of every other leaf."""
+    """Tensors by the placeholder names that capture gives them, and the text of every other leaf.
+
+    Raises `BatchError` for arrays of other libraries.
+    """
     found: dict[str, Any] = {}
     flags: dict[str, str] = {}
 
@@ -105,6 +108,8 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
         elif isinstance(value, (tuple, list)):
             for i, item in enumerate(value):
                 walk(f"{name}.{i}", item)
+        elif is_tensor_like(value):
+            raise BatchError(f"batch[{name!r}] is a {type(value).__name__}; pass a torch.Tensor (torch.as_tensor)")
         else:
             flags[legal_name(name)] = repr(value)
 

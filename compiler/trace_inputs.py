@@ -63,7 +63,7 @@ class _Faker:
         self.sizes: dict[tuple[int, int], Any] = {}  # (dim, size) -> symbol
 
     def convert(self, name: str, value: Any) -> Any:
-        if is_spec(value) or _is_tensor_like(value):
+        if is_spec(value) or is_tensor_like(value):
             return self._fake(legal_name(name), value)
         if isinstance(value, Mapping):
             return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
@@ -125,7 +125,7 @@ def is_spec(value: Any) -> bool:
     )
 
 
-def _is_tensor_like(value: Any) -> bool:
+def is_tensor_like(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (
         hasattr(value, "shape") and hasattr(value, "dtype") and isinstance(value.shape, (tuple, list))
     )

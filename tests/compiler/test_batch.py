@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,11 @@ def test_shapes() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         BatchShape.of(MODEL, batch)
+
+
+def test_arrays_of_other_libraries() -> None:
+    with pytest.raises(BatchError, match=r"'x'\] is a ndarray; pass a torch\.Tensor"):
+        BatchShape.of(MODEL, {"x": np.zeros((4, 2))})
 
 
 def test_a_later_batch() -> None:
