@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="penstock")
-    except PenstockError as error:
+    except (PenstockError, OSError) as error:  # the latter: a file that cannot be read or written
         if "--debug" in given:
             raise
         print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)

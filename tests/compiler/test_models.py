@@ -120,6 +120,22 @@ def test_an_installed_package_with_weights() -> None:
     assert (found.head, found.config.num_labels, found.has_weights) == ("classification", 5, True)
 
 
+def test_nothing_is_downloaded_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_model(TINY).config.save_pretrained(tmp_path)
+    asked: list[str] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(PlanError, match="--download asks the Hugging Face hub"):
+        find_model("someone/some-model")
+    assert not asked
+    found = find_model("someone/some-model", download=True)
+    assert (asked, found.config.n_embd, found.directory) == (["someone/some-model"], 32, tmp_path)
+
+
 def test_dropout_can_be_turned_off() -> None:
     assert find_model("gpt2").config.attn_pdrop > 0
     config = find_model("gpt2", dropout=False).config
