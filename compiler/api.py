@@ -65,11 +65,14 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    _check(model, precision, max_grad_norm)
+    _check(model, precision, max_grad_norm, strategy, seed)
     machine = Hardware.from_any(hardware)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
+        _check_agrees(
+            decided, strategy=strategy, micro_batches=micro_batches, precision=precision, max_grad_norm=max_grad_norm
+        )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
     with torch.device("cpu"):  # whatever the script's default device is
@@ -96,16 +99,28 @@ def compile(
     return Job(model, folder, best.draft.programs, ties=best.draft.graph.ties(), records=best.records)
 
 
-def _check(model: Any, precision: Any, max_grad_norm: Any) -> None:
+def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     if precision not in ("fp32", "bf16", "fp16"):
         raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
+    if not isinstance(strategy, str):
+        raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PlanError(f"seed={seed!r}; it is a whole number")
     is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
         raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def _check_agrees(plan: Plan, **given: Any) -> None:
+    """An argument that says something else than the plan would be ignored in silence."""
+    for name, value in given.items():
+        decided = getattr(plan, name)
+        if value not in ("auto", "fp32", None, decided):
+            raise PlanError(f"{name}={value!r}, but plan={plan.hash} has {name}={decided!r}; leave one of them out")
 
 
 def _capturer(

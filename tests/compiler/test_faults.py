@@ -104,6 +104,8 @@ def test_a_wrong_key_or_size_is_named(edit: str, said: str, tmp_path: Path) -> N
         ({"max_grad_norm": -1.0}, PlanError, "max_grad_norm=-1.0"),
         ({"max_grad_norm": "1"}, PlanError, "max_grad_norm='1'"),
         ({"strategy": "mobis"}, PassError, "mobius"),
+        ({"strategy": None}, PlanError, "strategy=None"),
+        ({"seed": 0.5}, PlanError, "seed=0.5"),
         ({"strategy": "coarsen, partition-balance"}, PassError, "partition-balanced"),
         ({"strategy": "partition-balanced, coarsen"}, PassError, "coarsen.*before"),
         ({"optimizer": torch.optim.LBFGS}, PlanError, "LBFGS"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,31 @@ def test_resume_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
         assert_close(again, losses, 0.0 if exact else 1e-6)
         assert_close(job.state_dict(), wanted, 0.0 if exact else 2e-5)
     assert len({float(loss) for loss in losses.values()}) == 3
+
+
+FRESH = """
+import sys, torch, penstock
+from penstock.tests.compiler.test_job_state import batches, job_of
+from penstock.tests.compiler.eager_baseline import zoo_case
+
+torch.manual_seed(99)
+with job_of(zoo_case("gpt2", dropout=0.1)[0], batches("gpt2", 1)[0]) as job:
+    job.resume(sys.argv[1])
+    print("losses", *(float(job.step(batch)).hex() for batch in batches("gpt2", 3)[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, _ = zoo_case("gpt2", dropout=0.1)
+    data = batches("gpt2", 3)
+    with job_of(model, data[0]) as job:
+        job.step(data[0])
+        job.save(tmp_path / "checkpoint")
+        losses = [float(job.step(batch)).hex() for batch in data[1:]]
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "checkpoint")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1].split() == ["losses", *losses]
 
 
 def test_resume_starts_a_model_on_meta_without_other_weights(tmp_path: Path) -> None:

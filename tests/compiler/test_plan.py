@@ -143,6 +143,16 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
         Plan.from_any(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize(
+    "given", [{"micro_batches": 2}, {"precision": "bf16"}, {"max_grad_norm": 2.0}, {"strategy": "gpipe"}]
+)
+def test_an_argument_against_the_plan(given: dict[str, Any], plan: Plan) -> None:
+    model, batch = zoo_case("gpt2")
+    (name,) = given
+    with pytest.raises(PlanError, match=f"{name}=.*but plan=.*has {name}="):
+        penstock.compile(model, HARDWARE, example_inputs=batch, plan=plan, **given)
+
+
 def test_a_plan_for_another_batch_or_model(plan: Plan) -> None:
     model, batch = zoo_case("gpt2")
     three = {key: value[:3] for key, value in batch.items()}
