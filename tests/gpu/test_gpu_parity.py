@@ -85,7 +85,7 @@ def test_rematerialisation_and_swapping_draw_the_same_dropout_again() -> None:
     stages = [f"stage{i}" for i in range(3)]
     assert not kept.plan.decisions.rematerialise
     again = changed(kept.plan, rematerialise=stages)
-    in_dram = {"fetch": {stage: [] for stage in stages}, "optimizer": dict.fromkeys(stages, "dram")}
+    in_dram = {"fetch": {stage: {} for stage in stages}, "optimizer": dict.fromkeys(stages, "dram")}
     moved = changed(kept.plan, rematerialise=stages, **in_dram)
     found = []
     for plan in (kept.plan, again, moved):
