@@ -50,7 +50,7 @@ class Decisions(BaseModel):
     devices: list[int]  # stage -> device
     schedule: Literal["fill-drain"]
     rematerialise: list[str]  # stages
-    fetch: dict[str, list[Phase]]  # swapped stage -> phases whose fetch is issued one phase early
+    fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
     optimizer: dict[str, Literal["device", "dram"]]  # stage -> where it is stepped
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..passes.base import Draft, Options, Pass
 from ..passes.coarsen import Coarsen
-from ..passes.insert_fetch import fetch_weights
 from ..passes.opgraph import OpGraph
 from ..passes.partition_balanced import PartitionBalanced
 from ..passes.schedule_pipeline import evaluation_programs
@@ -136,10 +135,7 @@ def compile_candidate(
     decisions, records = {**done[0], **decisions}, [*done[1], *records]
     check_fit(draft)
     _verify_memory(draft)
-    evaluation = evaluation_programs(draft) if draft.graph.eval_error is None else []
-    for program in evaluation:
-        mine = [s.spec.name for s in draft.stages_on(program.device)]
-        fetch_weights(program, {name: decisions["fetch"][name] for name in mine if name in decisions["fetch"]})
+    evaluation = evaluation_programs(draft, decisions["fetch"]) if draft.graph.eval_error is None else []
     timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
     return Candidate(name, draft, list(passes), decisions, records, evaluation, timeline)
 

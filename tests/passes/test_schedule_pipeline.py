@@ -46,16 +46,17 @@ def test_evaluation_of_swapped_stages_keeps_the_budget() -> None:
     """Stages that training swaps do not fit together; nor do they in evaluation."""
     hardware = Hardware.cpu(num_devices=1, memory="20kB")
     draft = apply(draft_of(chain(depth=7), hardware, micro_batches=2, stages=8), *all_passes(), memory=True)
-    fetch = {s.spec.name: [] for s in draft.stages}
+    fetch = {s.spec.name: {} for s in draft.stages}
     assert all(n.target is not ops.resident for n in draft.programs[0].ops())
     texts = []
     for memory in ("8kB", "20kB"):
         draft.hardware = Hardware.cpu(num_devices=1, memory=memory)
         evaluation = evaluation_programs(draft, fetch)
         verify(evaluation, draft.hardware)
-        texts.append([n.target.name for n in evaluation[0].ops() if n.target in (ops.fetch, ops.evaluate)])  # type: ignore
-    assert texts[0][:4] == ["fetch", "evaluate", "evaluate", "fetch"]
-    assert texts[1][:4] == ["fetch", "fetch", "evaluate", "evaluate"]  # looks ahead where there is room
+        seen = [n for n in evaluation[0].ops() if n.target in (ops.fetch, ops.evaluate)]
+        texts.append(["part" if n.kwargs.get("params") else n.target.name for n in seen])  # type: ignore
+    assert texts[0][:4] == ["fetch", "part", "evaluate", "evaluate"]  # looks ahead as far as there is room
+    assert texts[1][:4] == ["fetch", "fetch", "evaluate", "evaluate"]
 
 
 def test_micro_batches_overlap() -> None:
