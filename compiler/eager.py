@@ -119,7 +119,9 @@ def graph_runner(
     To be made before `model` is cast to a lower precision.
     """
     low = None if plan.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[plan.precision])
-    graph = trace(model, micro_batch_spec(example, plan.micro_batches), loss_fn=loss_fn, autocast=low, param_dtype=low)
+    inputs = micro_batch_spec(example, plan.micro_batches)
+    kind = hardware.devices[0].kind
+    graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
     stage_of = stages_of_nodes(graph, plan, hardware)
     names = list(graph.inputs)
 
