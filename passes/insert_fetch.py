@@ -9,10 +9,9 @@ the start of its own phase, into the memory that the stage before it has left.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -36,7 +35,7 @@ class InsertFetch(Pass):
     prefetch: bool = True
 
     def plan(self, draft: Draft) -> Early:
-        """Swapped stage to its phases ("forward", "backward") with early fetches, and how many parameters these bring."""
+        """Swapped stage to its phases ("forward", "backward") with early fetches, and the parameters these bring."""
         decision: Early = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
@@ -142,9 +141,12 @@ def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, res
         whole -= 1
     chosen = {i: counts[i] for i in able[:whole]}
     for i in able[whole:] if fits(chosen) else ():
-        part = bisect.bisect_left(range(1, counts[i]), True, key=lambda k, i=i: not fits({**chosen, i: k}))
-        if part:
-            chosen[i] = part
+        low, high = 0, counts[i] - 1  # the most that fits lies between
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits({**chosen, i: middle}) else (low, middle - 1)
+        if low:
+            chosen[i] = low
     early: Early = {phase.stage: {} for phase in order if phase.stage in stages}
     for i in sorted(chosen):
         early[order[i].stage][order[i].kind] = chosen[i]
@@ -219,7 +221,7 @@ def fetch_weights(program: Program, early: Early) -> None:
 
 
 def _fetch(
-    graph: fx.Graph, place: fx.Node, spec: StageSpec, name: str, begun: tuple[fx.Node, ...], **fields: int
+    graph: fx.Graph, place: fx.Node, spec: StageSpec, name: str, begun: tuple[fx.Node, ...], **fields: Any
 ) -> fx.Node:
     with graph.inserting_before(place):
         node = graph.call_function(ops.fetch, (f"{spec.name}.weights", *begun), fields)

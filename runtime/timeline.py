@@ -69,7 +69,8 @@ class Timeline:
         A tie goes to the link, which says more about what would help than the streams that wait for it.
         """
         shares = dict(self.link_busy)
-        shares |= {f"{self.device_names[device]} {stream}": share for (device, stream), share in self.busy_share.items()}
+        names = self.device_names
+        shares |= {f"{names[device]} {stream}": share for (device, stream), share in self.busy_share.items()}
         if not shares:
             return "nothing", 0.0
         name = max(shares, key=lambda name: round(shares[name], 4))  # the first of equals

@@ -40,7 +40,8 @@ def swapping(memory: str = "21kB", num_devices: int = 2, **links: str) -> Hardwa
 def test_text(golden: Golden) -> None:
     draft = draft_of(chain(depth=3), Hardware.cpu(num_devices=2), micro_batches=2, stages=4)
     apply(draft, *to_schedule())
-    fetch = {"stage0": {"backward": len(draft.stages[0].spec.params)}, "stage1": {}, "stage2": {"forward": 1}, "stage3": {}}
+    whole = len(draft.stages[0].spec.params)
+    fetch = {"stage0": {"backward": whole}, "stage1": {}, "stage2": {"forward": 1}, "stage3": {}}
     remat = {"rematerialise": ["stage0", "stage1", "stage2"]}
     apply(draft, InsertRemat(), InsertFetch(), decisions={"fetch": fetch, **remat})
     golden(text_of(draft), "looks-ahead-on-device-0")

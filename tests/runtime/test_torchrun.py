@@ -64,7 +64,8 @@ def test_ranks_train_together_and_see_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path)], env=worker_environment(1), capture_output=True, text=True, timeout=100)
+    command.append(str(tmp_path))
+    done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
