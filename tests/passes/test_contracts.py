@@ -16,8 +16,7 @@ from penstock.passes.partition_balanced import PartitionBalanced
 from penstock.passes.schedule_pipeline import SchedulePipeline
 from penstock.runtime.errors import PassError
 from penstock.runtime.hardware import Hardware
-from penstock.tests.passes.running import all_passes, apply, assert_prints_and_parses, chain, draft_of, text_of, traced
-from penstock.tests.zoo import zoo
+from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of
 
 
 def state_of(draft: Draft) -> tuple[object, ...]:
@@ -76,15 +75,6 @@ def test_the_same_decisions_give_the_same_programs() -> None:
     second = draft_of(chain(), Hardware.cpu(num_devices=2), micro_batches=2, stages=4)
     apply(second, *all_passes(), decisions=decisions)
     assert text_of(first) == text_of(second)
-
-
-@pytest.mark.parametrize("name", zoo())
-def test_every_pass_verifies_prints_and_parses_on_every_model(name: str) -> None:
-    """`apply` checks all three behind each pass; here also under a budget that makes stages swap."""
-    draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=2), micro_batches=2)
-    apply(draft, *all_passes())
-    assert_prints_and_parses(draft.programs)
-    assert all(program.results() or program.device == 0 for program in draft.programs)
 
 
 BAD: list[tuple[Pass, object, str]] = [

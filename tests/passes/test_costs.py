@@ -121,7 +121,7 @@ def test_saved_bytes_of_fused_attention(name: str) -> None:
         assert spec.kept_bytes == runner.kept_bytes, spec.title
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral", "wide_resnet", "in_place"])
 def test_workspaces_hold_what_the_real_stage_needs(name: str) -> None:
     """Peaks of forward, light forward and backward, each from nothing, against kept bytes, results and workspace."""
     graph, batches = traced(name)

@@ -18,7 +18,7 @@ from penstock.tests.passes.running import all_passes, apply, chain, draft_of, te
 def ready(hardware: Hardware | None = None, swapped: bool = True, **options: object) -> Draft:
     draft = draft_of(chain(depth=3), hardware, **{"micro_batches": 2, "stages": 4, **options})
     decisions = {} if not swapped else {
-        "rematerialise": ["stage0", "stage1"], "fetch": {f"stage{i}": [] for i in range(4)},
+        "rematerialise": ["stage0", "stage1"], "fetch": {f"stage{i}": {} for i in range(4)},
     }  # fmt: skip
     return apply(draft, *all_passes()[:6], decisions=decisions)
 
@@ -31,7 +31,7 @@ def test_text(swapped: bool, golden: Golden) -> None:
 
 def test_text_of_ties_and_clipping(golden: Golden) -> None:
     draft = draft_of(traced("gpt2")[0], micro_batches=2, max_grad_norm=1.0)
-    apply(draft, *all_passes(), decisions={"fetch": {"stage0": []}})
+    apply(draft, *all_passes(), decisions={"fetch": {"stage0": {}}})
     golden(text_of(draft), "tied-and-clipped")
 
 
@@ -51,7 +51,7 @@ def test_a_swapped_stage_is_stepped_as_soon_as_its_gradients_are_complete() -> N
 def swapped_chain(hardware: Hardware) -> Draft:
     draft = draft_of(chain(7, 128, 32), hardware, micro_batches=2, stages=8)
     names = [f"stage{i}" for i in range(8)]
-    decisions = {"rematerialise": names, "fetch": {name: [] for name in names}}
+    decisions = {"rematerialise": names, "fetch": {name: {} for name in names}}
     return apply(draft, *all_passes()[:6], decisions=decisions)
 
 

@@ -64,7 +64,7 @@ def test_needs_are_those_of_the_built_stages() -> None:
         draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=1), micro_batches=2, stages=3)
         apply(draft, *all_passes()[:4])
         able = [s.spec.name for s in draft.stages if s.spec.rematerialisable]
-        fetch = {s.spec.name: [] for s in draft.stages}
+        fetch = {s.spec.name: {} for s in draft.stages}
         apply(draft, *all_passes()[4:], decisions={"rematerialise": able, "fetch": fetch})
         counted, start = [], 0
         for names in draft.partition:
