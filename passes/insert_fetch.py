@@ -165,7 +165,7 @@ def arena_bytes(
     order: list[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Mapping[int, int]
 ) -> int:
     """What `plan_arena` takes for the program with these early fetches (phase to its number of parameters)."""
-    begins = fetched_phases(order, stages)
+    begins = set(fetched_phases(order, stages))
     live: list[tuple[int, int, int]] = []  # (offset, end, last phase)
     size = 0
     for now in range(len(order)):
@@ -182,10 +182,12 @@ def arena_bytes(
 
 
 def _arriving(
-    order: list[Phase], specs: Mapping[str, StageSpec], begins: list[int], early: Mapping[int, int], now: int
+    order: list[Phase], specs: Mapping[str, StageSpec], begins: Collection[int], early: Mapping[int, int], now: int
 ) -> Iterator[tuple[int, int]]:
     """Phases for which something is fetched at the start of phase `now`, and how many bytes."""
-    for i in begins:
+    for i in (now, now + 1):
+        if i not in begins:
+            continue
         spec = specs[order[i].stage]
         part = spec.part_bytes(early.get(i, 0))
         if i == now and part < spec.weight_bytes:

@@ -13,6 +13,8 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -94,7 +96,12 @@ class StageSpec:
 
     def part_bytes(self, num_params: int) -> int:
         """Bytes of the first so many parameters."""
-        return sum(aligned(p.bytes) for p in self.params[:num_params])
+        return self._ends_bytes[num_params]
+
+    @cached_property
+    def _ends_bytes(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat buffer, and at last its end; planning asks for it often."""
+        return tuple(accumulate((aligned(p.bytes) for p in self.params), initial=0))
 
     @property
     def grad_bytes(self) -> int:
