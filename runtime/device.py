@@ -102,8 +102,22 @@ class DeviceRuntime:
                 box.value = value
 
         events = self._events
+        if isinstance(stream, CudaStream) and self.session.link is None:
+            self._make_room(issue)
         events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
         return [Handle(box) for box in made]
+
+    def _make_room(self, issue: Issue) -> None:
+        """Let torch's allocator find the memory that the account has: it hands out what crossed streams only when they
+        are past it, and would else take more from the GPU, the further the issuing runs ahead.
+
+        The op waits for the same on the GPU anyway. Not with several devices: the issuing of a send behind this op
+        would wait too, and with it a device on which this one may depend.
+        """
+        for index in issue.room:
+            event = self._events[index]
+            if event is not None:
+                event.wait()
 
     def _rest(self, issue: Issue, start_s: float) -> None:
         """Hold a transfer down to the rate of a slower link."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from . import ops
 from .memory import Persistent, fetches_of, plan_arena, profile_memory
-from .order import Memory, build_order
+from .order import Memory, build_order, lack_of
 from .program import Program, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
 
@@ -42,6 +42,7 @@ class Issue:
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     waits: tuple[int, ...] = ()
+    room: tuple[int, ...] = ()  # those of the waits without whose end there is no device memory for it
     least_s: float = 0.0  # what a transfer takes at least, where links are held down
 
     @property
@@ -96,10 +97,16 @@ def plan_issues(
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
     direct: list[set[int]] = [set() for _ in plan.ops]
+    room: list[set[int]] = [set() for _ in plan.ops]
     for node, index in index_of.items():
-        task = order.tasks[order.task_of[node]]
-        direct[index] = {index_of[order.tasks[other].parts[0][1]] for other, _ in task.waits}
-    _reduce_waits(plan.ops, direct)
+        for other, why in order.tasks[order.task_of[node]].waits:
+            before = index_of[order.tasks[other].parts[0][1]]
+            direct[index].add(before)
+            if why == lack_of(ops.DEVICE):
+                room[index].add(before)
+    for issue in plan.ops:
+        issue.waits = _last_on_others(issue, direct[issue.index], plan.ops, direct)
+        issue.room = _last_on_others(issue, room[issue.index], plan.ops, direct)
     return plan
 
 
@@ -150,15 +157,14 @@ def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tup
     return tuple(found)
 
 
-def _reduce_waits(issues: list[Issue], direct: list[set[int]]) -> None:
-    """Keep one wait per other stream, the last: streams work in order. `free` has no stream and passes its waits on."""
-    for issue in issues:
-        last: dict[str, int] = {}
-        for other in _expand(direct[issue.index], issues, direct):
-            stream = issues[other].stream
-            if stream != issue.stream:
-                last[stream] = max(other, last.get(stream, other))
-        issue.waits = tuple(sorted(last.values()))
+def _last_on_others(issue: Issue, before: set[int], issues: list[Issue], direct: list[set[int]]) -> tuple[int, ...]:
+    """One per other stream, the last: streams work in order. `free` has no stream and passes on what it waits for."""
+    last: dict[str, int] = {}
+    for other in _expand(before, issues, direct):
+        stream = issues[other].stream
+        if stream != issue.stream:
+            last[stream] = max(other, last.get(stream, other))
+    return tuple(sorted(last.values()))
 
 
 def _expand(indices: set[int], issues: list[Issue], direct: list[set[int]]) -> set[int]:

@@ -71,6 +71,11 @@ def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> 
     return order
 
 
+def lack_of(memory: str) -> str:
+    """The reason of a task that waits until some of a memory is given back."""
+    return f"{memory} memory must be given back first"
+
+
 def producer_of(value: fx.Node) -> fx.Node:
     """The op that produces a value, which may be one of several results."""
     return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
@@ -149,7 +154,7 @@ class _Device:
                 self.wait(index, other, "its part of the arena is still taken")
             for budget in budgets:
                 for other in budget.visit(node, index, work):
-                    self.wait(index, other, f"{budget.memory} memory must be given back first")
+                    self.wait(index, other, lack_of(budget.memory))
 
     def wait(self, index: int, other: int, why: str) -> None:
         if index != other:

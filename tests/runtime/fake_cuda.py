@@ -62,6 +62,7 @@ class FakeEvent:
         return False  # as if the GPU were slow, so that nobody is spared a wait
 
     def synchronize(self) -> None:
+        self.cuda.host_waits += 1
         merge(self.cuda.host_clock(), self.clock)
 
     def elapsed_time(self, other: FakeEvent) -> float:
@@ -94,6 +95,7 @@ class FakeCuda:
         self.races: list[str] = []
         self.not_held: set[str] = set()
         self.num_streams = 0
+        self.host_waits = 0  # how often a host thread has waited for an event of the GPU
         self.lock = threading.Lock()
 
     def host_clock(self) -> Clock:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 import penstock
 from penstock.compiler.strategies import STRATEGIES
+from penstock.runtime import ops
 from penstock.runtime.device_file import open_device_file
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.memory import profile_memory
 from penstock.runtime.optimizer import OptimizerSpec
 from penstock.runtime.session import DeviceSession
 from penstock.runtime.streams import CudaStream
@@ -126,3 +128,23 @@ def test_compiled_plans_with_tied_weights_and_clipping(
     session.close()
     assert cuda.races == [] and cuda.not_held == set()
     assert losses[-1] < losses[0]
+
+
+def test_where_memory_is_tight_issuing_waits_until_it_is_given_back(cuda: FakeCuda, tmp_path: Path) -> None:
+    """torch's allocator knows of a release only when the streams that used the memory are past it."""
+    roomy = open_session(tmp_path / "roomy", "cuda", fetched=True)
+    assert not any(issue.room for issue in roomy.plans["step"].ops)
+    program = roomy.file.programs["step"]
+    roomy.close()
+    peak_bytes = profile_memory(program).peak_bytes[ops.DEVICE]
+    document = gpu("cuda").model_dump(mode="json")
+    document["devices"][0] |= {"memory_bytes": peak_bytes}
+    tight = FakeCudaSession(0, roomy.file, Hardware.from_any(document), optimizer=ADAMW)
+    waiting = [issue for issue in tight.plans["step"].ops if issue.room]
+    by_index = tight.plans["step"].ops
+    assert waiting and all(by_index[i].stream != issue.stream for issue in waiting for i in issue.room)
+    assert any(by_index[i].op == "offload" for issue in waiting for i in issue.room)
+    cuda.host_waits = 0
+    tight.step(batch_of(0))
+    assert cuda.host_waits >= len(waiting) and cuda.races == []
+    tight.close()
