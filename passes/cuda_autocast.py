@@ -58,7 +58,7 @@ def _has_kernel(name: str, key: str) -> bool:
 
 def _inputs_in_fp32(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with torch._C._DisableAutocast():
             args, kwargs = tree_map(_in_fp32, (args, kwargs))
             return op(*args, **kwargs)
 
@@ -73,15 +73,10 @@ def _result_in_fp32(op: Any) -> Callable[..., Any]:
         if _is_eligible(args[0]) and given.get("dtype") is None:
             given["dtype"] = torch.float32
         first = given.pop(names[0])
-        with _without_autocast():
+        with torch._C._DisableAutocast():
             return op(first, **given)
 
     return run
-
-
-def _without_autocast() -> AbstractContextManager[Any]:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def _is_eligible(value: Any) -> bool:
