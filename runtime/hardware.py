@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import networkx as nx
 import yaml
 from pydantic import (
     BaseModel,
@@ -31,6 +30,9 @@ from .hardware_errors import close_names, explain_validation
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
 from .presets import cpu_document, preset_document, preset_names
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")

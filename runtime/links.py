@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
 from .errors import HardwareError
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from .hardware import Hardware, Host
 
 
@@ -117,6 +117,8 @@ def _from_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
 
 def build_graph(hardware: Hardware) -> nx.MultiDiGraph:
     """Memories (with their budget in bytes) and switches as nodes, links as edges keyed by name."""
+    import networkx as nx  # here, because a worker needs none and starts sooner without
+
     graph = nx.MultiDiGraph(name=hardware.name)
     for memory, budget_bytes in hardware.memories().items():
         graph.add_node(memory, budget_bytes=budget_bytes)
