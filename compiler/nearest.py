@@ -16,7 +16,7 @@ from ..runtime.errors import DoesNotFit, PenstockError
 from ..runtime.hardware import Hardware
 from ..runtime.memory import profile_memory
 from ..runtime.units import format_seconds
-from .search import LARGE_GRAPH_NODES, Candidate, Miss, Trace, Wishes, attempts, search
+from .search import LARGE_GRAPH_NODES, Candidate, Trace, Wishes, attempt_smallest, search
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 8
@@ -71,33 +71,18 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
     wider = hardware.with_(dram=BOUNDLESS_BYTES)
     change: dict[str, Any] = {}
     for _ in range(TRIES):
-        best, missing_bytes = _least_dram(trace, wider, wishes)
-        if best is not None:
-            if (dram_bytes := _dram_bytes(best, hardware)) > min(host.dram_bytes for host in hardware.hosts):
+        tried = attempt_smallest(trace, wider, wishes)
+        if isinstance(tried, Candidate):
+            if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = _spell(dram_bytes)
-            return Nearest(change, best.timeline.step_s)
-        if missing_bytes is None:
+            return Nearest(change, tried.timeline.step_s)
+        if not isinstance(tried.error, DoesNotFit):
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
-        more_bytes = ceil(missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
+        more_bytes = ceil(tried.error.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = _spell(largest.memory_bytes + more_bytes)
         wider = wider.with_(memory=change["memory"])
     return None
-
-
-def _least_dram(trace: Trace, hardware: Hardware, wishes: Wishes) -> tuple[Candidate | None, int | None]:
-    """The candidate that needs the least DRAM, or by how much the nearest one misses a device's memory."""
-    best: Candidate | None = None
-    missing_bytes: int | None = None
-    for tried in attempts(trace, hardware, wishes):
-        if isinstance(tried, Miss):
-            if isinstance(tried.error, DoesNotFit):
-                missing_bytes = min(tried.error.missing_bytes, missing_bytes or tried.error.missing_bytes)
-        elif best is None or _dram_bytes(tried, hardware) < _dram_bytes(best, hardware):
-            best = tried
-            if len(tried.draft.graph.nodes) > LARGE_GRAPH_NODES:
-                break  # each candidate takes seconds
-    return best, missing_bytes
 
 
 def _dram_needs(candidate: Candidate) -> dict[int, int]:

@@ -112,14 +112,27 @@ def attempts(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Candi
             return
         graph = trace(count)
         large = len(graph.nodes) > LARGE_GRAPH_NODES
-        for name, passes, draft, done in _candidates(graph, count, hardware, wishes):
-            try:
-                candidate = compile_candidate(name, draft, passes, wishes, done)
-            except (DoesNotFit, PassError) as error:
-                yield Miss(name, error)
-                continue
-            fits = True
-            yield candidate
+        for start in _candidates(graph, count, hardware, wishes):
+            tried = _attempt(*start, wishes)
+            fits = fits or isinstance(tried, Candidate)
+            yield tried
+
+
+def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candidate | Miss:
+    """Of what `attempts` would try, what needs the least memory on devices: small micro-batches, many stages."""
+    usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
+    count = wishes.micro_batches or usual[0]
+    if wishes.micro_batches is None and len(trace(count).nodes) <= LARGE_GRAPH_NODES:
+        count = max(usual + last_resort)
+    *_, start = _candidates(trace(count), count, hardware, wishes)
+    return _attempt(*start, wishes)
+
+
+def _attempt(name: str, passes: list[Pass], draft: Draft, done: PassRun, wishes: Wishes) -> Candidate | Miss:
+    try:
+        return compile_candidate(name, draft, passes, wishes, done)
+    except (DoesNotFit, PassError) as error:
+        return Miss(name, error)
 
 
 def compile_candidate(
