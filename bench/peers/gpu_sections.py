@@ -32,7 +32,8 @@ from penstock.runtime.presets import gpu
 from penstock.runtime.timeline import Timeline
 from penstock.tests.zoo import wide_resnet
 
-GIB, LIBRARY_BYTES = 2**30, 64 << 20  # workspaces of cuBLAS, which torch's allocator counts
+GIB = 2**30
+MOST_LIBRARY_MIB = 256
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 WIDE = GptSize(layers=24, width=1024, heads=16, vocabulary=16384, length=1024)  # 320 M parameters
 TINY = GptSize(layers=2, width=32, heads=2, vocabulary=64, length=16)
@@ -123,6 +124,24 @@ def swapped(
         if job.plan.decisions.fetch:
             return job
     raise DoesNotFit(f"no fraction of {peak_bytes} bytes lets this model swap: {misses[-1]}")
+
+
+def allocator_peak(
+    setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor], before_bytes: int
+) -> tuple[int, int]:
+    """Bytes that torch's allocator held at the peak of one more step, but for workspaces of libraries; and the latter.
+
+    Libraries' are what lies there between steps beyond what the account says: cuBLAS takes some once per stream and
+    thread. `before_bytes` were allocated before the job began. Zeros without a GPU.
+    """
+    if not setup.on_gpu:
+        job.step(batch)
+        return 0, 0
+    lasting_bytes = job.driver.session.accounts[ops.DEVICE].live_bytes
+    library_bytes = torch.cuda.memory_allocated() - before_bytes - lasting_bytes
+    torch.cuda.reset_peak_memory_stats()
+    job.step(batch)
+    return torch.cuda.max_memory_allocated() - before_bytes - library_bytes, library_bytes
 
 
 # --- sections
@@ -258,17 +277,15 @@ def accounting(setup: Setup) -> Iterator[Row]:
                 job.step(batch)
                 predicted = job.plan.predicted.peak_bytes
                 job.step(batch)  # from here on accounted with measured sizes of what forward keeps
-                if setup.on_gpu:
-                    torch.cuda.reset_peak_memory_stats()
-                job.step(batch)
+                taken_bytes, library_bytes = allocator_peak(setup, job, batch, before)
                 what = {"plan": name, "precision": precision, "accounted_bytes": job.last.peak_bytes}
                 for memory, peak in job.last.peak_bytes.items():
                     share = (predicted[memory] + 1) / (peak + 1)  # a resident plan takes no DRAM
                     yield between(f"predicted over accounted peak of {memory}", share, 0.95, 1.05, **what)
                 if setup.on_gpu:
                     accounted = job.last.peak_bytes[job.hardware.devices[0].name]
-                    actual = torch.cuda.max_memory_allocated() - before
-                    yield at_most("allocated over accounted peak", (actual - LIBRARY_BYTES) / accounted, 1.05, **what)
+                    yield between("allocated over accounted peak", taken_bytes / accounted, 0.6, 1.05, **what)
+                    yield at_most("allocated for libraries, MiB", library_bytes / 2**20, MOST_LIBRARY_MIB, **what)
                     yield noted("reserved by the allocator, bytes", torch.cuda.max_memory_reserved(), **what)
 
 
