@@ -119,14 +119,23 @@ def fetched_phases(order: list[Phase], stages: Collection[str]) -> list[int]:
     return found
 
 
-def look_ahead(program: Program, stages: Collection[str], budget_bytes: int, reserved_bytes: int = 0) -> Early:
+def look_ahead(
+    program: Program,
+    stages: Collection[str],
+    budget_bytes: int,
+    reserved_bytes: int = 0,
+    most_arena_bytes: int | None = None,
+) -> Early:
     """As many early fetches of these stages as the device's memory holds, the smallest neighbours first; then parts.
 
-    `reserved_bytes` of the budget are taken by what the program does not show. If even no early fetch fits, there is
+    `reserved_bytes` of the budget are taken by what the program does not show; `most_arena_bytes`: an arena that
+    is there already and shall not grow. If even no early fetch fits, there is
     none; whoever checks the budgets says what is missing.
     """
     profile = profile_swapped(program, {stage: {} for stage in stages})
     limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
+    if most_arena_bytes is not None:
+        limit_bytes = min(limit_bytes, most_arena_bytes)
     order = phases(program)
     specs = program.interface.stages
     able = [i for i in fetched_phases(order, stages) if i > 0 and specs[order[i].stage].params]

@@ -19,6 +19,7 @@ from typing import ClassVar
 from torch import fx
 
 from ..runtime import ops
+from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
 from .base import Draft, Pass
 from .insert_fetch import fetch_weights, look_ahead, state_bytes
@@ -44,16 +45,17 @@ def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None)
     """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
-    memory allows beside the optimizer states of the others.
+    memory allows beside the optimizer states of the others, in the arena of training.
     """
     flow = Flow(interface_of(draft), draft.devices)
     programs = [_Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
-    for program in programs if fetch else ():
+    for program, training in zip(programs, draft.programs) if fetch else ():
         mine = flow.on(program.device)
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
         states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
         budget = draft.hardware.devices[program.device].budget_bytes
-        fetch_weights(program, look_ahead(program, swapped, budget, states))
+        arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
+        fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
     return programs
 
 
