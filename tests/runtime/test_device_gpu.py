@@ -95,7 +95,7 @@ def test_the_allocator_stays_within_the_accounted_peak(tmp_path: Path) -> None:
     session.step(batch_of(0, 2048, 2048))
     lasting = session.accounts["device"].live_bytes
     libraries = torch.cuda.memory_allocated() - before - lasting  # workspaces of cuBLAS, taken once
-    assert 0 <= libraries <= 256 << 20
+    assert libraries <= 256 << 20
     torch.cuda.reset_peak_memory_stats()
     accounted = session.step(batch_of(1, 2048, 2048)).report["peak_bytes"]["gpu0"]
     assert torch.cuda.max_memory_allocated() - before - libraries <= 1.05 * accounted
