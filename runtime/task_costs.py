@@ -21,6 +21,7 @@ from .links import Link
 from .order import Task
 
 URGENT, AHEAD = 0, 1
+OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD}
 
 
@@ -57,7 +58,8 @@ class CostModel:
     def single(self, device: int, work: ops.Work, priority: int) -> Cost:
         owner = self.hardware.devices[device]
         if work.stream == ops.COMPUTE:
-            return Cost(owner.compute_s(work.flops, work.traffic_bytes, self.precision, work.launches))
+            calls = work.launches + OWN_CALLS
+            return Cost(owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls))
         if work.stream == ops.CPU and work.params:
             return Cost(flows=((_optimizer(owner.host), work.params),))
         if work.stream == ops.CPU:

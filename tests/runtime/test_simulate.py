@@ -18,7 +18,7 @@ from penstock.runtime.memory import profile_memory
 from penstock.runtime.order import build_order
 from penstock.runtime.program import Interface, Program, TensorSpec, place_frees
 from penstock.runtime.simulate import simulate
-from penstock.runtime.task_costs import CostModel
+from penstock.runtime.task_costs import OWN_CALLS, CostModel
 from penstock.runtime.timeline import Span, Timeline
 from penstock.runtime.verify_case import Case
 from penstock.tests.runtime.handmade import linear_stages, pipeline
@@ -87,8 +87,8 @@ def test_computation_is_arithmetic_traffic_and_launches() -> None:
     programs[0].with_interface(stages={"stage0": stage})
     timeline = simulate(programs, machine(1, op_overhead_s=1e-3))
     forward, backward = spans_of(timeline, "forward")[0], spans_of(timeline, "backward")[0]
-    assert forward.end_s - forward.start_s == pytest.approx(1e9 / 1e12 + 5e-3)
-    assert backward.end_s - backward.start_s == pytest.approx(3e9 / 1e12 + 15e-3)  # rematerialises
+    assert forward.end_s - forward.start_s == pytest.approx(1e9 / 1e12 + (5 + OWN_CALLS) * 1e-3)
+    assert backward.end_s - backward.start_s == pytest.approx(3e9 / 1e12 + (15 + OWN_CALLS) * 1e-3)  # rematerialises
     slow_memory = simulate(programs, machine(1, memory_bandwidth=1e3))
     forward = spans_of(slow_memory, "forward")[0]
     assert forward.end_s - forward.start_s == pytest.approx(1e9 / 1e12 + stage.forward_traffic_bytes / 1e3)
