@@ -36,9 +36,10 @@ def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_hardware_by_preset_path_and_default(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     machine().save(tmp_path / "machine.yaml")
+    options: dict[str, Any] = {"example_inputs": batch, "strategy": "mobius", "micro_batches": MICRO_BATCHES}
     for given, devices in (("mobius-topo2+2", 4), (tmp_path / "machine.yaml", 2), (str(tmp_path / "machine.yaml"), 2)):
-        assert penstock.compile(model, given, example_inputs=batch).hardware.num_devices == devices
-    assert penstock.compile(model, example_inputs=batch).hardware.num_devices >= 1
+        assert penstock.compile(model, given, **options).hardware.num_devices == devices
+    assert penstock.compile(model, **options).hardware.num_devices >= 1
 
 
 def test_a_model_on_meta_and_shapes_instead_of_tensors() -> None:

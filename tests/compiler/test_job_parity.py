@@ -81,7 +81,7 @@ def test_one_device(name: str, memory: str) -> None:
     ("name", "memory"),
     [
         ("gpt2", SWAPPED),
-        ("wide_resnet", RESIDENT),
+        pytest.param("wide_resnet", RESIDENT, marks=pytest.mark.slow),
         pytest.param("gpt2", RESIDENT, marks=pytest.mark.slow),
         pytest.param("t5", RESIDENT, marks=pytest.mark.slow),
         pytest.param("t5", SWAPPED, marks=pytest.mark.slow),
