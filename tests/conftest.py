@@ -1,5 +1,8 @@
-"""Lets tests import the helpers that lie in the tests folder (`from zoo import zoo`), and has them compute on one thread:
-a sum that is split over threads is added up in another order, and many tests compare bit for bit with workers of one."""
+"""What holds for all tests: their helpers can be imported (`from zoo import zoo`), and they compute on one thread.
+
+A sum that is split over threads is added up in another order, and many tests compare bit for bit with workers, which
+have one thread each.
+"""
 
 import sys
 from pathlib import Path
