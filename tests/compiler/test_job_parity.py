@@ -25,14 +25,14 @@ from penstock.tests.compiler.eager_baseline import (
 
 # Stages in a chain add up in eager's order: bit for bit. Where a tensor or a tied weight feeds several stages, its
 # gradient is a sum of the same few terms in another order: each addition rounds by at most 2^-24 of the running sum,
-# and three steps carry that through the network.
-CHAIN, REORDERED = 0.0, 2e-5
+# and three steps carry that through the network (7.5e-7 of the largest entry was measured).
+CHAIN, REORDERED = 0.0, 5e-6
 
 RESIDENT, SWAPPED = "64MB", "250kB"
 CASES = {
     "gpt2": REORDERED,  # one table for the first and the last stage
     "t5": REORDERED,  # the encoder's output feeds every decoder block
-    "bert": REORDERED,  # the mask apart, a chain; but its blocks' residual sums may be cut
+    "bert": CHAIN,
     "wide_resnet": CHAIN,
     "custom_function": CHAIN,
 }
