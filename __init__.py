@@ -33,7 +33,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
-        return import_module(".runtime.errors", __name__)
+        return import_module(".errors", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name], __name__), name)

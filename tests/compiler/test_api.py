@@ -125,3 +125,9 @@ def test_a_script_on_another_default_device_compiles_alike() -> None:
         assert penstock.compile(model, machine(), example_inputs=batch).plan == wanted
     finally:
         torch.set_default_device(None)
+
+
+def test_errors_can_be_imported_by_name() -> None:
+    from penstock.errors import DoesNotFit
+
+    assert DoesNotFit is penstock.errors.DoesNotFit and issubclass(DoesNotFit, penstock.errors.PenstockError)

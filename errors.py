@@ -1,0 +1,31 @@
+"""Every error that a user of Penstock can meet: `from penstock.errors import DoesNotFit`."""
+
+from .runtime.errors import (
+    BatchError,
+    BudgetExceeded,
+    CaptureError,
+    CheckpointError,
+    DoesNotFit,
+    HardwareError,
+    NonFiniteLoss,
+    PassError,
+    PenstockError,
+    PlanError,
+    VerifyError,
+    WorkerError,
+)
+
+__all__ = [
+    "BatchError",
+    "BudgetExceeded",
+    "CaptureError",
+    "CheckpointError",
+    "DoesNotFit",
+    "HardwareError",
+    "NonFiniteLoss",
+    "PassError",
+    "PenstockError",
+    "PlanError",
+    "VerifyError",
+    "WorkerError",
+]
