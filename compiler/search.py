@@ -25,7 +25,7 @@ from .plan import Decisions, Plan, Prediction, Rival
 from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, require_complete, run_passes
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
-FEW_BLOCKS = 32  # up to this many, or eight a device, one block a stage is worth a try
+FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
 PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
 NOTHING_DONE: PassRun = ({}, [])
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
@@ -224,7 +224,7 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
 
 
 def stage_counts(draft: Draft) -> list[int]:
-    """The fewest stages that fit, up to three more rounds over the devices, multiples, and one block a stage.
+    """The fewest stages that fit and one block a stage; of small models also what lies between.
 
     The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
     """
@@ -233,12 +233,9 @@ def stage_counts(draft: Draft) -> list[int]:
         fewest = len(PartitionBalanced().plan(draft))
     except DoesNotFit:
         fewest = blocks
-    counts = [
-        fewest,
-        *(fewest + k * devices for k in range(1, 4)),
-        2 * fewest,
-        *((4 * fewest, blocks) if blocks <= max(FEW_BLOCKS, 8 * devices) else ()),
-    ]
+    counts = [fewest, blocks]
+    if blocks <= max(FEW_BLOCKS, 8 * devices):  # else each candidate takes seconds
+        counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
     return sorted({n for n in counts if n <= blocks})
 
 
