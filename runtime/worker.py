@@ -35,6 +35,7 @@ from .session import STREAM_SLOTS, DeviceSession, device_groups
 from .wire import receive_message, send_message
 
 PARENT_CHECK_MS = 1000
+SWITCH_S = 0.0005  # how long a thread keeps the interpreter from others: a stream's needs it for moments, but at once
 SLOT = struct.calcsize("i")
 
 
@@ -151,6 +152,7 @@ def main() -> None:
     board = open_board(args.board)
     scratch = os.path.dirname(os.path.abspath(args.board))
     threading.Thread(target=watch_driver, args=(channel, args.parent, scratch), daemon=True).start()
+    sys.setswitchinterval(SWITCH_S)
     serve(channel, board)
     sys.stdout.flush()
     os._exit(0)  # streams and backends may be in the middle of something that nobody waits for any more
