@@ -47,7 +47,8 @@ class Decisions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
-    devices: list[int]  # stage -> device
+    planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
+    devices: list[int]  # stage -> device; mappings only exchange equal devices
     schedule: Literal["fill-drain"]
     rematerialise: list[str]  # stages
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early

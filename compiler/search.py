@@ -143,7 +143,7 @@ def compile_candidate(
     Raises `DoesNotFit` where a memory is too small.
     """
     decided = wishes.decided.decisions.model_dump() if wishes.decided else None
-    todo = [p for p in passes if p.decides not in done[0]]
+    todo = [p for p in passes if p.gather(done[0]) is None]
     decisions, records = run_passes(draft, todo, decided, dump=wishes.dump, record=wishes.dump is not None)
     decisions, records = {**done[0], **decisions}, [*done[1], *records]
     check_fit(draft)
@@ -230,7 +230,7 @@ def stage_counts(draft: Draft) -> list[int]:
     """
     devices, blocks = draft.hardware.num_devices, len(draft.blocks)
     try:
-        fewest = len(PartitionBalanced().plan(draft))
+        fewest = len(PartitionBalanced().plan(draft)["stages"])
     except DoesNotFit:
         fewest = blocks
     counts = [fewest, blocks]

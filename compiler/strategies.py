@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,10 @@ def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
 def require_complete(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a decision that every job needs is left open."""
     decided = {p.decides for p in passes}
-    missing = [kind.name for kind in PASSES.values() if kind.decides not in decided]
+    makers: dict[str, list[str]] = defaultdict(list)
+    for kind in PASSES.values():
+        makers[kind.decides].append(kind.name)
+    missing = [" or ".join(names) for decision, names in makers.items() if decision not in decided]
     if missing:
         raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it behind the others")
 
@@ -146,9 +150,11 @@ def run_passes(
     records = []
     for p in passes:
         begin_s, before = time.perf_counter(), _num_ops(draft)
-        decision = decided[p.decides] if decided is not None and p.decides in decided else p.plan(draft)
+        decision = p.gather(decided)
+        if decision is None:
+            decision = p.plan(draft)
         p.rewrite(draft, decision)
-        decisions[p.decides] = decision
+        decisions.update(p.split(decision))
         took_s = time.perf_counter() - begin_s
         if draft.programs:
             verify(draft.programs, draft.hardware, memory=False)

@@ -6,7 +6,7 @@ plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ class Draft:
     blocks: list[Block] = field(default_factory=list)
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
     stages: list[Stage] = field(default_factory=list)
+    planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device
     programs: list[Program] = field(default_factory=list)
 
@@ -51,18 +52,31 @@ class Draft:
 
 @dataclass(frozen=True)
 class Pass:
-    """Base of all passes. `decides` is the field of the plan that holds the pass's decision."""
+    """Base of all passes. `decides` is the field of the plan that holds the pass's decision; a pass that decides
+    several things at once names them in `fields`, and its decision is a dict of them."""
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
     gives: ClassVar[tuple[str, ...]] = ()
     decides: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, draft: Draft) -> Any:
         raise NotImplementedError
 
     def rewrite(self, draft: Draft, decision: Any) -> None:
         raise NotImplementedError
+
+    def split(self, decision: Any) -> dict[str, Any]:
+        """The decision by field of the plan."""
+        return {name: decision[name] for name in self.fields} if self.fields else {self.decides: decision}
+
+    def gather(self, decided: Mapping[str, Any] | None) -> Any:
+        """The decision out of a plan's fields; None where the plan has none."""
+        names = self.fields or (self.decides,)
+        if decided is None or any(decided.get(name) is None for name in names):
+            return None
+        return {name: decided[name] for name in names} if self.fields else decided[self.decides]
 
 
 def check_contracts(passes: Sequence[Pass]) -> None:

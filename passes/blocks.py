@@ -7,7 +7,7 @@ rotary tables) belong to no block: every stage that uses them computes them anew
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,15 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
+class BlockSeconds:
+    """What one micro-batch of a block was measured to take on one device."""
+
+    forward_s: float
+    rematerialise_s: float  # the forward again, with what backward needs kept
+    backward_s: float  # without rematerialisation
+
+
+@dataclass(frozen=True)
 class Block:
     """A run of nodes. `inputs` and `outputs` are nodes of other blocks, shared nodes or placeholders."""
 
@@ -46,6 +55,7 @@ class Block:
     outputs: tuple[fx.Node, ...] = ()
     param_bytes: int = 0  # in the dtype of the computation, each parameter once
     cost: BlockCost = field(default_factory=BlockCost)
+    seconds: Mapping[str, BlockSeconds] = field(default_factory=dict)  # by device name, where it was measured
 
     def with_cost(self, cost: BlockCost) -> Block:
         return replace(self, cost=cost)
@@ -185,11 +195,24 @@ def _signature(value: Any) -> str:
     return str([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in value_tensors(value)])
 
 
-def block_time_s(block: Block, device: Device, precision: str) -> float:
-    """Roofline seconds of one forward and one backward of a block on a device."""
+def forward_time_s(block: Block, device: Device, precision: str) -> float:
+    """Seconds of one forward of a block on a device: measured, else by the roofline."""
+    if device.name in block.seconds:
+        return block.seconds[device.name].forward_s
     cost = block.cost
-    return (
-        device.compute_s(cost.forward_flops, cost.forward_traffic_bytes, precision)
-        + device.compute_s(cost.backward_flops, cost.backward_traffic_bytes, precision)
-        + 3 * cost.launches * device.op_overhead_s
-    )
+    return device.compute_s(cost.forward_flops, cost.forward_traffic_bytes, precision, cost.launches)
+
+
+def backward_time_s(block: Block, device: Device, precision: str, rematerialised: bool = False) -> float:
+    """Seconds of one backward of a block on a device: measured, else by the roofline."""
+    cost = block.cost
+    if device.name in block.seconds:
+        seconds = block.seconds[device.name]
+        return seconds.backward_s + (seconds.rematerialise_s if rematerialised else 0.0)
+    own_s = device.compute_s(cost.backward_flops, cost.backward_traffic_bytes, precision, 2 * cost.launches)
+    return own_s + (forward_time_s(block, device, precision) if rematerialised else 0.0)
+
+
+def block_time_s(block: Block, device: Device, precision: str) -> float:
+    """Seconds of one forward and one backward of a block on a device."""
+    return forward_time_s(block, device, precision) + backward_time_s(block, device, precision)

@@ -70,7 +70,19 @@ def stage_costs(
         "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks),
         "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
+        "seconds": _seconds(blocks),
     }
+
+
+def _seconds(blocks: Sequence[Block]) -> tuple[tuple[str, float, float, float], ...]:
+    """Per device on which every block was measured: its name, and seconds of forward, rematerialisation, backward."""
+    names = [name for name in blocks[0].seconds if all(name in b.seconds for b in blocks)] if blocks else []
+    rows = []
+    for name in names:
+        own = [b.seconds[name] for b in blocks]
+        parts = (sum(s.forward_s for s in own), sum(s.rematerialise_s for s in own), sum(s.backward_s for s in own))
+        rows.append((name, *parts))
+    return tuple(rows)
 
 
 class _Lives:

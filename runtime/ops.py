@@ -60,6 +60,7 @@ class Work:
     peer: int = -1
     tag: str = ""
     group: str = ""
+    seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,7 @@ def _forward_work(
         traffic_bytes=s.forward_traffic_bytes,
         launches=s.launches,
         workspace_bytes=s.forward_workspace_bytes if keep else s.light_workspace_bytes,
+        seconds=tuple((name, forward_s) for name, forward_s, _, _ in s.seconds),
     )
 
 
@@ -327,6 +329,7 @@ def _backward_work(
         launches=(3 if again else 2) * s.launches,
         workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
         + (s.kept_bytes if again else 0),
+        seconds=tuple((name, backward_s + (again_s if again else 0.0)) for name, _, again_s, backward_s in s.seconds),
     )
 
 

@@ -88,6 +88,7 @@ class StageSpec:
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
+    seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
 
     @property
     def weight_bytes(self) -> int:
@@ -149,6 +150,7 @@ class Interface:
                 stage[key] = tensors(stage[key])
             for key in ("params", "buffers"):
                 stage[key] = params(stage[key])
+            stage["seconds"] = tuple((name, *parts) for name, *parts in stage["seconds"])
         raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
         raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}
         raw["groups"] = {name: tuple((d, s, p) for d, s, p in rows) for name, rows in raw["groups"].items()}

@@ -58,6 +58,9 @@ class CostModel:
     def single(self, device: int, work: ops.Work, priority: int) -> Cost:
         owner = self.hardware.devices[device]
         if work.stream == ops.COMPUTE:
+            measured_s = dict(work.seconds).get(owner.name)
+            if measured_s is not None:
+                return Cost(measured_s + OWN_CALLS * owner.op_overhead_s)
             calls = work.launches + OWN_CALLS
             return Cost(owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls))
         if work.stream == ops.CPU and work.params:

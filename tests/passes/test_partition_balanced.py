@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.passes.coarsen import Coarsen
-from penstock.passes.partition_balanced import PartitionBalanced, Slices, balanced_cuts
+from penstock.passes.partition_balanced import PartitionBalanced, balanced_cuts
+from penstock.passes.slices import Slices
 from penstock.runtime.errors import DoesNotFit, PassError
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import profile_memory
@@ -124,5 +125,5 @@ def test_a_shared_layer_is_counted_once() -> None:
 def test_its_option_comes_before_the_drafts() -> None:
     draft = draft_of(chain(), stages=2)
     apply(draft, Coarsen())
-    assert len(PartitionBalanced(stages=3).plan(draft)) == 3
-    assert len(PartitionBalanced().plan(draft)) == 2
+    assert len(PartitionBalanced(stages=3).plan(draft)["stages"]) == 3
+    assert len(PartitionBalanced().plan(draft)["stages"]) == 2
