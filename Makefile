@@ -48,7 +48,7 @@ demo: install
 	$(BIN)/python examples/finetune_minilm.py
 
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 slow: install
 	$(BIN)/pytest -m slow

@@ -69,11 +69,12 @@ class Plan(BaseModel):
     decisions: Decisions
     predicted: Prediction | None = None
     rivals: list[Rival] = []
+    notes: dict[str, str] = {}  # pass -> its remark: a proven gap, a solver that was missing
 
     @property
     def hash(self) -> str:
         """Six hexadecimal digits over the decisions."""
-        decided = self.model_dump(exclude={"predicted", "rivals", "hardware"})
+        decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes"})
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def save(self, path: str | Path) -> None:

@@ -175,6 +175,7 @@ def make_plan(found: Found, model: str, strategy: str) -> Plan:
         decisions=Decisions(**best.decisions),
         predicted=predict(best.draft, best.timeline),
         rivals=found.rivals,
+        notes=dict(best.draft.notes),
     )
 
 
@@ -209,7 +210,7 @@ def _candidates(
     coarsened = run_passes(base, [Coarsen()])
     for stages in stage_counts(base):
         line = PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
-        draft = Draft(graph, hardware, options, blocks=base.blocks)
+        draft = Draft(graph, hardware, options, blocks=base.blocks, notes=dict(base.notes))
         yield f"{stages} stages, {count} micro-batches", parse_pipeline(line, hardware.num_devices), draft, coarsened
 
 
