@@ -20,7 +20,9 @@ from ..passes.coarsen import Coarsen
 from ..passes.insert_fetch import InsertFetch
 from ..passes.insert_optimizer import InsertOptimizer
 from ..passes.insert_remat import InsertRemat
+from ..passes.map_cross import MapCross
 from ..passes.map_round_robin import MapRoundRobin
+from ..passes.map_sequential import MapSequential
 from ..passes.partition_balanced import PartitionBalanced
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..runtime import ops
@@ -35,6 +37,8 @@ PASSES: dict[str, type[Pass]] = {
         Coarsen,
         PartitionBalanced,
         MapRoundRobin,
+        MapCross,
+        MapSequential,
         SchedulePipeline,
         InsertRemat,
         InsertFetch,
@@ -52,6 +56,8 @@ BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside brace
 STRATEGIES: dict[str, str] = {
     "mobius": PIPELINE,
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
+    "balanced-cross": PIPELINE.replace("map-round-robin", "map-cross"),
+    "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
 }
 
 
