@@ -53,7 +53,7 @@ class JobOptions:
     lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
     head: Annotated[
-        str | None, typer.Option(help="causal-lm, classification or seq2seq; without it: what the model is for")
+        str | None, typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model")
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
     dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True

@@ -15,7 +15,7 @@ Row = tuple[str, dict[str, Any]]
 def known_models() -> dict[str, Row]:
     """Short name to (model type, fields of its configuration)."""
     return {
-        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(),
+        **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(), **_vit(),
         "mistral-7b": ("mistral", {"vocab_size": 32000, "sliding_window": 4096}),
         "mixtral-8x7b": ("mixtral", {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}),
     }  # fmt: skip
@@ -34,6 +34,9 @@ def alias_of(name: str) -> str:
         "mistral-7b-v0.1": "mistral-7b",
         "mixtral-8x7b-v0.1": "mixtral-8x7b",
         "gpt3": "gpt3-175b",
+        "gpt2-1.5b": "gpt2-xl",
+        "vit-base-patch16-224": "vit-base",
+        "vit-large-patch16-224": "vit-large",
     }.get(short, short)
 
 
@@ -127,3 +130,17 @@ def _t5() -> dict[str, Row]:
     keys = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads")
     common = {"vocab_size": 32128, "decoder_start_token_id": 0}
     return {name: ("t5", {**common, **dict(zip(keys, row))}) for name, row in sizes.items()}
+
+
+def _vit() -> dict[str, Row]:
+    """Hidden and feed-forward size, layers, heads, patch; images of 224 x 224, 1000 classes.
+
+    `vit-g` is the 1.0 B parameter model of Zhai et al. 2022, table 2, `vit-gigantic` their ViT-G of 1.8 B.
+    """
+    sizes = {
+        "vit-base": (768, 3072, 12, 12, 16), "vit-large": (1024, 4096, 24, 16, 16),
+        "vit-huge": (1280, 5120, 32, 16, 14),
+        "vit-g": (1408, 6144, 40, 16, 14), "vit-gigantic": (1664, 8192, 48, 16, 14),
+    }  # fmt: skip
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    return {name: ("vit", {"num_labels": 1000, **dict(zip(keys, row))}) for name, row in sizes.items()}

@@ -24,6 +24,7 @@ HEADS = {
     "causal-lm": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
 }
 
 
@@ -62,19 +63,34 @@ class NamedModel:
             raise PlanError(f"model {self.name!r} as {self.head}: {str(error).splitlines()[0]}") from error
         return model.train()
 
-    def batch_spec(self, batch: int, sequence: int) -> dict[str, dict[str, Any]]:
-        """Shapes of one global batch, for planning. Raises `PlanError` for more positions than the model has."""
+    def batch_spec(self, batch: int, sequence: int, targets: int | None = None) -> dict[str, dict[str, Any]]:
+        """Shapes of one global batch, for planning: rows of `sequence` tokens, or images, for which it has no meaning.
+
+        `targets`: tokens in a row of an encoder-decoder's labels; None: as many as in its input.
+        Raises `PlanError` for more positions than the model has, and for `targets` of any other model.
+        """
         self.check_sequence(sequence)
-        if batch < 1 or sequence < 1:
-            raise PlanError(f"batch={batch}, sequence={sequence}; both must be 1 or more")
+        if batch < 1 or sequence < 1 or (targets is not None and targets < 1):
+            raise PlanError(f"batch={batch}, sequence={sequence}, targets={targets}; all must be 1 or more")
+        if targets is not None and self.head != "seq2seq":
+            raise PlanError(f"targets={targets}, but {self.name} has no decoder of its own; leave it out")
+        one_label = {"shape": [batch], "dtype": "int64"}
+        if self.head == "image-classification":
+            return {"pixel_values": {"shape": [batch, *self.image], "dtype": "float32"}, "labels": one_label}
         tokens = {"shape": [batch, sequence], "dtype": "int64"}
-        labels = {"shape": [batch], "dtype": "int64"} if self.head == "classification" else tokens
+        labels = (
+            one_label if self.head == "classification" else {"shape": [batch, targets or sequence], "dtype": "int64"}
+        )
         return {"input_ids": tokens, "attention_mask": tokens, "labels": labels}
 
     def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Random tokens; the last row ends in padding, so that masks are not all ones."""
+        """Random tokens, or images; the last row ends in padding, so that masks are not all ones."""
         self.check_sequence(sequence)
         generator = torch.Generator().manual_seed(seed)
+        if self.head == "image-classification":
+            pixels = torch.randn((batch, *self.image), generator=generator)
+            classes = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
+            return {"pixel_values": pixels, "labels": classes}
         ids = torch.randint(0, self.config.vocab_size, (batch, sequence), generator=generator)
         mask = torch.ones_like(ids)
         mask[-1, sequence - sequence // 4 :] = 0
@@ -92,6 +108,13 @@ class NamedModel:
                 f"sequence={sequence}, but {self.name} has {limit} positions; allowed are 1 to {limit}. A longer one, "
                 f"with new weights: {self.name.partition(':')[0]}:{key}={sequence + self._skipped_positions}"
             )
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        size = self.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return self.config.num_channels, height, width
 
     @property
     def positions(self) -> int | None:
@@ -112,7 +135,7 @@ def find_model(
 ) -> NamedModel:
     """The model behind a name, overrides applied.
 
-    head: "causal-lm", "classification" or "seq2seq"; None takes the one its configuration is for.
+    head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: what its configuration is for.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
 
@@ -229,12 +252,19 @@ def natural_head(config: Any) -> str:
         for ending, head in (("ForCausalLM", "causal-lm"), ("LMHeadModel", "causal-lm")):
             if architecture.endswith(ending):
                 return head
+        if architecture.endswith("ForImageClassification"):
+            return "image-classification"
         if architecture.endswith("ForSequenceClassification"):
             return "classification"
     if getattr(config, "is_encoder_decoder", False):
         return "seq2seq"
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
+    if config.model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "image-classification"
     return "classification" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal-lm"
 
 

@@ -30,6 +30,8 @@ def num_params(name: str) -> int:
         ("qwen3-4b", "causal-lm", 4.022),
         ("bert-large", "classification", 0.335),
         ("t5-11b", "seq2seq", 11.307),
+        ("gpt2-xl", "causal-lm", 1.558),
+        ("vit-g", "image-classification", 1.013),
     ],
 )
 def test_short_names_have_the_published_sizes(name: str, head: str, billions: float) -> None:
@@ -39,7 +41,7 @@ def test_short_names_have_the_published_sizes(name: str, head: str, billions: fl
 
 def test_every_short_name_is_a_configuration() -> None:
     for name in known_models():
-        assert find_model(name).config.vocab_size > 0, name
+        assert find_model(name).config.hidden_size > 0, name
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-1.3b", "OPT-1.3B", "opt-1.3b"])
@@ -149,6 +151,20 @@ def test_more_positions_than_the_model_has() -> None:
         find_model("roberta-base").batch_spec(4, 1024)
     assert find_model("t5-small").batch_spec(4, 4096)["labels"] == {"shape": [4, 4096], "dtype": "int64"}
     assert find_model("bert-base").batch_spec(4, 512)["labels"] == {"shape": [4], "dtype": "int64"}
+
+
+def test_an_encoder_decoder_may_have_rows_of_two_lengths() -> None:
+    spec = find_model("t5-small").batch_spec(4, 512, targets=8)
+    assert (spec["input_ids"]["shape"], spec["labels"]["shape"]) == ([4, 512], [4, 8])
+    with pytest.raises(PlanError, match=r"targets=8.*no decoder of its own"):
+        find_model("gpt2").batch_spec(4, 512, targets=8)
+
+
+def test_images_have_the_size_the_model_asks_for() -> None:
+    model = find_model("vit-base:hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2")
+    assert model.batch_spec(4, 512)["pixel_values"] == {"shape": [4, 3, 224, 224], "dtype": "float32"}
+    loss = model.in_memory()(**model.random_batch(2, 1)).loss
+    assert torch.isfinite(loss)
 
 
 def test_random_batches_have_padding_and_repeat() -> None:
