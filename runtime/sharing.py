@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from .links import Link
 
@@ -156,3 +157,67 @@ class Traffic:
                         found.add(other)
                         queue.append(other)
         return sorted((lane for lane in found if lane.flows), key=lambda lane: lane.number)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a task takes: `fixed_s` passes first, then all `flows` (path, amount) run at the same time."""
+
+    fixed_s: float = 0.0
+    flows: tuple[tuple[Path, float], ...] = ()
+    priority: int = 0
+
+
+class Progress:
+    """Tasks under way, by number, and when the next of them is over; `moved`: the amount that has gone each path.
+
+    Time passes only as `pop` says, so that the same tasks take the same in a simulation and in real time.
+    """
+
+    def __init__(self, links: Mapping[str, Link]):
+        self.traffic = Traffic(links)
+        self.moved: dict[Path, float] = {}
+        self.flows_left: dict[int, int] = {}
+        self.costs: dict[int, Cost] = {}
+        # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
+        self.events: list[tuple[float, int, int | Lane, int]] = []
+        self.count = 0
+
+    def begin(self, task: int, cost: Cost, now_s: float) -> None:
+        self.costs[task] = cost
+        self._push(now_s + cost.fixed_s, task, 0)
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next: not always the end of a task."""
+        return self.events[0][0] if self.events else math.inf
+
+    def pop(self) -> tuple[float, int | None]:
+        """Let the next event happen: its second, and the task that is over with it, if any is."""
+        now_s, _, what, version = heappop(self.events)
+        if isinstance(what, int):
+            return now_s, self._flow(what, now_s)
+        if version != what.version:
+            return now_s, None
+        flow, changed = self.traffic.end(what, now_s)
+        self._expect(changed)
+        self.flows_left[flow] -= 1
+        return now_s, None if self.flows_left[flow] else flow
+
+    def _flow(self, task: int, now_s: float) -> int | None:
+        """The fixed part is over: start the task's flows; the task itself is over when it has none."""
+        cost = self.costs.pop(task)
+        self.flows_left[task] = len(cost.flows)
+        for path, amount in cost.flows:
+            self.moved[path] = self.moved.get(path, 0.0) + amount
+            self._expect(self.traffic.start(self.traffic.lane(path, cost.priority), task, amount, now_s))
+        return None if cost.flows else task
+
+    def _expect(self, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            if lane.flows and lane.rate > 0:
+                self._push(lane.next_end_s(), lane, lane.version)
+
+    def _push(self, at_s: float, what: int | Lane, version: int) -> None:
+        self.count += 1
+        heappush(self.events, (at_s, self.count, what, version))

@@ -7,14 +7,13 @@ how their transfers share links in `sharing.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from itertools import accumulate
 
 from . import ops
 from .hardware import Hardware
 from .order import Order, build_order, memory_change
 from .program import Program
-from .sharing import Lane, Traffic
+from .sharing import Progress
 from .task_costs import CostModel
 from .text import print_node
 from .timeline import Span, Timeline
@@ -50,41 +49,27 @@ def simulate(
 
 
 class _Engine:
-    """Runs the tasks of an order; fills `began_s` and `ended_s` per task and the bytes that went over each link."""
+    """Runs the tasks of an order; fills `began_s` and `ended_s` per task."""
 
     def __init__(self, order: Order, model: CostModel):
         self.tasks = order.tasks
         self.costs = [model.cost(task) for task in order.tasks]
-        self.traffic = Traffic(model.links)
+        self.progress = Progress(model.links)
         self.blocked_by = [len(task.waits) for task in order.tasks]
         self.followers: list[list[int]] = [[] for _ in order.tasks]
         for index, task in enumerate(order.tasks):
             for other, _ in task.waits:
                 self.followers[other].append(index)
-        self.flows_left = [len(cost.flows) for cost in self.costs]
         self.began_s: dict[int, float] = {}
         self.ended_s: dict[int, float] = {}
-        self.moved: dict[tuple[str, ...], float] = {}
-        # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
-        self.events: list[tuple[float, int, int | Lane, int]] = []
-        self.count = 0
 
     def run(self, start: Sequence[float] | None) -> None:
         offsets = start or []
         for index, blocked in enumerate(self.blocked_by):
             if not blocked:
                 self.begin(index, 0.0, offsets)
-        while self.events:
-            now_s, _, what, version = heappop(self.events)
-            if isinstance(what, int):
-                over = self.flow(what, now_s)
-            elif version == what.version:
-                flow, changed = self.traffic.end(what, now_s)
-                self.expect(changed)
-                self.flows_left[flow] -= 1
-                over = None if self.flows_left[flow] else flow
-            else:
-                continue
+        while self.progress.events:
+            now_s, over = self.progress.pop()
             if over is not None:
                 self.end(over, now_s, offsets)
 
@@ -92,15 +77,7 @@ class _Engine:
         if offsets:
             now_s = max(now_s, *(offsets[device] for device, _, _ in self.tasks[index].parts))
         self.began_s[index] = now_s
-        self.push(now_s + self.costs[index].fixed_s, index, 0)
-
-    def flow(self, index: int, now_s: float) -> int | None:
-        """The fixed part is over: start the task's flows; the task itself when it has none."""
-        cost = self.costs[index]
-        for path, amount in cost.flows:
-            self.moved[path] = self.moved.get(path, 0.0) + amount
-            self.expect(self.traffic.start(self.traffic.lane(path, cost.priority), index, amount, now_s))
-        return None if cost.flows else index
+        self.progress.begin(index, self.costs[index], now_s)
 
     def end(self, index: int, now_s: float, offsets: Sequence[float]) -> None:
         self.ended_s[index] = now_s
@@ -108,15 +85,6 @@ class _Engine:
             self.blocked_by[follower] -= 1
             if not self.blocked_by[follower]:
                 self.begin(follower, now_s, offsets)
-
-    def expect(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            if lane.flows and lane.rate > 0:
-                self.push(lane.next_end_s(), lane, lane.version)
-
-    def push(self, at_s: float, what: int | Lane, version: int) -> None:
-        self.count += 1
-        heappush(self.events, (at_s, self.count, what, version))
 
 
 def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> Timeline:
@@ -133,7 +101,7 @@ def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> 
             began_s, ended_s = engine.began_s[task], engine.ended_s[task]
             spans.append(Span(program.device, stream, node.target.name, text, began_s, ended_s))  # type: ignore[union-attr]
     moved = {link: 0.0 for link in hardware.links()}
-    for path, amount in engine.moved.items():
+    for path, amount in engine.progress.moved.items():
         for link in path:
             if link in moved:
                 moved[link] += amount

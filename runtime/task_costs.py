@@ -13,25 +13,16 @@ computation waits for the former, while the latter are asked for ahead of time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from . import ops
 from .hardware import Hardware
 from .links import Link
 from .order import Task
+from .sharing import Cost
 
 URGENT, AHEAD = 0, 1
 OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """`fixed_s` passes first, then all `flows` (path, amount) run at the same time; bytes, or parameters."""
-
-    fixed_s: float = 0.0
-    flows: tuple[tuple[tuple[str, ...], float], ...] = ()
-    priority: int = URGENT
 
 
 class CostModel:
