@@ -26,20 +26,22 @@ Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many paramet
 
 @dataclass(frozen=True)
 class InsertFetch(Pass):
-    """`prefetch`: whether to look one phase ahead."""
+    """`prefetch`: whether to look one phase ahead. `swap`: also the stages of a device that could hold them all, whose
+    optimizer states then lie in DRAM."""
 
     name: ClassVar[str] = "insert-fetch"
     needs: ClassVar[tuple[str, ...]] = ("programs", "remat")
     gives: ClassVar[tuple[str, ...]] = ("tiers",)
     decides: ClassVar[str] = "fetch"
     prefetch: bool = True
+    swap: bool = False
 
     def plan(self, draft: Draft) -> Early:
         """Swapped stage to its phases ("forward", "backward") with early fetches, and the parameters these bring."""
         decision: Early = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
-            if resident_bytes(program) > budget:
+            if self.swap or resident_bytes(program) > budget:
                 stages = [phase.stage for phase in phases(program)]
                 decision.update({stage: {} for stage in stages})
                 if self.prefetch:

@@ -22,17 +22,22 @@ from .insert_fetch import Early, look_ahead, profile_swapped, state_bytes
 
 @dataclass(frozen=True)
 class InsertRemat(Pass):
+    """`swap`: weights will be swapped even where they could stay (`insert-fetch{swap=true}`), which leaves the room of
+    their optimizer states to saved tensors."""
+
     name: ClassVar[str] = "insert-remat"
     needs: ClassVar[tuple[str, ...]] = ("programs",)
     gives: ClassVar[tuple[str, ...]] = ("remat",)
     decides: ClassVar[str] = "rematerialise"
+    swap: bool = False
 
     def plan(self, draft: Draft) -> list[str]:
         """Names of the stages to rematerialise."""
         chosen: list[str] = []
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
-            chosen += stages_to_rematerialise(program, [s.spec for s in draft.stages_on(program.device)], budget)
+            specs = [s.spec for s in draft.stages_on(program.device)]
+            chosen += stages_to_rematerialise(program, specs, budget, self.swap)
         return [s.spec.name for s in draft.stages if s.spec.name in chosen]
 
     def rewrite(self, draft: Draft, decision: list[str]) -> None:
@@ -46,14 +51,22 @@ class InsertRemat(Pass):
             rematerialise(program, set(decision))
 
 
-def stages_to_rematerialise(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:
-    """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs."""
+def stages_to_rematerialise(
+    program: Program, specs: list[StageSpec], budget_bytes: int, swap: bool = False
+) -> list[str]:
+    """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs. With
+    `swap` the same for a program whose weights come from DRAM and stay from a stage's forward to its backward."""
     states = sum(state_bytes(program, s) for s in specs)
     by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
+    lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all there at the end of the step
+    if lasting > budget_bytes and not swap:
+        return _for_swapping(program, specs, budget_bytes)
 
     def fits(count: int) -> bool:
         trial = program.copy()
         rematerialise(trial, set(by_size[:count]))
+        if swap:
+            return profile_swapped(trial, {s.name: {} for s in specs}).peak_bytes[ops.DEVICE] <= budget_bytes
         return profile_memory(trial).peak_bytes[ops.DEVICE] + states <= budget_bytes
 
     count = bisect.bisect_left(range(len(by_size) + 1), True, key=fits)

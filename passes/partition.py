@@ -50,3 +50,14 @@ def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = 
     order = range(draft.hardware.num_devices) if order is None else order
     stages = [names[a:b] for a, b in itertools.pairwise(cuts)]
     return {"stages": stages, "planned_for": [order[j % len(order)] for j in range(len(stages))]}
+
+
+def device_order(text: str, num_devices: int) -> list[int]:
+    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each comes once."""
+    if not text:
+        return list(range(num_devices))
+    parts = text.split()
+    order = [int(part) for part in parts if part.isdecimal()]
+    if len(order) != len(parts) or sorted(order) != list(range(num_devices)):
+        raise PassError(f"order={text!r}; it names each of the devices 0 to {num_devices - 1} once, such as '1 0'")
+    return order

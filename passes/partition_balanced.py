@@ -14,16 +14,18 @@ from typing import ClassVar
 
 from ..runtime.errors import PassError
 from .base import Draft
-from .partition import Partition, StagesDecision, contiguous
+from .partition import Partition, StagesDecision, contiguous, device_order
 from .slices import Slices
 
 
 @dataclass(frozen=True)
 class PartitionBalanced(Partition):
-    """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit."""
+    """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
+    devices of the first stages, such as "1 0"; without it as they are numbered."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
+    order: str = ""
 
     def plan(self, draft: Draft) -> StagesDecision:
         num_devices = draft.hardware.num_devices
@@ -32,13 +34,14 @@ class PartitionBalanced(Partition):
             raise PassError(
                 f"stages={asked}, but {len(draft.blocks)} blocks allow at most {len(draft.blocks)}; ask for fewer"
             )
-        slices = Slices(draft)
+        order = device_order(self.order, num_devices)
+        slices = Slices(draft, order)
         counts = [asked] if asked else _counts(num_devices, len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:
             cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
             if cuts is not None:
-                return contiguous(draft, cuts)
+                return contiguous(draft, cuts, order)
         raise slices.does_not_fit(counts)
 
 
