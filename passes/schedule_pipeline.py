@@ -12,7 +12,7 @@ wait for each other.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,7 +38,7 @@ class SchedulePipeline(Pass):
     def rewrite(self, draft: Draft, decision: str) -> None:
         face = interface_of(draft)
         flow = Flow(face, draft.devices)
-        draft.programs = [_Emitter(flow, device).step() for device in range(face.num_devices)]
+        draft.programs = [Emitter(flow, device).step() for device in range(face.num_devices)]
 
 
 def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None) -> list[Program]:
@@ -48,7 +48,7 @@ def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None)
     memory allows beside the optimizer states of the others, in the arena of training.
     """
     flow = Flow(interface_of(draft), draft.devices)
-    programs = [_Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
+    programs = [Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = flow.on(program.device)
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
@@ -94,10 +94,22 @@ class Message:
         return f"{'d_' if self.is_gradient else ''}{self.value}_m{self.micro_batch}"
 
 
-class Flow:
-    """Which stage makes each value, which stages read it, and what therefore travels between which devices."""
+@dataclass(frozen=True)
+class Turn:
+    """One forward or backward: a stage and a micro-batch."""
 
-    def __init__(self, face: Interface, devices: list[int]):
+    stage: str
+    micro_batch: int
+    is_backward: bool = False
+
+
+class Flow:
+    """Which stage makes each value, which stages read it, and what therefore travels between which devices.
+
+    `turns`: per device what it runs, in order; None is fill and drain.
+    """
+
+    def __init__(self, face: Interface, devices: list[int], turns: Mapping[int, list[Turn]] | None = None):
         self.face = face
         self.specs: list[StageSpec] = list(face.stages.values())
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
@@ -111,7 +123,9 @@ class Flow:
                     if value.requires_grad:
                         self.learners[value.name].append(spec.name)
         self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
-        self.sent = {d: self.sends(d) for d in range(face.num_devices)}
+        everyone = range(face.num_devices)
+        self.turns = {d: self.fill_drain(d) for d in everyone} if turns is None else dict(turns)
+        self.sent = {d: self.sends(d) for d in everyone}
 
     def on(self, device: int) -> list[StageSpec]:
         return [spec for spec in self.specs if self.device_of[spec.name] == device]
@@ -130,17 +144,25 @@ class Flow:
         that has one."""
         return next((r for r in self.learners[value] if self.device_of[r] == device), None)
 
+    def fill_drain(self, device: int, micro_batches: Sequence[int] | None = None) -> list[Turn]:
+        """Stage by stage forward on all micro-batches, then backward in reverse stage order."""
+        mine = [spec.name for spec in self.on(device)]
+        todo = range(self.face.micro_batches) if micro_batches is None else micro_batches
+        back = [name for name in reversed(mine) if name in self.trained]
+        return [Turn(name, m) for name in mine for m in todo] + [Turn(name, m, True) for name in back for m in todo]
+
     def sends(self, device: int, backward: bool = True) -> list[tuple[int, Message]]:
         """(destination, message) of all that a device sends, in issue order."""
-        order: list[tuple[int, Message]] = []
-        for spec in self.on(device):
-            for m in range(self.face.micro_batches):
-                order += [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
-        for spec in reversed(self.on(device)) if backward else ():
-            for m in range(self.face.micro_batches):
-                gone = self.gradients_sent(spec, device)
-                order += [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
-        return order
+        turns = [turn for turn in self.turns[device] if backward or not turn.is_backward]
+        return [row for turn in turns for row in self.sent_by(turn)]
+
+    def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
+        """(destination, message) of what leaves the device behind one turn."""
+        spec, m = self.face.stages[turn.stage], turn.micro_batch
+        if not turn.is_backward:
+            return [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
+        gone = self.gradients_sent(spec, self.device_of[spec.name])
+        return [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
 
     def gradients_sent(self, spec: StageSpec, device: int) -> list[TensorSpec]:
         """Inputs of `spec` whose whole gradient on this device leaves for the producer after its backward."""
@@ -154,7 +176,7 @@ class Flow:
         ]
 
 
-class _Emitter:
+class Emitter:
     """Writes one device's program."""
 
     def __init__(self, flow: Flow, device: int):
@@ -175,17 +197,13 @@ class _Emitter:
         return {src: deque(message for dst, message in rows if dst == self.device) for src, rows in sent.items()}
 
     def step(self) -> Program:
-        mine = self.flow.on(self.device)
-        for spec in mine:
-            self.hold(spec)
-            for m in range(self.face.micro_batches):
-                self.forward(spec, m)
-        for spec in reversed(mine):
-            if spec.name in self.flow.trained:
-                for m in range(self.face.micro_batches):
-                    self.backward(spec, m)
+        for turn in self.flow.turns[self.device]:
+            spec = self.face.stages[turn.stage]
+            if spec.name not in self.weights:
+                self.hold(spec)
+            (self.backward if turn.is_backward else self.forward)(spec, turn.micro_batch)
         results = {"loss": self.losses} if self.losses else {}
-        grads = [self.grads[s.name] for s in mine if s.name in self.grads and s.trained_params]
+        grads = [self.grads[s.name] for s in self.flow.on(self.device) if s.name in self.grads and s.trained_params]
         return self.finish({**results, "grads": grads} if grads else results)
 
     def evaluate(self) -> Program:
