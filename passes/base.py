@@ -6,7 +6,7 @@ plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +16,9 @@ from ..runtime.program import Program
 from .blocks import Block
 from .opgraph import OpGraph
 from .stages import Stage
+
+# Measures blocks on the devices of the machine at hand: the same blocks, with seconds by device name.
+Profiler = Callable[[OpGraph, list[Block], Hardware], list[Block]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Options:
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     stages: int | None = None  # number of stages; None: as many as devices
+    profiler: Profiler | None = None  # None: times come from the roofline
 
 
 @dataclass

@@ -39,6 +39,16 @@ def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[s
     return [_Builder(cut, index).build() for index in range(len(partition))]
 
 
+def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[Stage]:
+    """Every block as a stage of its own, to be timed: shared tensors (masks) enter as inputs instead of being computed,
+    so that the seconds of several blocks add up to those of a stage that holds them."""
+    cut = _Cut(graph, blocks, [[block.name] for block in blocks])
+    given = {node for node in cut.shared if isinstance(node.meta.get("val"), torch.Tensor)}
+    cut.shared -= given
+    cut.home.update(dict.fromkeys(given, -1))
+    return [_Builder(cut, index).build() for index in range(len(blocks))]
+
+
 class _Cut:
     """The whole partition: which stage computes each node, and what all stages need to know of each other."""
 
@@ -47,6 +57,7 @@ class _Cut:
         self.home = _homes(blocks, partition)
         placed = [set(names) for names in partition]
         self.blocks = [[block for block in blocks if block.name in names] for names in placed]
+        self.whole = _whole_layers(blocks, self.home)
         self.nodes: list[list[fx.Node]] = [[] for _ in partition]
         for node in graph.nodes:
             if node in self.home:
@@ -96,6 +107,14 @@ def _homes(blocks: Sequence[Block], partition: list[list[str]]) -> dict[fx.Node,
             if home.get(arg, 0) > index:
                 raise PassError(f"stage {index} reads {arg.name} of the later stage {home[arg]}: a cycle")
     return home
+
+
+def _whole_layers(blocks: Sequence[Block], home: dict[fx.Node, int]) -> set[str]:
+    """Layers whose operators are all in one stage."""
+    found: dict[str, set[int]] = {}
+    for block in blocks:
+        found.setdefault(block.layer, set()).add(home[block.nodes[0]])
+    return {layer for layer, stages in found.items() if layer and len(stages) == 1}
 
 
 class _Builder:
@@ -149,7 +168,7 @@ class _Builder:
         for node in body:
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             block = block_of.get(node)
-            copy.meta["block"] = block.name if block else ""
+            copy.meta["block"] = self._printed_as(block) if block else ""
             copy.meta["block_hash"] = block.hash if block else ""
             for key in ("eval_args", "eval_kwargs"):
                 if key in node.meta:
@@ -158,6 +177,12 @@ class _Builder:
             copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
         graph.output(tuple(copies[n] for n in outputs))
         return build_module(self.graph.model, graph, self.graph.constants)
+
+    def _printed_as(self, block: Block) -> str:
+        """The layer that a node is printed in; operators of a layer that is cut stand in the stage's own text."""
+        if not block.layer:
+            return block.name
+        return block.layer if block.layer in self.cut.whole else ""
 
     def _spec(
         self,

@@ -256,7 +256,7 @@ def _forward_work(
         traffic_bytes=s.forward_traffic_bytes,
         launches=s.launches,
         workspace_bytes=s.forward_workspace_bytes if keep else s.light_workspace_bytes,
-        seconds=tuple((name, forward_s) for name, forward_s, _, _ in s.seconds),
+        seconds=tuple((name, again_s if keep else forward_s) for name, forward_s, again_s, _ in s.seconds),
     )
 
 
