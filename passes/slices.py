@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from ..runtime.errors import DoesNotFit
 from ..runtime.units import format_bytes
 from .base import Draft
@@ -42,8 +44,10 @@ class Slices:
             [0.0, *itertools.accumulate(block_time_s(block, device, draft.options.precision) for block in self.blocks)]
             for device in self.devices
         ]
-        parameters = [_parameters(draft, block) for block in self.blocks]
-        self.needs = [_needs_before(self.blocks, parameters, end) for end in range(len(self.blocks) + 1)]
+        parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
+        sent = {node for block in self.blocks for node in block.outputs}
+        ends = range(len(self.blocks) + 1)
+        self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         times = self.time_s[stage % len(self.devices)]
@@ -88,22 +92,24 @@ class Slices:
         )
 
 
-def _parameters(draft: Draft, block: Block) -> dict[int, int]:
+def gradient_and_weight_bytes(draft: Draft, block: Block) -> dict[int, int]:
     """Identity of each parameter to the bytes of its weight and its gradient."""
     graph = draft.graph
     found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
     return {id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad) for p in found}
 
 
-def _needs_before(blocks: list[Block], parameters: list[dict[int, int]], end: int) -> list[Need]:
-    """Per start a < `end` the need of blocks[a:end]: the slice grows to the front, block by block."""
-    sent = {node for block in blocks for node in block.outputs}
+def needs_to_front(blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]) -> list[Need]:
+    """Per start a the need of blocks[a:] as one stage, which grows to the front, block by block.
+
+    The blocks need not be neighbours, but come in the order of the model. `sent`: what any block of it hands on.
+    """
     needs: list[Need] = []
     weights: dict[int, int] = {}
     inputs: dict[int, int] = {}
     saved: dict[int, int] = {}  # values between blocks, and shared ones
     kept = workspace = 0
-    for i in reversed(range(end)):
+    for i in reversed(range(len(blocks))):
         block, cost = blocks[i], blocks[i].cost
         made = storages(block.outputs)
         inputs = {key: size for key, size in inputs.items() if key not in made}
