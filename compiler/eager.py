@@ -24,6 +24,7 @@ from ..runtime.hardware import Hardware
 from ..runtime.optimizer import OptimizerSpec
 from .batch import flatten, micro_batch_spec
 from .plan import Plan
+from .strategies import parse_pipeline
 from .trace import trace
 from .trace_guard import LossFn
 
@@ -140,7 +141,8 @@ def graph_runner(
 def stages_of_nodes(graph: OpGraph, plan: Plan, hardware: Hardware) -> dict[fx.Node, str]:
     """The stage that runs each node; nodes that every stage computes anew have none, and draw nothing."""
     draft = Draft(graph, hardware, Options(micro_batches=plan.micro_batches, precision=plan.precision))
-    Coarsen().rewrite(draft, plan.decisions.blocks)
+    passes = parse_pipeline(plan.passes, hardware.num_devices)
+    next(p for p in passes if isinstance(p, Coarsen)).rewrite(draft, plan.decisions.blocks)
     home = {block: f"stage{i}" for i, blocks in enumerate(plan.decisions.stages) for block in blocks}
     return {node: home[block.name] for block in draft.blocks for node in block.nodes}
 

@@ -39,8 +39,8 @@ class BlockCost:
 class BlockSeconds:
     """What one micro-batch of a block was measured to take on one device."""
 
-    forward_s: float
-    rematerialise_s: float  # the forward again, with what backward needs kept
+    forward_s: float  # that keeps nothing
+    rematerialise_s: float  # a forward, the first one or again, that keeps what backward needs
     backward_s: float  # without rematerialisation
 
 
@@ -56,6 +56,7 @@ class Block:
     param_bytes: int = 0  # in the dtype of the computation, each parameter once
     cost: BlockCost = field(default_factory=BlockCost)
     seconds: Mapping[str, BlockSeconds] = field(default_factory=dict)  # by device name, where it was measured
+    layer: str = ""  # of an operator: the layer that it is a part of
 
     def with_cost(self, cost: BlockCost) -> Block:
         return replace(self, cost=cost)

@@ -4,12 +4,14 @@ In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle ca
 the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
 is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
 parameters join the run before them. Never cut apart are a base and what writes it in place, a buffer's readers and
-writers, and a value that is no tensor and what reads it.
+writers, and a value that is no tensor and what reads it. With `level=operator` blocks are single operators, see
+`operators.py`; each still knows its layer, so that a stage with all of a layer prints it as one.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,42 +23,62 @@ from .base import Draft, Pass
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
 from .costs import measure_blocks
 from .opgraph import OpGraph, is_mode_switch
+from .operators import main_node, operator_groups, operator_name
 
 Run = tuple[str, list[fx.Node]]
+LEVELS = ("layer", "operator")
 
 
 @dataclass(frozen=True)
 class Coarsen(Pass):
+    """`level`: "layer", the elements of the model's module lists and what lies between, or "operator"."""
+
     name: ClassVar[str] = "coarsen"
     gives: ClassVar[tuple[str, ...]] = ("blocks",)
     decides: ClassVar[str] = "blocks"
+    level: str = "layer"
 
     def plan(self, draft: Draft) -> dict[str, int]:
         """Block name to its number of nodes, in order. Raises `PlanError` for a model without parameters in use."""
-        runs = _runs(draft.graph)
-        if not runs:
+        blocks = find_blocks(draft.graph, self.level)
+        if not blocks:
             raise PlanError(
                 f"model: {type(draft.graph.model).__name__}'s loss depends on no parameter; there is nothing to train"
             )
-        return {name: len(nodes) for name, nodes in runs}
+        return {block.name: len(block.nodes) for block in blocks}
 
     def rewrite(self, draft: Draft, decision: dict[str, int]) -> None:
-        runs = _runs(draft.graph)
-        if {name: len(nodes) for name, nodes in runs} != decision:
-            found = next((n for n, _ in runs if n not in decision), next(iter(decision), ""))
+        blocks = find_blocks(draft.graph, self.level)
+        if {block.name: len(block.nodes) for block in blocks} != decision:
+            found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
-        draft.blocks = measure_blocks(draft.graph, make_blocks(draft.graph, runs), draft.hardware.devices[0].kind)
+        draft.blocks = measure_blocks(draft.graph, blocks, draft.hardware.devices[0].kind)
+        if draft.options.profiler is not None:
+            draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.hardware)
+            draft.notes[self.name] = f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}"
 
 
-def find_blocks(graph: OpGraph) -> list[Block]:
-    """The model's blocks, still without costs."""
-    return make_blocks(graph, _runs(graph))
+def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
+    """The model's blocks, still without costs. Raises `PassError` for an unknown level."""
+    if level not in LEVELS:
+        raise PassError(f"coarsen: level={level!r}; allowed are {', '.join(LEVELS)}")
+    layers = _runs(graph)
+    if level == "layer":
+        return make_blocks(graph, layers)
+    layer_of = {node: name for name, nodes in layers for node in nodes}
+    nodes = [node for node in graph.nodes if node in layer_of]
+    groups = operator_groups(graph, nodes, _inseparable(graph, dict.fromkeys(nodes, 0)))
+    mains = [main_node(graph, group) for group in groups]
+    runs = _unique([(operator_name(main), group) for main, group in zip(mains, groups)])
+    return make_blocks(graph, runs, [layer_of[main] for main in mains])
 
 
-def make_blocks(graph: OpGraph, runs: list[Run]) -> list[Block]:
-    """Blocks with hash, inputs, outputs and parameter bytes, still without costs."""
+def make_blocks(graph: OpGraph, runs: list[Run], layers: Sequence[str] = ()) -> list[Block]:
+    """Blocks with hash, inputs, outputs and parameter bytes, still without costs. `layers`: of each run that is not a
+    layer itself."""
     blocks = []
-    for name, run in runs:
+    for i, (name, run) in enumerate(runs):
+        layer = layers[i] if layers else ""
         nodes = tuple(run)
         inputs = node_inputs(nodes)
         parameters = {id(p): p for n in nodes for p in graph.node_parameters(n).values()}
@@ -64,10 +86,11 @@ def make_blocks(graph: OpGraph, runs: list[Run]) -> list[Block]:
             Block(
                 name,
                 nodes,
-                structural_hash(graph, name, nodes, inputs),
+                structural_hash(graph, layer or name, nodes, inputs),
                 tuple(inputs),
                 tuple(node_outputs(nodes)),
                 sum(p.numel() * compute_dtype(graph, p).itemsize for p in parameters.values()),
+                layer=layer,
             )
         )
     return blocks

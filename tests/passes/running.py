@@ -185,7 +185,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 class Eager(fx.Interpreter):
-    """The whole op graph in recorded order on a copy of the user's model; seeds anew where a stage begins."""
+    """The whole op graph in recorded order on a copy of the user's model; each stage draws from a stream of its own,
+    whatever other stages' nodes stand between its own."""
 
     def __init__(self, draft: Draft, optimizer: Callable[..., Any] = SGD, max_norm: float | None = None):
         super().__init__(copy.deepcopy(draft.graph.module))
@@ -200,11 +201,16 @@ class Eager(fx.Interpreter):
         self.optimizer = optimizer([p for p in self.params.values() if p.requires_grad])
         self.micro_batch = self.step_number = 0
         self.stage = ""
+        self.states: dict[str, Tensor] = {}  # of stages that have begun
 
     def run_node(self, n: fx.Node) -> Any:
         stage = self.stage_of.get(n, self.stage)
         if stage != self.stage:
-            torch.manual_seed(micro_batch_seed(SEED, self.step_number, stage, self.micro_batch))
+            self.states[self.stage] = torch.get_rng_state()
+            if stage in self.states:
+                torch.set_rng_state(self.states[stage])
+            else:
+                torch.manual_seed(micro_batch_seed(SEED, self.step_number, stage, self.micro_batch))
             self.stage = stage
         return super().run_node(n)
 
@@ -213,7 +219,7 @@ class Eager(fx.Interpreter):
         losses = []
         self.optimizer.zero_grad()
         for self.micro_batch, batch in enumerate(batches):
-            self.stage = ""
+            self.stage, self.states = "", {}
             with torch.random.fork_rng(devices=[]):
                 loss = self.run(*(batch[name] for name in self.names))["loss"]
             loss.backward(torch.full_like(loss, 1 / len(batches)))
