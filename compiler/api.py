@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from .folder import Folder, Settings, print_files
 from .job import Job
 from .nearest import with_nearest
 from .plan import Plan
+from .profile import make_profiler
 from .search import Found, Trace, Wishes, make_plan, search
 from .trace import trace
 
@@ -50,6 +52,7 @@ def compile(
     weights: str | Path | None = None,
     stop_on_nan: bool = True,
     dump: Callable[[str, Draft], None] | None = None,
+    profile: bool | str | Path | None = None,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
 
@@ -62,6 +65,8 @@ def compile(
     micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
     dump: called as `dump(pass name, draft)` behind every pass of every candidate.
+    profile: True to time one block of each kind on this machine's own devices, in child processes, instead of computing
+        its time from the hardware's rates; what was timed before comes from a cache, whose directory may be given.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
@@ -78,7 +83,10 @@ def compile(
     with torch.device("cpu"):  # whatever the script's default device is
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
         options = Options(
-            precision=precision, max_grad_norm=max_grad_norm, state_bytes_per_param=spec.state_bytes_per_param()
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            state_bytes_per_param=spec.state_bytes_per_param(),
+            profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
         found = _find(model, capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
@@ -142,7 +150,8 @@ def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -
         check_states_fit(model, machine, wishes.options)  # before the expensive work
         return search(capture, machine, wishes)
     except DoesNotFit as miss:
-        raise with_nearest(miss, capture, machine, wishes) from None
+        unmeasured = dataclasses.replace(wishes.options, profiler=None)  # the nearest is on devices that are not here
+        raise with_nearest(miss, capture, machine, dataclasses.replace(wishes, options=unmeasured)) from None
 
 
 def _count(micro_batches: int | str, shape: BatchShape) -> int | None:

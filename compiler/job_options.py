@@ -49,11 +49,19 @@ class JobOptions:
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
     strategy: Annotated[str, typer.Option(help="auto, mobius, gpipe, or a pipeline of passes as text")] = "auto"
     plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="time one block of each kind on this machine; else: by the hardware's rates"),
+    ] = False
+    profile_cache: Annotated[
+        Path | None, typer.Option(help="directory for what --profile measured; default ~/.cache/penstock/profiles")
+    ] = None
     optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
     lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
     head: Annotated[
-        str | None, typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model")
+        str | None,
+        typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
     dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
@@ -103,8 +111,13 @@ class JobOptions:
             "max_grad_norm": self.max_grad_norm,
             "seed": self.seed,
             "weights": weights,
+            "profile": self.profiling(),
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
+
+    def profiling(self) -> bool | Path:
+        """`profile` of `penstock.compile`."""
+        return self.profile and (self.profile_cache or True)
 
     def optimizer_partial(self) -> Any:
         """A partial of the torch.optim class. Raises `PlanError` with close names."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def known_part(driver_name: str) -> str | None:
 
 
 def pci_address(properties: Any) -> str | None:
-    """"0000:3b:00.0" from torch's device properties, None when torch does not tell."""
+    """ "0000:3b:00.0" from torch's device properties, None when torch does not tell."""
     if not hasattr(properties, "pci_bus_id"):
         return None
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -239,21 +240,32 @@ def _part_figures(name: str) -> dict[str, Any]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def run_children(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
+def run_children(
+    module: str,
+    arguments: list[list[str]],
+    threads: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> list[dict[str, Any]]:
     """Run `python -m penstock.runtime.MODULE` once per argument list, all at once; the JSON that each printed.
 
-    Raises HardwareError with a child's error output when one fails, or when they take too long. Leaves none behind.
+    `environment` defaults to this process's, with the threads and the waiting of workers. Raises HardwareError with a
+    child's error output when one fails, or when they take more than `timeout_s`. Leaves none behind.
     """
     package = __package__ or "penstock.runtime"
-    calm = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    limit_s = MEASURE_TIMEOUT_S if timeout_s is None else timeout_s
+    if environment is None:
+        count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **count, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     children = [
         subprocess.Popen(
             [sys.executable, "-m", f"{package}.{module}", *each],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **calm},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )
         for each in arguments
     ]  # fmt: skip
-    deadline = time.monotonic() + MEASURE_TIMEOUT_S
+    deadline = time.monotonic() + limit_s
     reports = []
     try:
         for child in children:
@@ -262,7 +274,7 @@ def run_children(module: str, arguments: list[list[str]], threads: int) -> list[
                 raise HardwareError(f"measuring failed in {module} (exit {child.returncode}):\n{complaint[-2000:]}")
             reports.append(json.loads(output.splitlines()[-1], parse_float=_four_digits))
     except subprocess.TimeoutExpired as error:
-        raise HardwareError(f"measuring took more than {MEASURE_TIMEOUT_S:.0f} s in {module}") from error
+        raise HardwareError(f"measuring took more than {limit_s:.0f} s in {module}") from error
     finally:
         for child in children:
             if child.poll() is None:
