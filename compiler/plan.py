@@ -49,7 +49,7 @@ class Decisions(BaseModel):
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
     devices: list[int]  # stage -> device; mappings only exchange equal devices
-    schedule: Literal["fill-drain"]
+    schedule: Literal["fill-drain", "1f1b"]
     rematerialise: list[str]  # stages
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
     optimizer: dict[str, Literal["device", "dram"]]  # stage -> where it is stepped

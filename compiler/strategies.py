@@ -24,6 +24,7 @@ from ..passes.map_cross import MapCross
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
 from ..passes.partition_balanced import PartitionBalanced
+from ..passes.schedule_1f1b import Schedule1F1B
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..runtime import ops
 from ..runtime.errors import PassError
@@ -40,6 +41,7 @@ PASSES: dict[str, type[Pass]] = {
         MapCross,
         MapSequential,
         SchedulePipeline,
+        Schedule1F1B,
         InsertRemat,
         InsertFetch,
         InsertOptimizer,
@@ -56,6 +58,9 @@ BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside brace
 STRATEGIES: dict[str, str] = {
     "mobius": PIPELINE,
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
+    "1f1b": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}").replace(
+        "schedule-pipeline", "schedule-1f1b"
+    ),
     "balanced-cross": PIPELINE.replace("map-round-robin", "map-cross"),
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
 }
@@ -147,10 +152,12 @@ def run_passes(
     *,
     dump: Callable[[str, Draft], None] | None = None,
     record: bool = False,
+    check: bool = True,
 ) -> tuple[dict[str, Any], list[PassRecord]]:
     """Run all passes on the draft. Where `decided` has a pass's decision it is applied instead of planning anew.
 
-    `dump(pass name, draft)` is called behind each pass; `record` simulates behind each. Returns decisions and records.
+    `dump(pass name, draft)` is called behind each pass; `record` simulates behind each; `check` verifies behind each.
+    Returns decisions and records.
     """
     decisions: dict[str, Any] = {}
     records = []
@@ -162,7 +169,7 @@ def run_passes(
         p.rewrite(draft, decision)
         decisions.update(p.split(decision))
         took_s = time.perf_counter() - begin_s
-        if draft.programs:
+        if draft.programs and check:
             verify(draft.programs, draft.hardware, memory=False)
         step_s = (
             simulate(draft.programs, draft.hardware, precision=draft.options.precision).step_s

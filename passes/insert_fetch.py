@@ -9,6 +9,7 @@ the start of its own phase, into the memory that the stage before it has left.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -159,9 +160,10 @@ def look_ahead(
         if low:
             chosen[i] = low
     early: Early = {phase.stage: {} for phase in order if phase.stage in stages}
-    for i in sorted(chosen):
-        early[order[i].stage][order[i].kind] = chosen[i]
-    return early
+    for i in able:  # of a stage with several phases of a kind, what all of them may
+        kinds, kind = early[order[i].stage], order[i].kind
+        kinds[kind] = min(chosen.get(i, 0), kinds.get(kind, chosen.get(i, 0)))
+    return {stage: {kind: count for kind, count in kinds.items() if count} for stage, kinds in early.items()}
 
 
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:
@@ -213,12 +215,16 @@ def fetch_weights(program: Program, early: Early) -> None:
     graph = program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     stages = early.keys() & residents.keys()
+    again: Counter[tuple[str, str]] = Counter()
     for i in fetched_phases(order, stages):
         phase = order[i]
         spec = program.interface.stages[phase.stage]
         ahead = early[phase.stage].get(phase.kind, 0) if i > 0 else 0
         # The first fetch takes over the resident's name, which the graph would not give out a second time.
+        again[phase.stage, phase.kind] += 1
+        number = again[phase.stage, phase.kind]
         name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
+        name += f"_{number}" if number > 1 else ""
         begun: tuple[fx.Node, ...] = ()
         if 0 < ahead < len(spec.params):
             begun = (_fetch(graph, order[i - 1].nodes[0], spec, f"{name}_part", (), params=ahead),)

@@ -271,12 +271,14 @@ class Emitter:
     def receive(self, src: int, wanted: Message) -> fx.Node:
         """Take in everything that `src` sends up to `wanted`, in its order."""
         while (src, wanted) not in self.arrived:
-            message = self.queues[src].popleft()
-            like = f"{self.flow.maker[message.value]}.{message.value}"
-            (self.arrived[src, message],) = self.program.emit(
-                ops.recv, like, src=src, tag=message.tag, names=[message.name]
-            )
+            self.take_in(src, self.queues[src].popleft())
         return self.arrived[src, wanted]
+
+    def take_in(self, src: int, message: Message) -> None:
+        like = f"{self.flow.maker[message.value]}.{message.value}"
+        (self.arrived[src, message],) = self.program.emit(
+            ops.recv, like, src=src, tag=message.tag, names=[message.name]
+        )
 
     def backward(self, spec: StageSpec, m: int) -> None:
         for src, message in self.arriving_gradients(spec, m):

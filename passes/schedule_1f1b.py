@@ -1,0 +1,150 @@
+"""`schedule-1f1b`: each device does a backward as soon as one is possible, else a forward (PipeDream's one forward, one
+backward, with the pipeline drained at the end of the step, so that training is synchronous).
+
+In: stages on devices, any number a device. Out: `draft.programs`, as of `schedule-pipeline` but for the order: fewer
+micro-batches wait for their backward at the same time, so less is kept. The orders come from a list schedule of the
+whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest device while one
+goes from the stage to the loss and back; with equal stages, one on each device, stage s of S holds S - s.
+
+Every device's messages leave in the order in which their producers end in that schedule, and all devices receive in
+that same order, so no two streams wait for each other. Backwards of a device follow the reverse order of stages within
+each micro-batch, so gradients are added as by `schedule-pipeline`: training is bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ..runtime.hardware import Hardware
+from ..runtime.program import StageSpec, TensorSpec
+from .base import Draft, Pass
+from .schedule_pipeline import Emitter, Flow, Message, Turn, interface_of
+
+ROUNDING = 1e-9  # of a ratio of seconds, before it is rounded up to whole micro-batches
+Placed = tuple[int, Turn]  # on a device
+
+
+@dataclass(frozen=True)
+class Schedule1F1B(Pass):
+    name: ClassVar[str] = "schedule-1f1b"
+    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
+    gives: ClassVar[tuple[str, ...]] = ("programs",)
+    decides: ClassVar[str] = "schedule"
+
+    def plan(self, draft: Draft) -> str:
+        return "1f1b"
+
+    def rewrite(self, draft: Draft, decision: str) -> None:
+        face = interface_of(draft)
+        ended = list_schedule(Flow(face, draft.devices), draft.hardware, draft.options.precision)
+        devices = range(face.num_devices)
+        flow = Flow(face, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
+        draft.programs = [_InOrder(flow, device, ended).step() for device in devices]
+
+
+class _InOrder(Emitter):
+    """Receives everything in the order in which its producers ended."""
+
+    def __init__(self, flow: Flow, device: int, ended: list[Placed]):
+        super().__init__(flow, device)
+        sent = [(src, *row) for src, turn in ended for row in flow.sent_by(turn)]
+        self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
+
+    def receive(self, src: int, wanted: Message) -> fx.Node:
+        while (src, wanted) not in self.arrived:
+            self.take_in(*self.arrivals.popleft())
+        return self.arrived[src, wanted]
+
+
+def list_schedule(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
+    """All turns of a step with their devices, in the order in which they end."""
+    return _Pipeline(flow, hardware, precision).run()
+
+
+class _Pipeline:
+    """A pipeline under way: which turns have ended, and when."""
+
+    def __init__(self, flow: Flow, hardware: Hardware, precision: str):
+        self.flow, self.hardware = flow, hardware
+        self.names = [device.name for device in hardware.devices]
+        self.took_s = {spec.name: self.seconds(spec, precision) for spec in flow.specs}
+        self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
+        self.ended_s: dict[Turn, float] = {}
+        self.free_s = [0.0] * flow.face.num_devices
+        self.next = {(spec.name, back): 0 for spec in flow.specs for back in (False, True)}
+
+    def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
+        """Of a forward and a backward."""
+        device = self.hardware.devices[self.flow.device_of[spec.name]]
+        for name, forward_s, _, backward_s in spec.seconds:
+            if name == device.name:
+                return forward_s, backward_s
+        forward_s = device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches)
+        if spec.name not in self.flow.trained:
+            return forward_s, 0.0
+        backward = (spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches)
+        return forward_s, device.compute_s(*backward)
+
+    def most_in_flight(self, spec: StageSpec) -> int:
+        """Micro-batches that a stage may hold: enough to keep the slowest device busy until the first comes back."""
+        later = self.flow.specs[self.flow.specs.index(spec) :]
+        slowest_s = max(
+            sum(sum(self.took_s[s.name]) for s in self.flow.on(d)) for d in range(self.flow.face.num_devices)
+        )
+        round_trip_s = sum(sum(self.took_s[s.name]) for s in later)
+        return max(1, math.ceil(round_trip_s / slowest_s - ROUNDING)) if slowest_s > 0 else len(later)
+
+    def run(self) -> list[Placed]:
+        """Always the turn that can begin first; of several a backward, of the earliest micro-batch."""
+        count = self.flow.face.micro_batches * (len(self.flow.specs) + len(self.flow.trained))
+        order: list[tuple[float, int, Placed]] = []
+        while len(order) < count:
+            turns = [Turn(stage, m, back) for (stage, back), m in self.next.items()]
+            able = [(self.begin_s(turn), not turn.is_backward, turn.micro_batch, turn) for turn in turns]
+            begin_s, *_, turn = min((row for row in able if row[0] < math.inf), key=lambda row: row[:3])
+            device = self.flow.device_of[turn.stage]
+            end_s = begin_s + self.took_s[turn.stage][turn.is_backward]
+            self.ended_s[turn] = self.free_s[device] = end_s
+            self.next[turn.stage, turn.is_backward] += 1
+            order.append((end_s, len(order), (device, turn)))
+        return [placed for _, _, placed in sorted(order, key=lambda row: row[:2])]
+
+    def begin_s(self, turn: Turn) -> float:
+        """When a turn can begin; infinity while something must end first that has no time yet."""
+        if turn.micro_batch == self.flow.face.micro_batches:
+            return math.inf
+        device = self.flow.device_of[turn.stage]
+        waits = self.before_backward(turn) if turn.is_backward else self.before_forward(turn)
+        return max([self.free_s[device], *waits])
+
+    def before_forward(self, turn: Turn) -> list[float]:
+        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
+        later = self.flow.specs[self.flow.specs.index(spec) :]
+        closing = next((s.name for s in later if s.name in self.flow.trained), None)  # whose backward lets go of it
+        if closing is not None and m - self.next[closing, True] >= self.most[spec.name]:
+            return [math.inf]
+        made = [i for i in spec.inputs if i.name in self.flow.maker]
+        return [self.arrival_s(Turn(self.flow.maker[i.name], m), spec, i) for i in made]
+
+    def before_backward(self, turn: Turn) -> list[float]:
+        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
+        if turn.stage not in self.flow.trained:
+            return [math.inf]
+        own = self.flow.on(self.flow.device_of[turn.stage])
+        later = [s.name for s in own[own.index(spec) + 1 :] if s.name in self.flow.trained]
+        waits = [self.ended_s.get(turn, math.inf) for turn in (Turn(turn.stage, m), *(Turn(s, m, True) for s in later))]
+        learned = [(out, reader) for out in spec.outputs for reader in self.flow.learners[out.name]]
+        return waits + [self.arrival_s(Turn(reader, m, True), spec, out) for out, reader in learned]
+
+    def arrival_s(self, producer: Turn, reader: StageSpec, value: TensorSpec) -> float:
+        """When a value, or its gradient, that a turn makes is where the reader runs."""
+        src, dst = (self.names[self.flow.device_of[stage]] for stage in (producer.stage, reader.name))
+        moving_s = 0.0
+        if src != dst:
+            moving_s = self.hardware.latency_s(src, dst) + value.bytes / self.hardware.bandwidth(src, dst)
+        return self.ended_s.get(producer, math.inf) + moving_s
