@@ -25,6 +25,7 @@ from ..runtime.hardware import Hardware
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program
+from ..runtime.rehearse import rehearse
 from ..runtime.rng_state import restore_rng_state
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
@@ -97,6 +98,15 @@ class Job:
     def simulate(self) -> Timeline:
         """One step on the described hardware, without running anything."""
         return simulate(self.programs, self.hardware, precision=self.plan.precision)
+
+    def rehearse(self, time_scale: float = 1.0) -> Timeline:
+        """One step in real time, in the processes that would run it, with waits for all that is computed or moved.
+
+        Needs none of the hardware. With `time_scale` 10 everything takes ten times as long, and the result is given in
+        the hardware's seconds. Raises `PlanError` for another scale than a positive number.
+        """
+        with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+            return rehearse(self._setup(self.folder.write(directory)), time_scale)
 
     def code(self, device: int = 0) -> str:
         """The text of the file that a device runs."""

@@ -119,11 +119,19 @@ class DeviceRuntime:
             if event is not None:
                 event.wait()
 
-    def _rest(self, issue: Issue, start_s: float) -> None:
-        """Hold a transfer down to the rate of a slower link."""
-        rest_s = issue.least_s - (time.perf_counter() - start_s)
-        if issue.least_s and rest_s > 0:
-            time.sleep(rest_s)
+    def _pace(self, issue: Issue) -> Callable[[], None]:
+        """A transfer begins: what this returns waits until slower links would have moved it as well."""
+        if issue.shared is not None:
+            assert self.session.link_server is not None
+            return self.session.link_server.begin(issue.shared)
+        end_s = time.perf_counter() + issue.least_s
+
+        def rest() -> None:
+            rest_s = end_s - time.perf_counter()
+            if issue.least_s and rest_s > 0:
+                time.sleep(rest_s)
+
+        return rest
 
     # --- ops: data and weights
 
@@ -156,9 +164,9 @@ class DeviceRuntime:
         views = self.session.arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
-            start_s = time.perf_counter()
+            rest = self._pace(issue)
             place.copy_(source, non_blocking=True)
-            self._rest(issue, start_s)
+            rest()
             return [views]
 
         return self._launch(issue, [], run)[0]
@@ -169,7 +177,7 @@ class DeviceRuntime:
         places = self.stores[issue.stages[0]].grad_buffer() if issue.stages else {}
 
         def run() -> list[Any]:
-            start_s = time.perf_counter()
+            rest = self._pace(issue)
             given: Any = box.value
             moved: Any
             if isinstance(given, Grads):
@@ -177,7 +185,7 @@ class DeviceRuntime:
                 moved = Grads(tensors, given.factor)
             else:
                 moved = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(given, non_blocking=True)
-            self._rest(issue, start_s)
+            rest()
             return [moved]
 
         return self._launch(issue, [box], run)[0]
@@ -254,12 +262,17 @@ class DeviceRuntime:
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
-        box, link = value.box, self._link()
+        box, link, throttled = value.box, self._link(), self.session.throttled
 
         def run() -> list[Any]:
-            if issue.least_s:
-                time.sleep(issue.least_s)  # before, so that it does not arrive too early
+            if not throttled:
+                link.send(box.value.contiguous(), dst, tag)
+                return []
+            link.meet_receiver(dst, tag)  # the transfer begins when both are there, and ends for both at once
+            rest = self._pace(issue)
             link.send(box.value.contiguous(), dst, tag)
+            rest()
+            link.meet_receiver(dst, tag)
             return []
 
         self._launch(issue, [box], run)
@@ -267,11 +280,15 @@ class DeviceRuntime:
     def recv(self, like: str, *, src: int, tag: str) -> Handle:
         issue = self._next("recv")
         stage, _, output = like.partition(".")
-        spec, link = self.face.stages[stage].output(output), self._link()
+        spec, link, throttled = self.face.stages[stage].output(output), self._link(), self.session.throttled
 
         def run() -> list[Any]:
             into = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+            if throttled:
+                link.meet_sender(src, tag)
             link.recv(into, src, tag)
+            if throttled:
+                link.meet_sender(src, tag)
             return [into]
 
         return self._launch(issue, [], run)[0]

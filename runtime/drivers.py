@@ -25,6 +25,7 @@ from .optimizer import OptimizerSpec
 from .program import Interface, Program
 from .session import DeviceSession, StepResult, check_batch
 from .text import parse_program
+from .throttle import SharedTransfers, shared_transfers
 from .timeline import Span, Timeline
 
 
@@ -76,6 +77,11 @@ class Setup:
             "num_threads": self.num_threads(index),
             "dram_budget_bytes": self.dram_budget_bytes(index),
         }
+
+    @cached_property
+    def shared_transfers(self) -> SharedTransfers:
+        """Those which share links that are held down."""
+        return shared_transfers(self.programs, self.hardware, self.precision)
 
     def num_threads(self, index: int) -> int:
         """What the hardware document says, but one where there are as many devices as cores; a GPU's share of cores."""

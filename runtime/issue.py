@@ -44,6 +44,7 @@ class Issue:
     waits: tuple[int, ...] = ()
     room: tuple[int, ...] = ()  # those of the waits without whose end there is no device memory for it
     least_s: float = 0.0  # what a transfer takes at least, where links are held down
+    shared: int | None = None  # its number at the link server, where it may have to share such links
 
     @property
     def where(self) -> str:

@@ -30,6 +30,7 @@ from .commands import Answer, Tensors
 from .drivers import Driver, InProcessDriver, Setup, result_of
 from .errors import PenstockError, PlanError, WorkerError
 from .link import LOOPBACK
+from .link_server import LinkServer
 from .session import STREAM_SLOTS, StepResult
 from .torchrun import TorchrunDriver
 from .wire import receive_message, send_message
@@ -94,24 +95,26 @@ def _describe_line(lines: list[str], number: int, stream: str, over: bool) -> st
 class LocalWorkers(Driver):
     """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for several hosts."""
 
+    several_hosts = False  # whether the devices of several hosts may be here
+
     def __init__(self, setup: Setup):
         super().__init__(setup)
         hosts = {device.host for device in setup.hardware.devices[: setup.interface.num_devices]}
-        if len(hosts) > 1:
+        if len(hosts) > 1 and not self.several_hosts:
             raise PlanError(
                 f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
                 "process per device"
             )
         self.scratch = tempfile.mkdtemp(prefix="penstock-")
         self.workers: list[Worker] = []
+        self.link_server: LinkServer | None = None
         self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self.scratch)
         try:
             for device in range(setup.interface.num_devices):
                 self.workers.append(self._start(device))
-            store = os.path.join(self.scratch, "store")
-            common = {"store": store, "hostname": LOOPBACK}
+            self.link_server = self._serve_links()
             requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
-            requests = {w.device: ("set_up", {**setup.for_device(w.device), **common}, {}) for w in self.workers}
+            requests = {w.device: ("set_up", self._for_device(w.device), {}) for w in self.workers}
             answers = self._exchange(requests)
         except BaseException:
             self._abandon()
@@ -140,6 +143,25 @@ class LocalWorkers(Driver):
         theirs.close()
         name = self.setup.hardware.devices[device].name
         return Worker(device, name, process, ours, board, Path(self.setup.files[device]), log)
+
+    def _for_device(self, device: int) -> dict[str, Any]:
+        """What a worker is told at first."""
+        address = None if self.link_server is None else self.link_server.address
+        store = os.path.join(self.scratch, "store")
+        common = {"store": store, "hostname": LOOPBACK, "link_server": address}
+        return {**self.setup.for_device(device), **common, **self._paces(device)}
+
+    def _paces(self, device: int) -> dict[str, Any]:
+        """What a worker must know of links that are held down."""
+        shared = self.setup.shared_transfers
+        return {"shared": {name: list(rows.items()) for name, rows in shared.numbers[device].items()} if shared else {}}
+
+    def _serve_links(self) -> LinkServer | None:
+        """Where transfers are held down and some share links, who shares those out."""
+        shared = self.setup.shared_transfers
+        if not shared:
+            return None
+        return LinkServer(os.path.join(self.scratch, "links"), self.setup.hardware.links(), shared.costs)
 
     # --- commands
 
@@ -246,6 +268,8 @@ class LocalWorkers(Driver):
     def _abandon(self) -> None:
         self.closed = True
         self._stop()
+        if self.link_server is not None:
+            self.link_server.close()
 
     def close(self) -> None:
         if self.closed:
@@ -259,7 +283,7 @@ class LocalWorkers(Driver):
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
             _wait(worker.process, max(0.0, deadline - time.monotonic()))
-        self._stop()
+        self._abandon()
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:

@@ -108,6 +108,19 @@ class Link:
         else:
             self._everyone.recv([into], src, self._tags[src, self.index][tag]).wait()
 
+    def meet_receiver(self, dst: int, tag: str) -> None:
+        """Wait until `dst` is at the receive of this tag, without handing over anything. Host memory only."""
+        self._everyone.send([torch.zeros(1, dtype=torch.uint8)], dst, self._tags[self.index, dst][tag]).wait()
+
+    def meet_sender(self, src: int, tag: str) -> None:
+        """The other side of `meet_receiver`."""
+        self._everyone.recv([torch.zeros(1, dtype=torch.uint8)], src, self._tags[src, self.index][tag]).wait()
+
+    def meet_all(self, group: str) -> None:
+        """Wait until all members of the group are here. Host memory only."""
+        if group not in self._single:
+            self._gloo_groups[group].barrier().wait()
+
     # --- collectives
 
     def on_device(self, group: str) -> bool:

@@ -25,6 +25,7 @@ from .errors import BatchError, BudgetExceeded, PenstockError, PlanError, Worker
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
 from .link import Link, group_members, group_memories, message_orders
+from .link_server import LinkClient
 from .memory import Account, largest_values
 from .optimizer import OptimizerSpec
 from .program import Interface, Program
@@ -56,7 +57,8 @@ class DeviceSession:
 
     `link` joins it to the other devices (None when there is only one). `num_threads` of a CPU device's computation:
     None takes the calling thread's. `board` is where streams write the line they are at. `dram_budget_bytes` is this
-    device's share of its host's DRAM; None takes all of it.
+    device's share of its host's DRAM; None takes all of it. `link_server` times the transfers that share links with
+    others where links are held down; `shared` gives, per program, their ops' numbers there.
 
     Raises `BudgetExceeded` where what persists is already too much.
     """
@@ -74,13 +76,15 @@ class DeviceSession:
         num_threads: int | None = None,
         board: MutableSequence[int] | None = None,
         dram_budget_bytes: int | None = None,
+        link_server: LinkClient | None = None,
+        shared: Mapping[str, Mapping[int, int]] | None = None,
     ):
         self.index, self.hardware, self.optimizer = index, hardware, optimizer
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
+        self.link_server, self._shared = link_server, shared or {}
         self.face: Interface = file.programs["step"].interface
         self.spec = hardware.devices[index]
-        on_gpu = self.spec.kind == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = self._find_device()
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self.step_count = 0
         self.loss_scale = LossScale() if precision == "fp16" else None
@@ -95,7 +99,8 @@ class DeviceSession:
         programs = list(file.programs.values())
         if link is not None:
             link.connect(message_orders(programs), group_memories(programs))
-        self.plans = {name: self._plan(program) for name, program in file.programs.items()}
+        self.throttled = hardware.throttled and self.spec.kind == "cpu"
+        self.plans = {name: self._plan(name, program) for name, program in file.programs.items()}
         self.accounts = {
             ops.DEVICE: Account(self.spec.name, self.spec.budget_bytes),
             ops.DRAM: Account(f"dram{self.spec.host}", self.dram_budget_bytes),
@@ -107,11 +112,18 @@ class DeviceSession:
 
     # --- set-up
 
-    def _plan(self, program: Program) -> Issues:
-        plan = plan_issues(program, self.spec.budget_bytes, self.dram_budget_bytes, self._stream_of)
-        if self.spec.kind == "cpu" and self.hardware.throttled:
+    def _find_device(self) -> torch.device:
+        on_gpu = self.spec.kind == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def _issues(self, program: Program) -> Issues:
+        return plan_issues(program, self.spec.budget_bytes, self.dram_budget_bytes, self._stream_of)
+
+    def _plan(self, name: str, program: Program) -> Issues:
+        plan, shared = self._issues(program), self._shared.get(name, {})
+        if self.throttled:
             for issue in plan.ops:
-                issue.least_s = self._transfer_s(issue)
+                issue.least_s, issue.shared = self._transfer_s(issue), shared.get(issue.index)
         return plan
 
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
@@ -280,6 +292,17 @@ class DeviceSession:
         check_batch(batch, self.face, plan.batch_names)
         self._grow_arena(plan.arena_bytes)
         runtime = DeviceRuntime(self, plan, self._streams_for(plan))
+        results, report = self._execute(runtime, function, batch)
+        if self.step_count == 0:
+            self._charge_kept(plan)
+        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in results.items()}
+        self._forget_results()
+        return StepResult(values, report)
+
+    def _execute(
+        self, runtime: DeviceRuntime, function: str, batch: Mapping[str, Tensor]
+    ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        """Issue all ops of the function and wait for their end: what it returned, and the report."""
         for account in self.accounts.values():
             account.peak_bytes = account.live_bytes
         start_s = time.perf_counter()
@@ -294,12 +317,7 @@ class DeviceSession:
         except BaseException as error:
             self.broken = Fault(None, error)
             raise
-        report = self._report(runtime, plan, time.perf_counter() - start_s)
-        if self.step_count == 0:
-            self._charge_kept(plan)
-        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in results.items()}
-        self._forget_results()
-        return StepResult(values, report)
+        return results, self._report(runtime, self.plans[function], time.perf_counter() - start_s)
 
     def _finish(self, runtime: DeviceRuntime) -> None:
         """Wait until every stream is done, or one has failed."""

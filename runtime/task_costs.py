@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from . import ops
 from .hardware import Hardware
 from .links import Link
-from .order import Task
+from .order import Task, build_order
+from .program import Program
 from .sharing import Cost
 
 URGENT, AHEAD = 0, 1
@@ -85,6 +86,19 @@ class CostModel:
             path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
             self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
         return self.routes[source, target]
+
+
+def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:
+    """Per device what each of its ops takes, in text order; nothing for those that occupy no stream."""
+    order = build_order(programs, {})
+    free = Cost()
+    return [
+        [
+            free if node.target in (ops.free, ops.resident) else model.cost(order.tasks[order.task_of[node]])
+            for node in program.ops()
+        ]
+        for program in programs
+    ]
 
 
 def _optimizer(host: int) -> tuple[str, ...]:

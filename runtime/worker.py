@@ -29,8 +29,10 @@ from .errors import WorkerError
 from .hardware import Hardware
 from .heap import keep_freed_memory
 from .link import Link
+from .link_server import LinkClient
 from .optimizer import OptimizerSpec
 from .program import Interface
+from .rehearse_device import RehearsedSession
 from .session import STREAM_SLOTS, DeviceSession, device_groups
 from .wire import receive_message, send_message
 
@@ -55,8 +57,8 @@ def build_session(
     interface = Interface.from_json(setup["interface"])
     hardware = Hardware.from_any(setup["hardware"])
     index, spec = setup["index"], hardware.devices[setup["index"]]
-    device = torch.device("cpu")
-    if spec.kind == "cuda":
+    device, rehearsed = torch.device("cpu"), "waits_s" in setup
+    if spec.kind == "cuda" and not rehearsed:
         device = torch.device("cuda", setup["gpu"])
         torch.cuda.set_device(device)
     else:
@@ -76,18 +78,22 @@ def build_session(
             timeout_s=setup["timeout_s"],
             hostname=setup["hostname"],
         )
-    return DeviceSession(
-        index,
-        open_device_file(setup["file"], interface, index),
-        hardware,
-        optimizer=None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"]),
-        precision=setup["precision"],
-        seed=setup["seed"],
-        link=link,
-        num_threads=setup["num_threads"],
-        board=board,
-        dram_budget_bytes=setup["dram_budget_bytes"],
-    )
+    address = setup.get("link_server")
+    options: dict[str, Any] = {
+        "precision": setup["precision"],
+        "seed": setup["seed"],
+        "link": link,
+        "num_threads": setup["num_threads"],
+        "board": board,
+        "dram_budget_bytes": setup["dram_budget_bytes"],
+        "link_server": None if address is None else LinkClient(address, index),
+    }
+    file = open_device_file(setup["file"], interface, index)
+    if rehearsed:
+        return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
+    optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])
+    shared = {name: dict(rows) for name, rows in setup.get("shared", {}).items()}
+    return DeviceSession(index, file, hardware, optimizer=optimizer, shared=shared, **options)
 
 
 def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
