@@ -22,8 +22,8 @@ from ..runtime.errors import PassError, PlanError
 from .base import Draft, Pass
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
 from .costs import measure_blocks
-from .opgraph import OpGraph, is_mode_switch
 from .operators import main_node, operator_groups, operator_name
+from .opgraph import OpGraph, is_mode_switch
 
 Run = tuple[str, list[fx.Node]]
 LEVELS = ("layer", "operator")

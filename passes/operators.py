@@ -1,8 +1,8 @@
 """Blocks of single operators: FTPipe's finer granularity of basic blocks (4, "Tracing execution").
 
-In: the op graph and its runs of layers. Out: groups of nodes that must not be cut apart, most of them one operator. With
-an operator go the views that it alone reads; a view with several readers goes with what it is a view of, a parameter
-with all that reads it. What is written in place goes with all that reads it up to the last write. Groups that would
+In: the op graph's nodes. Out: groups of nodes that must not be cut apart, most of them one operator. With an operator
+go the views that it alone reads; a view with several readers goes with what it is a view of, a parameter with all that
+reads it. What is written in place goes with all that reads it up to the last write. Groups that would
 depend on each other in a cycle are one.
 """
 
@@ -90,4 +90,3 @@ def _quotient(groups: UnionFind, nodes: list[fx.Node]) -> nx.DiGraph:
             if arg in inside and groups[arg] is not groups[node]:
                 found.add_edge(groups[arg], groups[node])
     return found
-
