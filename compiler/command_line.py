@@ -1,4 +1,4 @@
-"""`penstock` on the command line: plan, simulate, explain, hardware, check, train.
+"""`penstock` on the command line: plan, simulate, explain, profile, hardware, check, train.
 
 Everything heavy is imported inside the commands, so that `--help` answers at once. An error of ours is one message on
 stderr and exit code 2; with --debug its traceback too.
@@ -144,6 +144,22 @@ def train(options: TrainOptions) -> None:
         raise typer.Exit(INTERRUPTED) from None
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+@app.command(epilog="Example: penstock profile --model gpt2 --hardware auto --batch 4 --sequence 512 --micro-batches 4")
+@takes(JobOptions)
+def profile(options: JobOptions, as_json: AsJson = False) -> None:
+    """Time one block of each kind on this machine: forward, forward that keeps (again), backward, and by the rates."""
+    from .profile_table import profile_report, profile_tables
+    from .tables import console
+
+    report = profile_report(options)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+        return
+    screen = console()
+    for table in profile_tables(report):
+        screen.print(table)
 
 
 @app.command("hardware", epilog="Example: penstock hardware rtx4090x4-2rc --set dram=512GB --save box.yaml")
