@@ -23,7 +23,8 @@ class Link:
     """One direction of one physical connection.
 
     `simplex` names a medium that several links take turns on (an SSD's reads and writes): the shares
-    rate / bandwidth of all links on one medium add up to at most 1.
+    rate / bandwidth of all links on one medium add up to at most 1. Where flows share, each gets as much as the others
+    times its `weight`, the product over its links: amounts of other kinds than bytes are compared by it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Link:
     bandwidth: float  # bytes/s
     latency_s: float
     simplex: str | None = None
+    weight: float = 1.0
 
 
 def build_links(hardware: Hardware) -> dict[str, Link]:

@@ -2,7 +2,7 @@
 
 A resource is a link, or the medium that several simplex links take turns on. Its use is the sum over its flows of
 rate / bandwidth and at most 1. Rates are max-min fair when no flow can get more without taking from one that has no
-more than it. A lower class gets what the classes above leave.
+more than it, each measured by its weight (1 for bytes between memories). A lower class gets what those above leave.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def fair_rates(
     uses = [_uses(path, links) for path in paths]
     classes = priorities if priorities is not None else [0] * len(paths)
     numbers = counts or [1] * len(paths)
+    weights = [math.prod(links[name].weight for name in path) for path in paths]
     left: dict[str, float] = {resource: 1.0 for use in uses for resource in use}
     rates = [math.inf if not use else 0.0 for use in uses]
     for wanted in sorted(set(classes)):
         waiting = {i for i, use in enumerate(uses) if use and classes[i] == wanted}
-        _fill(waiting, uses, numbers, left, rates)
+        _fill(waiting, uses, numbers, weights, left, rates)
     return rates
 
 
@@ -50,20 +51,25 @@ def _uses(path: Path, links: Mapping[str, Link]) -> dict[str, float]:
 
 
 def _fill(
-    waiting: set[int], uses: list[dict[str, float]], counts: Sequence[int], left: dict[str, float], rates: list[float]
+    waiting: set[int],
+    uses: list[dict[str, float]],
+    counts: Sequence[int],
+    weights: Sequence[float],
+    left: dict[str, float],
+    rates: list[float],
 ) -> None:
-    """Raise the rates of the waiting flows together; whoever meets a full resource stays where it is."""
+    """Raise the rates of the waiting flows together, each by its weight; whoever meets a full resource stays there."""
     while waiting:
         load: dict[str, float] = {}
         for i in waiting:
             for resource, part in uses[i].items():
-                load[resource] = load.get(resource, 0.0) + counts[i] * part
+                load[resource] = load.get(resource, 0.0) + counts[i] * weights[i] * part
         level, full = min((left[resource] / part, resource) for resource, part in load.items())
         for i in [i for i in waiting if full in uses[i]]:
             waiting.discard(i)
-            rates[i] = level
+            rates[i] = level * weights[i]
             for resource, part in uses[i].items():
-                rest = left[resource] - counts[i] * part * level
+                rest = left[resource] - counts[i] * part * rates[i]
                 left[resource] = rest if rest > TOLERANCE else 0.0
 
 

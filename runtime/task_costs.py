@@ -2,9 +2,10 @@
 
 - Computation: arithmetic, traffic to the device's memory and an overhead per launch, one behind the other.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
-- A collective: a ring over the members' memories, in each of whose n steps between neighbours a 2(n-1)/n part of the
-  bytes moves, all neighbours at the same time.
+- A collective: a ring over the members' memories. Between each two neighbours an (n-1)/n part of the whole value's
+  bytes moves in a gather or a scatter, and twice that in a sum that all get; all neighbours at the same time.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
+- All that CPU devices do also takes cores of their host (`cpu_costs.py`).
 
 Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
 computation waits for the former, while the latter are asked for ahead of time.
@@ -15,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import ops
-from .hardware import Hardware
+from .cpu_costs import copying, core_flow, core_links, messaging, update_s
+from .hardware import Device, Hardware
 from .links import Link
 from .order import Task, build_order
 from .program import Program
@@ -32,7 +34,7 @@ class CostModel:
     def __init__(self, hardware: Hardware, precision: str):
         self.hardware = hardware
         self.precision = precision
-        self.links = {**hardware.links(), **_host_resources(hardware)}
+        self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
         self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
         self.known: dict[tuple[int, ops.Work], Cost] = {}
 
@@ -49,20 +51,35 @@ class CostModel:
 
     def single(self, device: int, work: ops.Work, priority: int) -> Cost:
         owner = self.hardware.devices[device]
+        on_cpu = owner.kind == "cpu"
+        if on_cpu and (work.stream == ops.COMPUTE or (work.stream == ops.CPU and work.params)):
+            alone_s = self.update_s(owner, work) if work.params else self.compute_s(owner, work)
+            return Cost(flows=(core_flow(owner, self.hardware, alone_s),))
         if work.stream == ops.COMPUTE:
-            measured_s = dict(work.seconds).get(owner.name)
-            if measured_s is not None:
-                return Cost(measured_s + OWN_CALLS * owner.op_overhead_s)
-            calls = work.launches + OWN_CALLS
-            return Cost(owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls))
+            return Cost(self.compute_s(owner, work))
         if work.stream == ops.CPU and work.params:
             return Cost(flows=((_optimizer(owner.host), work.params),))
         if work.stream == ops.CPU:
             return Cost(flows=((_dram(owner.host), work.traffic_bytes),))
         return self.transfer(device, work, priority) if work.source else Cost()
 
+    def compute_s(self, owner: Device, work: ops.Work) -> float:
+        measured_s = dict(work.seconds).get(owner.name)
+        if measured_s is not None:
+            return measured_s + OWN_CALLS * owner.op_overhead_s
+        calls = work.launches + OWN_CALLS
+        return owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls)
+
+    def update_s(self, owner: Device, work: ops.Work) -> float:
+        """An update by a CPU device."""
+        return update_s(owner, self.hardware, work.params) + (work.launches + OWN_CALLS) * owner.op_overhead_s
+
     def transfer(self, device: int, work: ops.Work, priority: int) -> Cost:
         path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))
+        owner = self.hardware.devices[device]
+        use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
+        if use in self.links:  # by cores, none of which knows what is urgent
+            return Cost(latency_s, (((*path, use), work.moved_bytes),))
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 
     def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
@@ -70,7 +87,7 @@ class CostModel:
             return Cost()
         memories = [self.memory(device, work.source) for device, work in members]
         routes = [self.route(memories[i - 1], memory) for i, memory in enumerate(memories)]
-        rounds = 2 * (len(members) - 1)
+        rounds = members[0][1].rounds * (len(members) - 1)
         amount = max(work.moved_bytes for _, work in members) * rounds / len(members)
         return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))
 
