@@ -23,7 +23,12 @@ from ..passes.insert_remat import InsertRemat
 from ..passes.map_cross import MapCross
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
+from ..passes.partition_acyclic import PartitionAcyclic
 from ..passes.partition_balanced import PartitionBalanced
+from ..passes.partition_max_stage import PartitionMaxStage
+from ..passes.partition_metis import PartitionMetis
+from ..passes.partition_min_stage import PartitionMinStage
+from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..runtime import ops
@@ -37,6 +42,11 @@ PASSES: dict[str, type[Pass]] = {
     for p in (
         Coarsen,
         PartitionBalanced,
+        PartitionMaxStage,
+        PartitionMinStage,
+        PartitionPipedream,
+        PartitionAcyclic,
+        PartitionMetis,
         MapRoundRobin,
         MapCross,
         MapSequential,
@@ -53,6 +63,7 @@ PASSES: dict[str, type[Pass]] = {
 PIPELINE = (
     "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
 )
+CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
 BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside braces
 STRATEGIES: dict[str, str] = {
@@ -61,8 +72,13 @@ STRATEGIES: dict[str, str] = {
     "1f1b": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}").replace(
         "schedule-pipeline", "schedule-1f1b"
     ),
-    "balanced-cross": PIPELINE.replace("map-round-robin", "map-cross"),
+    "balanced-cross": CROSSED,
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
+    "max-stage": CROSSED.replace("partition-balanced", "partition-max-stage"),
+    "min-stage": CROSSED.replace("partition-balanced", "partition-min-stage"),
+    "pipedream": CROSSED.replace("partition-balanced", "partition-pipedream"),
+    "acyclic": CROSSED.replace("partition-balanced", "partition-acyclic"),
+    "metis": CROSSED.replace("partition-balanced", "partition-metis"),
 }
 
 
