@@ -289,7 +289,10 @@ def _four_digits(text: str) -> float:
 
 def _set_disk(document: dict[str, Any], rates: dict[str, float]) -> None:
     for ssd in document["hosts"][0].get("ssds", []):
-        ssd |= {"read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"]}
+        ssd |= {
+            "read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"],
+            "latency_s": rates["disk_latency_s"],
+        }  # fmt: skip
 
 
 def _measure_cpus(document: dict[str, Any], disk_folder: str | None) -> None:

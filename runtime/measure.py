@@ -7,6 +7,7 @@ at once, since devices that share a memory bus slow each other down. Each prints
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import mmap
 import os
@@ -21,9 +22,12 @@ import torch
 import torch.distributed as dist
 
 from .heap import keep_freed_memory
+from .measure_links import fetch_latency_s, message_rates
+from .worker import SWITCH_S
 
 SLICE_S = 0.4  # time for one figure
 MIB = 2**20
+MESSAGE_BYTES = 8 * MIB
 
 
 def steady_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
@@ -78,12 +82,6 @@ def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
     return num_bytes / steady_s(lambda: target.copy_(source))
 
 
-def copy_latency_s() -> float:
-    """Seconds of a copy too small to take any."""
-    source, target = torch.ones(64), torch.empty(64)
-    return steady_s(lambda: target.copy_(source), slice_s=0.05)
-
-
 def call_overhead_s(layers: int = 20) -> float:
     """Seconds that a torch call takes on data too small to count, with its share of Python's and autograd's work.
 
@@ -109,32 +107,9 @@ def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
     return num_params / steady_s(optimizer.step)
 
 
-def link_rates(num_bytes: int = 8 * MIB) -> dict[str, float]:
-    """Bandwidth and latency between ranks 0 and 1 of the process group, one direction at a time."""
-    rank, big, small = dist.get_rank(), torch.ones(num_bytes, dtype=torch.uint8), torch.ones(1)
-
-    def there_and_back(tensor: torch.Tensor) -> None:
-        if rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-
-    def one_way_s(tensor: torch.Tensor, repeats: int) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            there_and_back(tensor)
-            times.append((time.perf_counter() - start) / 2)
-        return sorted(times[1:])[len(times) // 4]
-
-    latency_s = one_way_s(small, 200)
-    return {"link_latency_s": latency_s, "link": num_bytes / max(one_way_s(big, 20) - latency_s, 1e-9)}
-
-
 def disk_rates(folder: str, size_bytes: int = 256 * MIB, block_bytes: int = 8 * MIB) -> dict[str, float]:
-    """Sequential write and read rate of a temporary file, past the page cache where the file system allows it.
+    """Sequential write and read rate of a temporary file, past the page cache where the file system allows it, and the
+    seconds of a read of one page.
 
     Four threads, as the runtime's own. Raises OSError when the folder cannot be written or is full.
     """
@@ -143,9 +118,11 @@ def disk_rates(folder: str, size_bytes: int = 256 * MIB, block_bytes: int = 8 * 
     try:
         write_s, direct = _timed_blocks(path, size_bytes, block_bytes, write=True)
         read_s, _ = _timed_blocks(path, size_bytes, block_bytes, write=False)
+        latency_s = _page_s(path, size_bytes)
     finally:
         os.unlink(path)
-    return {"disk_write": size_bytes / write_s, "disk_read": size_bytes / read_s, "disk_direct": float(direct)}
+    rates = {"disk_write": size_bytes / write_s, "disk_read": size_bytes / read_s, "disk_direct": float(direct)}
+    return {**rates, "disk_latency_s": latency_s}
 
 
 def _timed_blocks(path: str, size_bytes: int, block_bytes: int, write: bool) -> tuple[float, bool]:
@@ -173,6 +150,19 @@ def _timed_blocks(path: str, size_bytes: int, block_bytes: int, write: bool) -> 
         os.close(handle)
 
 
+def _page_s(path: str, size_bytes: int) -> float:
+    """Seconds of the read of one page, each time of another, far from the last."""
+    handle, direct = _open_direct(path, os.O_RDWR)
+    places = itertools.cycle(range(0, size_bytes, 17 * mmap.PAGESIZE))
+    try:
+        if not direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            return steady_s(lambda: os.preadv(handle, [page], next(places)), slice_s=0.1)
+    finally:
+        os.close(handle)
+
+
 def _open_direct(path: str, flags: int) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_DIRECT), True
@@ -182,15 +172,16 @@ def _open_direct(path: str, flags: int) -> tuple[int, bool]:
         return os.open(path, flags), False
 
 
-def measure_cpu(disk_folder: str | None) -> dict[str, float]:
-    """All rates of this process's device, in step with the other ranks; the disk on rank 0 only."""
+def measure_cpu(disk_folder: str | None, store: dist.Store) -> dict[str, float]:
+    """All rates of this process's device, in step with the other ranks; the disk on rank 0 only. `store`: where ranks
+    0 and 1 meet to exchange messages."""
     tasks: dict[str, Callable[[], float]] = {
         "fp32": lambda: matmul_flops(torch.float32),
         "bf16": lambda: matmul_flops(torch.bfloat16),
         "fp16": lambda: matmul_flops(torch.float16),
         "memory": pointwise_bandwidth,
         "copy": copy_bandwidth,
-        "copy_latency_s": copy_latency_s,
+        "copy_latency_s": fetch_latency_s,
         "op_overhead_s": call_overhead_s,
         "adamw": adamw_params_per_s,
     }
@@ -200,7 +191,7 @@ def measure_cpu(disk_folder: str | None) -> dict[str, float]:
         rates[name] = task()
     dist.barrier()
     if dist.get_world_size() > 1 and dist.get_rank() < 2:
-        rates |= link_rates()
+        rates |= message_rates(store, dist.get_rank(), MESSAGE_BYTES)
     dist.barrier()
     if disk_folder is not None and dist.get_rank() == 0:
         rates |= disk_rates(disk_folder)
@@ -211,12 +202,14 @@ def measure_cpu(disk_folder: str | None) -> dict[str, float]:
 def main(arguments: list[str]) -> None:
     rank, world, threads, rendezvous, *folder = arguments
     keep_freed_memory()  # as the devices themselves do
+    sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(int(threads))
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
     )
     try:
-        print(json.dumps(measure_cpu(folder[0] if folder else None)))
+        store = dist.FileStore(f"{rendezvous}-messages", 2)
+        print(json.dumps(measure_cpu(folder[0] if folder else None, store)))
     finally:
         dist.destroy_process_group()
 

@@ -40,6 +40,23 @@ def mean_s(work: Callable[[], object], device: int, slice_s: float = SLICE_S) ->
         return start.elapsed_time(end) / 1e3 / repeats
 
 
+def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float:
+    """Seconds of `work` on an idle stream, from the event before it to the one behind it, as the runtime's streams
+    record them: what a transfer with nothing in it takes. The first quartile."""
+    with torch.cuda.device(device):
+        stream, times = torch.cuda.current_stream(), []
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        work()
+        for _ in range(repeats):
+            stream.synchronize()
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return sorted(times)[repeats // 4]
+
+
 def matmul_flops(device: int, dtype: torch.dtype, size: int = 4096) -> float:
     """FLOP/s of a square matrix product."""
     left, right = (torch.randn(size, size, device=f"cuda:{device}").to(dtype) for _ in range(2))
@@ -60,7 +77,7 @@ def measure_device(device: int) -> dict[str, float]:
         "memory": 2 * COPY_BYTES / mean_s(lambda: twin.copy_(here), device),
         "h2d": COPY_BYTES / mean_s(lambda: here.copy_(pinned, non_blocking=True), device),
         "d2h": COPY_BYTES / mean_s(lambda: pinned.copy_(here, non_blocking=True), device),
-        "copy_latency_s": mean_s(lambda: few.copy_(few_pinned, non_blocking=True), device, 0.05),
+        "copy_latency_s": alone_s(lambda: few.copy_(few_pinned, non_blocking=True), device),
         "op_overhead_s": mean_s(lambda: element.mul_(1.0), device, 0.05),
     }
 
@@ -97,7 +114,7 @@ def peer_rates(src: int, dst: int) -> dict[str, float]:
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{dst}")
     return {
         "link": COPY_BYTES / mean_s(lambda: there.copy_(here, non_blocking=True), src),
-        "link_latency_s": mean_s(lambda: there[:64].copy_(here[:64], non_blocking=True), src, 0.05),
+        "link_latency_s": alone_s(lambda: there[:64].copy_(here[:64], non_blocking=True), src),
     }
 
 

@@ -215,7 +215,8 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     figures = {"fp32": 30e12, "fp16": 60e12, "bf16": 61e12, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3, "down": [24.5e9, 12e9],
-        "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9}, "disk": {"disk_read": 3e9, "disk_write": 2e9},
+        "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
+        "disk": {"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6},
     }  # fmt: skip
 
     def answer(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
