@@ -1,0 +1,120 @@
+"""What a partition into stages is worth: the throughput analysis by which Mixed-pipe's attempts compete (FTPipe 4).
+
+In: stages, as the cluster of each block. Out: seconds of one synchronous step in which every device runs each of its
+stages on all micro-batches, forward in order and backward in reverse; messages take the time of their link and overlap
+with everything but what waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..runtime.hardware import Hardware
+from .mixed_graph import NANO, BlockGraph
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Nanoseconds per byte and per message between every two devices."""
+
+    ns_per_byte: list[list[float]]
+    latency_ns: list[list[int]]
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Wires:
+        names = [device.name for device in hardware.devices]
+        rates = [[NANO / hardware.bandwidth(a, b) if a != b else 0.0 for b in names] for a in names]
+        latencies = [[round(NANO * hardware.latency_s(a, b)) if a != b else 0 for b in names] for a in names]
+        return cls(rates, latencies)
+
+    @property
+    def slowest_ns_per_byte(self) -> float:
+        return max(rate for row in self.ns_per_byte for rate in row)
+
+
+class Flow:
+    """Stages 0 to S - 1 in topological order, and what flows between them."""
+
+    def __init__(self, graph: BlockGraph, members: Sequence[Sequence[int]], wires: Wires, micro_batches: int):
+        self.wires, self.micro_batches = wires, micro_batches
+        home = {block: s for s, own in enumerate(members) for block in own}
+        self.forward_ns = [[sum(row[i] for i in own) for own in members] for row in graph.forward_ns]
+        self.load_ns = [[sum(row[i] for i in own) for own in members] for row in graph.load_ns]
+        edges: dict[tuple[int, int], int] = {}
+        back: dict[tuple[int, int], int] = {}
+        self.values: list[tuple[int, tuple[int, ...], int]] = []  # maker, reading stages, bytes there and back
+        for value in graph.values:
+            maker = home[value.maker]
+            readers = sorted({home[r] for r in value.readers} - {maker})
+            for reader in readers:
+                edges[maker, reader] = edges.get((maker, reader), 0) + value.bytes
+                if value.has_gradient:
+                    back[maker, reader] = back.get((maker, reader), 0) + value.bytes
+            if readers:
+                self.values.append((maker, tuple(readers), value.bytes * (1 + value.has_gradient)))
+        self.pred = [[(a, size) for (a, b), size in edges.items() if b == s] for s in range(len(members))]
+        self.succ = [[(b, size) for (a, b), size in back.items() if a == s] for s in range(len(members))]
+        self.edges = list(edges)
+
+    def step_ns(self, device_of: Sequence[int]) -> int:
+        """Of one step, the optimizer's part left out."""
+        count = len(device_of)
+        free = [0] * (max(device_of) + 1)
+        done: list[list[int]] = []
+        for s in range(count):
+            done.append(self._run(s, device_of, free, self.forward_ns[device_of[s]][s], self.pred[s], done))
+        backward: list[list[int]] = [[]] * count
+        for s in reversed(range(count)):
+            device = device_of[s]
+            took_ns = self.load_ns[device][s] - self.forward_ns[device][s]
+            backward[s] = self._run(s, device_of, free, took_ns, self.succ[s], backward)
+        return max(free)
+
+    def _run(
+        self,
+        stage: int,
+        device_of: Sequence[int],
+        free: list[int],
+        took_ns: int,
+        sources: Sequence[tuple[int, int]],
+        done: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Ends of all micro-batches of one stage, in order."""
+        device = device_of[stage]
+        wires = self.wires
+        waits = []
+        for source, size in sources:
+            other = device_of[source]
+            lag = wires.latency_ns[other][device] + int(size * wires.ns_per_byte[other][device])
+            waits.append((done[source], lag))
+        ends = []
+        now = free[device]
+        for m in range(self.micro_batches):
+            for row, lag in waits:
+                if row[m] + lag > now:
+                    now = row[m] + lag
+            now += took_ns
+            ends.append(now)
+        free[device] = now
+        return ends
+
+    def device_load_ns(self, device_of: Sequence[int], num_devices: int) -> list[int]:
+        """Computation of one micro-batch on each device."""
+        loads = [0] * num_devices
+        for s, device in enumerate(device_of):
+            loads[device] += self.load_ns[device][s]
+        return loads
+
+    def cut_bytes(self, device_of: Sequence[int]) -> int:
+        """Bytes of one micro-batch between devices, gradients included; a value goes once to each device."""
+        return sum(
+            size * len({device_of[r] for r in readers} - {device_of[maker]}) for maker, readers, size in self.values
+        )
+
+    def depth(self) -> int:
+        """Stages on the longest path."""
+        level = [1] * len(self.pred)
+        for s, row in enumerate(self.pred):
+            level[s] = 1 + max((level[a] for a, _ in row), default=0)
+        return max(level)

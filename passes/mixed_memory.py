@@ -1,0 +1,126 @@
+"""What sets of blocks need on a device: stages that need not be runs of neighbours, and several of them at once.
+
+In: a draft with blocks. Out: `StageNeed` of any set of blocks, and whether a device holds several of these. A device
+keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of all
+micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without their states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..runtime.program import aligned
+from .base import Draft
+from .blocks import compute_dtype
+from .mixed_graph import BlockGraph
+from .stage_costs import Storages, storages
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    """Device memory of one stage. `inputs`: each value that enters, and of each whether a gradient goes back for it."""
+
+    weight_bytes: int  # weights and gradients
+    state_bytes: int  # optimizer states and fp32 masters
+    work_bytes: int  # saved tensors of one micro-batch and the workspace of one block
+    inputs: dict[int, tuple[int, bool]]  # value -> bytes, has a gradient; inputs of the batch have negative numbers
+    outputs: frozenset[int]
+
+
+class Footprints:
+    """Per block what its stage must hold; each parameter and each storage counts once in a stage."""
+
+    def __init__(self, draft: Draft, graph: BlockGraph):
+        self.blocks, self.graph = draft.blocks, graph
+        self.micro_batches = draft.options.micro_batches
+        self.budgets = [device.budget_bytes for device in draft.hardware.devices]
+        master = 4 if draft.options.precision in ("bf16", "fp16") else 0
+        self.per_param = draft.options.state_bytes_per_param + master
+        sent = {node for block in self.blocks for node in block.outputs}
+        batch: dict[object, int] = {}
+        self.parameters: list[dict[int, tuple[int, int]]] = []
+        self.kept, self.workspace = [], []  # type: tuple[list[int], list[int]]
+        self.saved: list[Storages] = []  # read from outside and needed by backward
+        self.own: list[Storages] = []  # made here and counted in `kept`
+        self.batch: list[dict[int, int]] = []
+        self.value_storages: list[Storages] = [{} for _ in graph.values]
+        for i, block in enumerate(self.blocks):
+            cost = block.cost
+            found = [p for node in block.nodes for p in draft.graph.node_parameters(node).values()]
+            self.parameters.append({
+                id(p): (
+                    aligned(p.numel() * compute_dtype(draft.graph, p).itemsize) * (1 + p.requires_grad),
+                    int(p.numel() * self.per_param) * p.requires_grad,
+                )
+                for p in found
+            })  # fmt: skip
+            self.kept.append(cost.kept_bytes)
+            self.workspace.append(max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes))
+            self.saved.append(storages(n for n, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved))
+            self.own.append(storages(n for n, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved))
+            loaded = [n for n in block.inputs if n.op == "placeholder" and n not in sent]
+            sizes = (sum(storages([n]).values()) for n in loaded)
+            self.batch.append({-1 - batch.setdefault(n, len(batch)): size for n, size in zip(loaded, sizes)})
+            for k, node in zip(graph.made[i], block.outputs):
+                self.value_storages[k] = storages([node])
+        self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
+
+    def lasting_bytes(self, block: int) -> int:
+        """Weights, gradients and optimizer states."""
+        return sum(sum(row) for row in self.parameters[block].values())
+
+    def stage(self, members: Iterable[int]) -> StageNeed:
+        own = list(members)
+        inside = set(own)
+        parameters = {key: row for i in own for key, row in self.parameters[i].items()}
+        inputs: dict[int, tuple[int, bool]] = {}
+        entering: set[int] = set()
+        saved: Storages = {}
+        for i in own:
+            saved |= self.saved[i]
+            for k in self.graph.read[i]:
+                value = self.graph.values[k]
+                if value.maker not in inside:
+                    inputs[k] = value.bytes, value.has_gradient
+                    entering |= self.value_storages[k].keys()
+            inputs.update((k, (size, False)) for k, size in self.batch[i].items())
+        counted = {key for i in own for key in self.own[i]}
+        between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
+        outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
+        return StageNeed(
+            sum(weights for weights, _ in parameters.values()),
+            sum(states for _, states in parameters.values()),
+            sum(self.kept[i] for i in own) + between + max((self.workspace[i] for i in own), default=0),
+            inputs,
+            frozenset(outputs),
+        )
+
+    def activation_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Inputs of all micro-batches, each value once; gradients that wait for a further stage of this device; those
+        of one input of one micro-batch, twice."""
+        values: dict[int, tuple[int, bool]] = {}
+        waiting: dict[int, int] = {}
+        made = {k for stage in stages for k in stage.outputs}
+        for stage in stages:
+            for k, (size, has_gradient) in stage.inputs.items():
+                if has_gradient and (k in values or k in made):
+                    waiting[k] = size
+                values[k] = size, has_gradient
+        held = sum(size for size, _ in values.values()) + sum(waiting.values())
+        passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
+        return self.micro_batches * held + 2 * passing
+
+    def resident_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Of all these stages on one device, with everything that lasts on it."""
+        lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
+        return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
+
+    def swapped_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Of all these stages on one device, one at a time."""
+        largest = max((stage.weight_bytes + stage.work_bytes for stage in stages), default=0)
+        return largest + self.activation_bytes(stages)
+
+    def fits(self, device: int, stages: Sequence[StageNeed], swapped: bool) -> bool:
+        need = self.swapped_bytes(stages) if swapped else self.resident_bytes(stages)
+        return need <= self.budgets[device]

@@ -1,0 +1,217 @@
+"""`partition-mixed`: stages out of any blocks, several of them on each device (FTPipe 4.1, Mixed-pipe).
+
+In: blocks with costs, best single operators (`coarsen{level=operator}`). Out: stages that are connected and convex, in
+topological order, and the device of each. Three steps, each in a file of its own: coarsening to L clusters
+(`mixed_coarsen`), longest processing time first under every device's memory (`mixed_balance`), and refinement on
+un-coarsened blocks (`mixed_refine`). L is tried at N, 2N and 3N for N devices, with several centers each. The attempts
+compete by an estimate of the step (`mixed_estimate`), in which the slowest device's load
+
+    T_max = max_d sum of T_i over d's stages,  T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)   (eq. 1)
+
+weighs once per micro-batch; of equals, the one with the fewest bytes between devices, then the least depth.
+A device keeps all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..runtime.errors import DoesNotFit, PassError
+from ..runtime.units import format_bytes, format_seconds
+from .base import Draft
+from .mixed_balance import exchange, longest_first, merge_components
+from .mixed_coarsen import (
+    Limits,
+    evenly_by_bytes,
+    evenly_by_load,
+    heaviest,
+    merge_around_centers,
+    merge_by_type,
+    merge_small,
+)
+from .mixed_estimate import Flow, Wires
+from .mixed_graph import NANO, BlockGraph, Clusters, block_graph
+from .mixed_memory import Footprints
+from .mixed_refine import Refinement
+from .partition import Partition, StagesDecision
+
+CENTERS = (heaviest, evenly_by_load, evenly_by_bytes)
+GRAINS = (2, 4)  # clusters of one type take at most one such part of a stage's load
+ROUNDS = (1, 2, 3)  # L over the number of devices
+REFINED = 2  # attempts of each L that go on to the costly steps
+
+
+@dataclass(frozen=True)
+class PartitionMixed(Partition):
+    """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries N, 2N, 3N
+    for N devices. Connected clusters of one device become one stage, so that there may be fewer stages than L."""
+
+    name: ClassVar[str] = "partition-mixed"
+    stages: int = 0
+
+    def plan(self, draft: Draft) -> StagesDecision:
+        """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
+        num_devices = draft.hardware.num_devices
+        asked = self.stages or draft.options.stages or 0
+        if asked > len(draft.blocks):
+            raise PassError(
+                f"stages={asked}, but {len(draft.blocks)} blocks allow at most {len(draft.blocks)}; ask for fewer"
+            )
+        counts = [asked] if asked else [k * num_devices for k in ROUNDS]
+        counts = sorted({min(count, len(draft.blocks)) for count in counts})
+        problem = _Problem.of(draft)
+        found = problem.best(counts, swapped=False) or problem.best(counts, swapped=True)
+        if found is None and not asked:  # smaller stages, so that any two of them fit
+            found = problem.best([min(n * num_devices, len(draft.blocks)) for n in (4, 6, 8)], swapped=True)
+        if found is None:
+            raise problem.does_not_fit(counts)
+        draft.notes[self.name] = found.remark(len(counts) > 1)
+        names = [block.name for block in draft.blocks]
+        return {"stages": [[names[i] for i in own] for own in found.members], "planned_for": found.device_of}
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A whole answer and what it is worth."""
+
+    count: int  # L
+    members: list[list[int]]
+    device_of: list[int]
+    swapped: bool
+    step_ns: int
+    loads_ns: list[int]
+    cut_bytes: int
+    depth: int
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        return self.step_ns, self.cut_bytes, self.depth
+
+    def remark(self, tried: bool) -> str:
+        mean_ns = sum(self.loads_ns) / len(self.loads_ns)
+        return (
+            f"L={self.count}{' of N, 2N, 3N' if tried else ''}, {len(self.members)} stages of depth {self.depth}; "
+            f"busiest device {max(self.loads_ns) / mean_ns:.3f} of the mean, {format_bytes(self.cut_bytes)} between "
+            f"devices per micro-batch, step estimated {format_seconds(self.step_ns / NANO)}"
+            + ("; stages are swapped" if self.swapped else "")
+        )
+
+
+@dataclass
+class _Problem:
+    """A draft as integers, and the search on it."""
+
+    draft: Draft
+    graph: BlockGraph
+    memory: Footprints
+    wires: Wires
+
+    @classmethod
+    def of(cls, draft: Draft) -> _Problem:
+        graph = block_graph(draft.blocks, draft.hardware, draft.options.precision)
+        return cls(draft, graph, Footprints(draft, graph), Wires.of(draft.hardware))
+
+    def best(self, counts: list[int], swapped: bool) -> _Attempt | None:
+        """The best attempt over these L; None if none fits."""
+        if not swapped and sum(map(self.memory.lasting_bytes, range(self.graph.num_blocks))) > self._room_bytes():
+            return None
+        attempts = [a for count in counts for a in self.attempts(count, swapped)]
+        return min(attempts, key=lambda a: a.rank, default=None)
+
+    def _room_bytes(self) -> int:
+        """What all devices hold together; a tied weight may count several times in what is compared to it."""
+        return 2 * sum(self.memory.budgets)
+
+    def attempts(self, count: int, swapped: bool) -> Iterator[_Attempt]:
+        """The most promising ones for one L, refined."""
+        started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
+        for grain, by_bytes in itertools.product(GRAINS, (False, True)):
+            coarse = self.coarsened(count, grain, swapped)
+            units = [sorted(own) for own in coarse.members.values()]
+            for centers in CENTERS:
+                clusters = coarse.copy()
+                merge_around_centers(clusters, self.graph, count, centers, self.limits(swapped))
+                devices = self.assigned(clusters, swapped, by_bytes)
+                if devices is not None:
+                    started.append((self.flow(clusters).step_ns(devices), devices, clusters, units))
+        started.sort(key=lambda row: row[0])
+        seen: set[int] = set()
+        for step_ns, devices, clusters, units in started:
+            if step_ns not in seen and len(seen) < REFINED:
+                seen.add(step_ns)
+                yield self.finished(count, clusters, devices, units, swapped)
+
+    def coarsened(self, count: int, grain: int, swapped: bool) -> Clusters:
+        """Clusters of blocks of one type."""
+        loads = [max(row[i] for row in self.graph.load_ns) for i in range(self.graph.num_blocks)]
+        parameters = self.memory.parameters
+        weights = [sum(weight for weight, _ in row.values()) for row in parameters]
+        clusters = Clusters(self.graph.succ, loads, weights if swapped else self.memory.alone_bytes)
+        limits = self.limits(swapped)
+        merge_small(clusters, self.graph, limits)
+        merge_by_type(clusters, self.graph, count, sum(loads) / (grain * count), limits)
+        return clusters
+
+    def limits(self, swapped: bool) -> Limits:
+        """A swapped stage shares its device with the next one's weights."""
+        return Limits(max(self.memory.budgets) // (2 if swapped else 1), self.wires.slowest_ns_per_byte)
+
+    def flow(self, clusters: Clusters) -> Flow:
+        members = [clusters.members[c] for c in clusters.in_order()]
+        return self._flow(members)
+
+    def _flow(self, members: list[list[int]]) -> Flow:
+        few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
+        return Flow(self.graph, members, self.wires, min(self.draft.options.micro_batches, few))
+
+    def assigned(self, clusters: Clusters, swapped: bool, by_bytes: bool) -> list[int] | None:
+        flow = self.flow(clusters)
+        needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
+        return longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes)
+
+    def finished(
+        self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
+    ) -> _Attempt:
+        """Exchanges, stages out of connected clusters, refinement; the last only where it shortens the step."""
+        order = clusters.in_order()
+        needs = [self.memory.stage(clusters.members[c]) for c in order]
+        devices = exchange(self.flow(clusters), devices, needs, self.memory, swapped)
+        device_of = dict(zip(order, devices))
+        merge_components(clusters, device_of, self.graph, self.memory, swapped)
+        members = [sorted(clusters.members[c]) for c in clusters.in_order()]
+        devices = [device_of[c] for c in clusters.in_order()]
+        plain = self.valued(count, members, devices, swapped)
+        refinement = Refinement(self.graph, members, devices, self.memory, self.wires, swapped)
+        refinement.run(units)
+        refinement.run([[block] for block in range(self.graph.num_blocks)])
+        refined = self.valued(count, *refinement.stages(), swapped)
+        return min(plain, refined, key=lambda a: a.rank)
+
+    def valued(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
+        flow = self._flow(members)
+        loads = flow.device_load_ns(devices, self.draft.hardware.num_devices)
+        return _Attempt(
+            count, members, devices, swapped, flow.step_ns(devices), loads, flow.cut_bytes(devices), flow.depth()
+        )
+
+    def does_not_fit(self, counts: list[int]) -> DoesNotFit:
+        needs = [self.memory.swapped_bytes([self.memory.stage([i])]) for i in range(self.graph.num_blocks)]
+        need, name = max(zip(needs, (block.name for block in self.draft.blocks)))
+        budget = max(self.memory.budgets)
+        if need > budget:
+            return DoesNotFit(
+                f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "
+                f"missing {format_bytes(need - budget)}. Nearest that fits: devices of {format_bytes(need)}, or more "
+                f"micro_batches (now {self.memory.micro_batches}), which are smaller",
+                memory="device",
+                missing_bytes=need - budget,
+            )
+        return DoesNotFit(
+            f"no mixed partition into {', '.join(map(str, counts))} stages fits the devices' memories; the largest "
+            f"block alone needs {format_bytes(need)} of {format_bytes(budget)}. Nearest that fits: more micro_batches "
+            f"(now {self.memory.micro_batches}), which are smaller, more stages, or devices with more memory",
+            memory="device",
+        )
