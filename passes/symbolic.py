@@ -1,28 +1,31 @@
 """Costs of blocks as expressions in batch `b` and sequence `s`.
 
-In: an op graph traced with dynamic sizes. Out: per distinct block hash its FLOPs, traffic, saved bytes and parameter
-bytes as sympy polynomials, also in the meta of the block's nodes: "block", "block_hash" and "block_cost".
+In: an op graph traced with dynamic sizes. Out: per distinct block hash its FLOPs, traffic, saved bytes, parameter bytes
+and boundary bytes as sympy polynomials, also in the meta of the block's nodes: "block", "block_hash" and "block_cost".
 
 Each distinct block is measured on plain numbers, as `costs` does for any plan, at a few sizes put in for the symbols,
 and the polynomial through these points (degree 1 in b, 2 in s: attention is quadratic) is proved at one more point.
 Running blocks on symbolic fake tensors instead would give the same where it works, but every comparison in a kernel's
-shape rule may fix a symbol or fail, in a way that changes from release to release. Peaks of memory are maxima of
-polynomials and none themselves; they are not given here.
+shape rule may fix a symbol or fail, in a way that changes from release to release. Boundaries need no measuring: they
+follow from the symbolic shapes of the values. Peaks of memory are maxima of polynomials and none themselves; they are
+not given here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
+import torch
+from torch import fx
 
 from ..runtime.errors import PassError
 from .blocks import Block, BlockCost
 from .coarsen import find_blocks
 from .costs import measure
-from .opgraph import OpGraph
+from .opgraph import OpGraph, value_tensors
 
 B, S = sympy.symbols("b s", positive=True, integer=True)
 SYMBOLS = {"b": B, "s": S}
@@ -40,6 +43,8 @@ class SymbolicCost:
     backward_traffic_bytes: sympy.Expr
     kept_bytes: sympy.Expr
     param_bytes: sympy.Integer
+    input_bytes: sympy.Expr  # of the values that it takes from other blocks, each once
+    output_bytes: sympy.Expr  # of the values that it gives to other blocks
 
     def at(self, b: int, s: int = 1) -> dict[str, int]:
         """All of them as numbers for one batch and sequence."""
@@ -51,9 +56,10 @@ def annotate_costs(graph: OpGraph, device_kind: str = "cpu") -> dict[str, Symbol
     for a block whose costs are no polynomial of these degrees."""
     sizes = _sizes(graph)
     known: dict[str, SymbolicCost] = {}
-    for block in find_blocks(graph):
+    blocks = find_blocks(graph)
+    for block in blocks:
         if block.hash not in known:
-            known[block.hash] = _interpolate(graph, block, sizes, device_kind)
+            known[block.hash] = _interpolate(graph, blocks, block, sizes, device_kind)
         for node in block.nodes:
             node.meta.update(block=block.name, block_hash=block.hash, block_cost=known[block.hash])
     return known
@@ -81,7 +87,9 @@ def _points(name: str, traced: int) -> list[int]:
     return [traced, traced - step, traced - 2 * step, traced - 1 if step > 1 else traced - 3]
 
 
-def _interpolate(graph: OpGraph, block: Block, sizes: Mapping[str, int], device_kind: str) -> SymbolicCost:
+def _interpolate(
+    graph: OpGraph, blocks: Sequence[Block], block: Block, sizes: Mapping[str, int], device_kind: str
+) -> SymbolicCost:
     names = list(sizes)
     points = {name: _points(name, sizes[name]) for name in names}
     grid = list(itertools.product(*(points[name][:-1] for name in names)))
@@ -102,7 +110,23 @@ def _interpolate(graph: OpGraph, block: Block, sizes: Mapping[str, int], device_
                 f"{at} gives {foreseen}, measured {_whole(measured[proof], quantity)}; measure it at the sizes wanted"
             )
         found[quantity] = polynomial
-    return SymbolicCost(**found, param_bytes=sympy.Integer(block.param_bytes))
+    of_blocks = {node for other in blocks for node in other.nodes}
+    return SymbolicCost(
+        **found,
+        param_bytes=sympy.Integer(block.param_bytes),
+        input_bytes=_bytes_of(graph, (node for node in block.inputs if node in of_blocks)),
+        output_bytes=_bytes_of(graph, (n for n in block.outputs if any(u in of_blocks for u in n.users))),
+    )
+
+
+def _bytes_of(graph: OpGraph, nodes: Iterable[fx.Node]) -> sympy.Expr:
+    """Bytes of the nodes' values, in `B` and `S`."""
+    own = {graph.symbols[name].node.expr: symbol for name, symbol in SYMBOLS.items() if name in graph.symbols}
+    total = sympy.Integer(0)
+    for tensor in (t for node in nodes for t in value_tensors(node.meta.get("val"))):
+        sizes = [size.node.expr.subs(own) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+        total += sympy.Mul(tensor.element_size(), *sizes)
+    return sympy.expand(total)
 
 
 def _power(base: Sequence[sympy.Expr | int], power: Sequence[int]) -> sympy.Expr:

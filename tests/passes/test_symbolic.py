@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock.compiler.trace import trace
 from penstock.passes.coarsen import Coarsen
@@ -23,6 +24,10 @@ TRACED = (2, 12)
 def batch_of(name: str, b: int, s: int) -> dict[str, Tensor]:
     batch = token_batch(b, s)
     return {**batch, "labels": torch.zeros(b, dtype=torch.long)} if name == "bert" else batch
+
+
+def num_bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)
 
 
 @functools.cache
@@ -43,7 +48,14 @@ def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[i
         cost = by_name[block.name]["block_cost"]
         assert cost is costs[by_name[block.name]["block_hash"]]
         found = cost.at(*sizes)
-        assert found == {**{q: int(getattr(block.cost, q)) for q in QUANTITIES}, "param_bytes": block.param_bytes}
+        of_blocks = {node for other in draft.blocks for node in other.nodes}
+        sent = [n for n in block.outputs if any(user in of_blocks for user in n.users)]
+        assert found == {
+            **{q: int(getattr(block.cost, q)) for q in QUANTITIES},
+            "param_bytes": block.param_bytes,
+            "input_bytes": num_bytes(node for node in block.inputs if node in of_blocks),
+            "output_bytes": num_bytes(sent),
+        }
 
 
 def test_attention_is_quadratic_in_the_sequence_and_all_is_linear_in_the_batch() -> None:
@@ -52,6 +64,9 @@ def test_attention_is_quadratic_in_the_sequence_and_all_is_linear_in_the_batch()
     assert layer.forward_flops.coeff(B * S**2) == 4 * width  # scores, and their product with the values
     assert layer.forward_flops.coeff(B * S) == 2 * 12 * width**2
     assert layer.kept_bytes.coeff(B * S**2) == 4  # the mask in fp32; fused attention keeps no scores
+    assert (
+        layer.input_bytes == layer.output_bytes == 4 * width * B * S
+    )  # the hidden state; the mask belongs to no block
     for cost in symbolic("gpt2")[2].values():
         for value in (cost.forward_flops, cost.kept_bytes):
             assert value.as_poly(B, S).degree(B) <= 1
