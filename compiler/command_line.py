@@ -1,4 +1,4 @@
-"""`penstock` on the command line: plan, simulate, explain, profile, hardware, check, train.
+"""`penstock` on the command line: plan, simulate, explain, profile, hardware, check, train, reproduce.
 
 Everything heavy is imported inside the commands, so that `--help` answers at once. An error of ours is one message on
 stderr and exit code 2; with --debug its traceback too.
@@ -159,6 +159,33 @@ def profile(options: JobOptions, as_json: AsJson = False) -> None:
         return
     screen = console()
     for table in profile_tables(report):
+        screen.print(table)
+
+
+@app.command(epilog="Example: penstock reproduce mobius --only fig5,fig6 --out out/mobius")
+def reproduce(
+    paper: Annotated[str, typer.Argument(help="mobius or ftpipe")],
+    out: Annotated[Path | None, typer.Option(help="write README.md, rows.json and figures to this directory")] = None,
+    only: Annotated[str | None, typer.Option(help="some of its findings, such as fig5,fig9; without it: all")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A paper's tables and figures beside simulations of our own programs on its machines. Takes minutes."""
+    from . import reproduce as papers
+
+    if out is not None:
+        papers.check_drawable()  # now, not after minutes
+    wanted = [key.strip() for key in (only or "").split(",") if key.strip()]
+    report = papers.reproduce(paper, wanted, say=papers.to_stderr)
+    if out is not None:
+        for path in papers.write(report, out):
+            papers.to_stderr(f"written {path}")
+    if as_json:
+        print(json.dumps(papers.to_json(report), indent=1))
+        return
+    from .tables import console
+
+    screen = console()
+    for table in papers.tables(report):
         screen.print(table)
 
 

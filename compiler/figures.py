@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,17 @@ class Curves:
 Chart = Bars | Curves
 
 
+def check_drawable() -> None:
+    """Raises `PlanError` where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlanError("figures need matplotlib: pip install 'penstock[figures]'")
+
+
 def draw(chart: Chart, folder: Path) -> list[Path]:
     """Write `<name>.png` and `<name>.svg`. Raises `PlanError` where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PlanError("figures need matplotlib: pip install 'penstock[figures]'") from error
+    check_drawable()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..runtime.errors import PlanError
-from .figures import Chart, draw
+from .figures import Chart, check_drawable, draw
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from .reproduce_lab import Lab
 
+__all__ = ["check_drawable", "reproduce", "tables", "to_json", "to_stderr", "write"]
 PAPERS = ("mobius", "ftpipe")
 NEAR = 0.15  # of a single number of the paper
 AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""

@@ -108,15 +108,17 @@ def fig5(lab: Lab, setup: Setup) -> Finding:
         for name in setup.topologies:
             ours, theirs = bench.mobius(model, topology(name)), bench.zero3(model, topology(name))
             where = f"{model}, Topo {name}"
-            rows += [
-                number(where, "step, Mobius", ours.step_s, " s"),
-                number(where, "step, ZeRO-3", theirs.step_s, " s"),
-            ]
-            ratio = theirs.step_s / ours.step_s if ours.step_s and theirs.step_s else None
+            if ours.step_s is None or theirs.step_s is None:
+                ratios[name].append(None)
+                rows.append(number(where, "ZeRO-3 / Mobius", None))
+                continue
+            ratio = theirs.step_s / ours.step_s
             ratios[name].append(ratio)
-            if ratio:
-                rows.append(between(where, "ZeRO-3 / Mobius", ratio, 3.8, 5.1, "x"))
-            times += [ours.step_s] if ours.step_s else []
+            steps = f"ZeRO-3 / Mobius ({theirs.step_s:.2f} s / {ours.step_s:.2f} s)"
+            rows.append(between(where, steps, ratio, 3.8, 5.1, "x"))
+            times.append(ours.step_s)
+        if not times:
+            continue
         rows.append(near(model, "Mobius, slowest / fastest topology", max(times) / min(times), 1.0, "x"))
         rows.append(_gpipe(bench, model))
     chart = Bars(
@@ -226,14 +228,14 @@ def fig8(lab: Lab, setup: Setup) -> Finding:
     bars: dict[str, list[float | None]] = {}
     for name in setup.topologies:
         for model in setup.models:
-            ours, theirs = bench.mobius(model, topology(name)), bench.zero3(model, topology(name))
-            if ours.timeline is None or theirs.timeline is None:
-                continue
-            where, own, other = f"{model}, Topo {name}", exposed_share(ours), exposed_share(theirs)
-            rows += [number(where, "Mobius", 100 * own, "%", 0), number(where, "ZeRO-3", 100 * other, "%", 0)]
+            trials = bench.mobius(model, topology(name)), bench.zero3(model, topology(name))
+            own, other = (exposed_share(trial) if trial.timeline else None for trial in trials)
             bars.setdefault(f"Mobius, {name}", []).append(own)
             bars.setdefault(f"ZeRO-3, {name}", []).append(other)
-            most = max(most, other - own)
+            if own is not None and other is not None:
+                shares = f"points less (ZeRO-3 {other:.0%}, Mobius {own:.0%})"
+                rows.append(number(f"{model}, Topo {name}", shares, 100 * (other - own), "", 0))
+                most = max(most, other - own)
     rows.append(near("all", "largest reduction, points", 100 * most, 46, "", 0))
     chart = Bars("fig8", "Communication not hidden by computation", "share of the step", list(setup.models), bars)
     return Finding(
@@ -261,13 +263,13 @@ def fig9(lab: Lab, setup: Setup) -> Finding:
                 continue
             where = f"{model}, micro-batch {micro_batch}"
             groups.append(f"{model}\nx{micro_batch}")
-            rows.append(number(where, f"step, MIP ({len(mip.stages)} stages)", mip.step_s, " s"))
             for name in bars:
                 other = bench.mobius(model, hardware, micro_batch, partition=f"partition-{name.replace('imum', '')}")
                 ratio = other.step_s / mip.step_s if other.step_s else None
                 bars[name].append(ratio)
                 if ratio is not None:
-                    what = f"{name} ({len(other.stages)} stages) / MIP"
+                    what = f"{name} / MIP ({other.step_s:.2f} s / {mip.step_s:.2f} s; {len(other.stages)} / "
+                    what += f"{len(mip.stages)} stages)"
                     rows.append(between(where, what, ratio, 0.995, float("inf"), "x"))
                     best = max(best, 1 - 1 / ratio)
     rows.append(near("all", "largest reduction of the step", 100 * best, 51, "%", 0))
@@ -461,10 +463,9 @@ def sensitivity(lab: Lab, setup: Setup) -> Finding:
     ]
     for name, hardware in variants:
         ours, theirs = bench.mobius(setup.scaled, hardware), bench.zero3(setup.scaled, hardware)
-        rows.append(number(f"{setup.scaled}, {name}", "step, Mobius", ours.step_s, " s"))
         if ours.step_s and theirs.step_s:
-            ratio = theirs.step_s / ours.step_s
-            rows.append(between(f"{setup.scaled}, {name}", "ZeRO-3 / Mobius", ratio, 3.8, 5.1, "x"))
+            steps = f"ZeRO-3 / Mobius ({theirs.step_s:.2f} s / {ours.step_s:.2f} s)"
+            rows.append(between(f"{setup.scaled}, {name}", steps, theirs.step_s / ours.step_s, 3.8, 5.1, "x"))
     return Finding(
         "sensitivity",
         "the ratio of figure 5 under other assumptions, Topo 2+2",
