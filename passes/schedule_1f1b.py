@@ -14,19 +14,15 @@ each micro-batch, so gradients are added as by `schedule-pipeline`: training is 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
 from ..runtime.hardware import Hardware
-from ..runtime.program import StageSpec, TensorSpec
+from ..runtime.program import StageSpec
 from .base import Draft, Pass
-from .schedule_pipeline import Emitter, Flow, Message, Turn, interface_of
+from .schedule_pipeline import Durations, Emitter, Flow, Placed, Turn, interface_of
 
 ROUNDING = 1e-9  # of a ratio of seconds, before it is rounded up to whole micro-batches
-Placed = tuple[int, Turn]  # on a device
 
 
 @dataclass(frozen=True)
@@ -44,21 +40,7 @@ class Schedule1F1B(Pass):
         ended = list_schedule(Flow(face, draft.devices), draft.hardware, draft.options.precision)
         devices = range(face.num_devices)
         flow = Flow(face, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
-        draft.programs = [_InOrder(flow, device, ended).step() for device in devices]
-
-
-class _InOrder(Emitter):
-    """Receives everything in the order in which its producers ended."""
-
-    def __init__(self, flow: Flow, device: int, ended: list[Placed]):
-        super().__init__(flow, device)
-        sent = [(src, *row) for src, turn in ended for row in flow.sent_by(turn)]
-        self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
-
-    def receive(self, src: int, wanted: Message) -> fx.Node:
-        while (src, wanted) not in self.arrived:
-            self.take_in(*self.arrivals.popleft())
-        return self.arrived[src, wanted]
+        draft.programs = [Emitter(flow, device, ended).step() for device in devices]
 
 
 def list_schedule(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
@@ -66,29 +48,15 @@ def list_schedule(flow: Flow, hardware: Hardware, precision: str) -> list[Placed
     return _Pipeline(flow, hardware, precision).run()
 
 
-class _Pipeline:
+class _Pipeline(Durations):
     """A pipeline under way: which turns have ended, and when."""
 
     def __init__(self, flow: Flow, hardware: Hardware, precision: str):
-        self.flow, self.hardware = flow, hardware
-        self.names = [device.name for device in hardware.devices]
-        self.took_s = {spec.name: self.seconds(spec, precision) for spec in flow.specs}
+        super().__init__(flow, hardware, precision)
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
         self.ended_s: dict[Turn, float] = {}
         self.free_s = [0.0] * flow.face.num_devices
         self.next = {(spec.name, back): 0 for spec in flow.specs for back in (False, True)}
-
-    def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
-        """Of a forward and a backward."""
-        device = self.hardware.devices[self.flow.device_of[spec.name]]
-        for name, forward_s, _, backward_s in spec.seconds:
-            if name == device.name:
-                return forward_s, backward_s
-        forward_s = device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches)
-        if spec.name not in self.flow.trained:
-            return forward_s, 0.0
-        backward = (spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches)
-        return forward_s, device.compute_s(*backward)
 
     def most_in_flight(self, spec: StageSpec) -> int:
         """Micro-batches that a stage may hold: enough to keep the slowest device busy until the first comes back."""
@@ -128,8 +96,7 @@ class _Pipeline:
         closing = next((s.name for s in later if s.name in self.flow.trained), None)  # whose backward lets go of it
         if closing is not None and m - self.next[closing, True] >= self.most[spec.name]:
             return [math.inf]
-        made = [i for i in spec.inputs if i.name in self.flow.maker]
-        return [self.arrival_s(Turn(self.flow.maker[i.name], m), spec, i) for i in made]
+        return self.arrivals_s(turn)
 
     def before_backward(self, turn: Turn) -> list[float]:
         spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
@@ -138,13 +105,13 @@ class _Pipeline:
         own = self.flow.on(self.flow.device_of[turn.stage])
         later = [s.name for s in own[own.index(spec) + 1 :] if s.name in self.flow.trained]
         waits = [self.ended_s.get(turn, math.inf) for turn in (Turn(turn.stage, m), *(Turn(s, m, True) for s in later))]
-        learned = [(out, reader) for out in spec.outputs for reader in self.flow.learners[out.name]]
-        return waits + [self.arrival_s(Turn(reader, m, True), spec, out) for out, reader in learned]
+        return waits + self.arrivals_s(turn)
 
-    def arrival_s(self, producer: Turn, reader: StageSpec, value: TensorSpec) -> float:
-        """When a value, or its gradient, that a turn makes is where the reader runs."""
-        src, dst = (self.names[self.flow.device_of[stage]] for stage in (producer.stage, reader.name))
-        moving_s = 0.0
-        if src != dst:
-            moving_s = self.hardware.latency_s(src, dst) + value.bytes / self.hardware.bandwidth(src, dst)
-        return self.ended_s.get(producer, math.inf) + moving_s
+    def arrivals_s(self, turn: Turn) -> list[float]:
+        """When all that other stages make for a turn is where it runs."""
+        device_of = self.flow.device_of
+        here = device_of[turn.stage]
+        return [
+            self.ended_s.get(made, math.inf) + self.moving_s(device_of[made.stage], here, value)
+            for made, value in self.needed(turn)
+        ]

@@ -5,8 +5,8 @@ stage order, then backward in reverse stage order. All weights are resident and 
 change that. The gradients are results of the step until `insert-optimizer` consumes them.
 
 A value that several stages read is sent once per device. Its gradients are added on each reading device, sent back
-once, and added again at the producer. Receives are issued in the order in which the peer sends, so no two streams can
-wait for each other.
+once, and added again at the producer. A device sends in the order of its turns and receives in the order in which all
+devices' turns are expected to end: one order for all messages, so no two streams can wait for each other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import ClassVar
 from torch import fx
 
 from ..runtime import ops
+from ..runtime.hardware import Hardware
 from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
-from .base import Draft, Pass
+from .base import EVERYWHERE, Draft, Pass
 from .insert_fetch import fetch_weights, look_ahead, state_bytes
 
 
@@ -36,9 +37,9 @@ class SchedulePipeline(Pass):
         return "fill-drain"
 
     def rewrite(self, draft: Draft, decision: str) -> None:
-        face = interface_of(draft)
-        flow = Flow(face, draft.devices)
-        draft.programs = [Emitter(flow, device).step() for device in range(face.num_devices)]
+        flow = Flow(interface_of(draft), draft.devices)
+        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
+        draft.programs = [Emitter(flow, device, ended).step() for device in range(flow.face.num_devices)]
 
 
 def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None) -> list[Program]:
@@ -47,10 +48,16 @@ def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None)
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
     memory allows beside the optimizer states of the others, in the arena of training.
     """
-    flow = Flow(interface_of(draft), draft.devices)
-    programs = [Emitter(flow, device).evaluate() for device in range(flow.face.num_devices)]
+    face = draft.programs[0].interface if draft.programs else interface_of(draft)
+    if EVERYWHERE in draft.devices:
+        flows = [shared_flow(face, device) for device in range(face.num_devices)]
+        programs = [Emitter(flow, device, []).evaluate() for device, flow in enumerate(flows)]
+    else:
+        flow = Flow(face, draft.devices)
+        ended = [row for row in ended_in_turn(flow, draft.hardware, draft.options.precision) if not row[1].is_backward]
+        programs = [Emitter(flow, device, ended).evaluate() for device in range(face.num_devices)]
     for program, training in zip(programs, draft.programs) if fetch else ():
-        mine = flow.on(program.device)
+        mine = [stage.spec for stage in draft.stages_on(program.device)]
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
         states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
         budget = draft.hardware.devices[program.device].budget_bytes
@@ -59,12 +66,16 @@ def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None)
     return programs
 
 
+def shared_flow(face: Interface, device: int) -> Flow:
+    """Of one of several devices that each run the whole model: fill and drain of an equal share of the micro-batches."""
+    flow = Flow(face, [device] * len(face.stages))
+    count = face.micro_batches // face.num_devices
+    flow.turns[device] = flow.fill_drain(device, range(device * count, (device + 1) * count))
+    return flow
+
+
 def interface_of(draft: Draft) -> Interface:
-    batch = {}
-    for stage in draft.stages:
-        for name in (n.name for n in stage.graph.graph.nodes if n.op == "placeholder"):
-            if name in draft.graph.inputs:
-                batch[name] = next(i for i in stage.spec.inputs if i.name == name)
+    batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
     return Interface(
         stages={stage.spec.name: stage.spec for stage in draft.stages},
         batch=batch,
@@ -103,6 +114,9 @@ class Turn:
     is_backward: bool = False
 
 
+Placed = tuple[int, Turn]  # on a device
+
+
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices.
 
@@ -125,14 +139,9 @@ class Flow:
         self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
         everyone = range(face.num_devices)
         self.turns = {d: self.fill_drain(d) for d in everyone} if turns is None else dict(turns)
-        self.sent = {d: self.sends(d) for d in everyone}
 
     def on(self, device: int) -> list[StageSpec]:
         return [spec for spec in self.specs if self.device_of[spec.name] == device]
-
-    def rank(self, value: TensorSpec) -> int:
-        """The position of the stage that makes a value."""
-        return list(self.face.stages).index(self.maker[value.name])
 
     def reading_devices(self, value: str) -> list[int]:
         """Other devices that read a value, in the order of their first reading stage."""
@@ -151,10 +160,9 @@ class Flow:
         back = [name for name in reversed(mine) if name in self.trained]
         return [Turn(name, m) for name in mine for m in todo] + [Turn(name, m, True) for name in back for m in todo]
 
-    def sends(self, device: int, backward: bool = True) -> list[tuple[int, Message]]:
+    def sends(self, device: int) -> list[tuple[int, Message]]:
         """(destination, message) of all that a device sends, in issue order."""
-        turns = [turn for turn in self.turns[device] if backward or not turn.is_backward]
-        return [row for turn in turns for row in self.sent_by(turn)]
+        return [row for turn in self.turns[device] for row in self.sent_by(turn)]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device behind one turn."""
@@ -176,10 +184,68 @@ class Flow:
         ]
 
 
-class Emitter:
-    """Writes one device's program."""
+class Durations:
+    """Expected seconds of turns and of the way of a value between devices."""
 
-    def __init__(self, flow: Flow, device: int):
+    def __init__(self, flow: Flow, hardware: Hardware, precision: str):
+        self.flow, self.hardware = flow, hardware
+        self.names = [device.name for device in hardware.devices]
+        self.took_s = {spec.name: self.seconds(spec, precision) for spec in flow.specs}
+
+    def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
+        """Of a forward and a backward."""
+        device = self.hardware.devices[self.flow.device_of[spec.name]]
+        for name, forward_s, _, backward_s in spec.seconds:
+            if name == device.name:
+                return forward_s, backward_s
+        forward_s = device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches)
+        if spec.name not in self.flow.trained:
+            return forward_s, 0.0
+        backward = (spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches)
+        return forward_s, device.compute_s(*backward)
+
+    def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
+        """The turns that make what a turn reads of other stages, and what that is."""
+        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
+        if turn.is_backward:
+            return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.flow.learners[out.name]]
+        return [(Turn(self.flow.maker[i.name], m), i) for i in spec.inputs if i.name in self.flow.maker]
+
+    def moving_s(self, src: int, dst: int, value: TensorSpec) -> float:
+        if src == dst:
+            return 0.0
+        a, b = self.names[src], self.names[dst]
+        return self.hardware.latency_s(a, b) + value.bytes / self.hardware.bandwidth(a, b)
+
+
+def ended_in_turn(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
+    """All turns with their devices, in the order in which they end if every device keeps to its own order."""
+    times, ended_s = Durations(flow, hardware, precision), dict[Turn, float]()
+    waiting = {device: deque(turns) for device, turns in flow.turns.items() if turns}
+    free_s = dict.fromkeys(waiting, 0.0)
+    order: list[tuple[float, int, Placed]] = []
+    while waiting:
+        before = len(order)
+        for device, turns in list(waiting.items()):
+            while turns and all(made in ended_s for made, _ in times.needed(turns[0])):
+                turn = turns.popleft()
+                arrived_s = [
+                    ended_s[made] + times.moving_s(flow.device_of[made.stage], device, value)
+                    for made, value in times.needed(turn)
+                ]
+                free_s[device] = max([free_s[device], *arrived_s]) + times.took_s[turn.stage][turn.is_backward]
+                ended_s[turn] = free_s[device]
+                order.append((ended_s[turn], len(order), (device, turn)))
+            if not turns:
+                del waiting[device]
+        assert len(order) > before, "devices wait for each other's turns"
+    return [placed for _, _, placed in sorted(order, key=lambda row: row[:2])]
+
+
+class Emitter:
+    """Writes one device's program. `ended`: all turns, in the order in which messages come in."""
+
+    def __init__(self, flow: Flow, device: int, ended: Sequence[Placed]):
         self.flow, self.device = flow, device
         self.face = flow.face
         self.program = Program(device, flow.face)
@@ -190,11 +256,8 @@ class Emitter:
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
         self.extras: dict[str, list[fx.Node]] = defaultdict(list)
-        self.queues = self.arriving(flow.sent)
-
-    def arriving(self, sent: dict[int, list[tuple[int, Message]]]) -> dict[int, deque[Message]]:
-        """Per device what it sends to this one, in its order."""
-        return {src: deque(message for dst, message in rows if dst == self.device) for src, rows in sent.items()}
+        sent = [(src, *row) for src, turn in ended for row in flow.sent_by(turn)]
+        self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
 
     def step(self) -> Program:
         for turn in self.flow.turns[self.device]:
@@ -208,12 +271,12 @@ class Emitter:
 
     def evaluate(self) -> Program:
         self.program.function = "evaluate"
-        devices = range(self.face.num_devices)
-        self.queues = self.arriving({d: self.flow.sends(d, backward=False) for d in devices})
-        for spec in self.flow.on(self.device):
-            self.hold(spec)
-            for m in range(self.face.micro_batches):
-                self.predict(spec, m)
+        for turn in self.flow.turns[self.device]:
+            spec = self.face.stages[turn.stage]
+            if spec.name not in self.weights:
+                self.hold(spec)
+            if not turn.is_backward:
+                self.predict(spec, turn.micro_batch)
         results = {"loss": self.losses} if self.losses else {}
         return self.finish({**results, **self.extras})
 
@@ -246,14 +309,14 @@ class Emitter:
             self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
 
     def inputs(self, spec: StageSpec, m: int) -> list[fx.Node]:
-        """The stage's inputs on this device: received in the order in which they are made, or loaded."""
-        for i in sorted((i for i in spec.inputs if i.name in self.flow.maker), key=self.flow.rank):
-            message = Message(i.name, m)
-            if message not in self.values:
-                self.values[message] = self.receive(self.flow.device_of[self.flow.maker[i.name]], message)
+        """The stage's inputs on this device, received or loaded."""
         for i in spec.inputs:
             message = Message(i.name, m)
-            if message not in self.values:
+            if message in self.values:
+                continue
+            if i.name in self.flow.maker:
+                self.values[message] = self.receive(self.flow.device_of[self.flow.maker[i.name]], message)
+            else:
                 (self.values[message],) = self.program.emit(
                     ops.load, self.program.batch, i.name, micro_batch=m, names=[message.name]
                 )
@@ -269,20 +332,16 @@ class Emitter:
                 self.program.emit(ops.send, node, dst=dst, tag=message.tag)
 
     def receive(self, src: int, wanted: Message) -> fx.Node:
-        """Take in everything that `src` sends up to `wanted`, in its order."""
+        """Take in everything that comes before `wanted`, from whichever device."""
         while (src, wanted) not in self.arrived:
-            self.take_in(src, self.queues[src].popleft())
+            peer, message = self.arrivals.popleft()
+            like = f"{self.flow.maker[message.value]}.{message.value}"
+            (self.arrived[peer, message],) = self.program.emit(
+                ops.recv, like, src=peer, tag=message.tag, names=[message.name]
+            )
         return self.arrived[src, wanted]
 
-    def take_in(self, src: int, message: Message) -> None:
-        like = f"{self.flow.maker[message.value]}.{message.value}"
-        (self.arrived[src, message],) = self.program.emit(
-            ops.recv, like, src=src, tag=message.tag, names=[message.name]
-        )
-
     def backward(self, spec: StageSpec, m: int) -> None:
-        for src, message in self.arriving_gradients(spec, m):
-            self.receive(src, message)
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
         wanted = [i for i in spec.inputs if i.requires_grad]
         *dinputs, self.grads[spec.name] = self.program.emit(
@@ -302,18 +361,6 @@ class Emitter:
             message = Message(i.name, m, is_gradient=True)
             dst = self.flow.device_of[self.flow.maker[i.name]]
             self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
-
-    def arriving_gradients(self, spec: StageSpec, m: int) -> list[tuple[int, Message]]:
-        """(source, message) of the gradients of this stage's outputs that come from other devices, in the order in
-        which they are made: a late reader's first, whichever value it read. Any other order could be a deadlock."""
-        stages = list(self.face.stages)
-        found = []
-        for out in spec.outputs:
-            for src in self.flow.reading_devices(out.name):
-                maker = self.flow.gradient_stage(out.name, src)
-                if out.requires_grad and out.name != spec.loss and maker is not None:
-                    found.append((stages.index(maker), src, Message(out.name, m, is_gradient=True)))
-        return [(src, message) for _, src, message in sorted(found, key=lambda row: -row[0])]
 
     def contribute(self, message: Message, node: fx.Node) -> None:
         """Add one reader's gradient to those of the later readers on this device."""

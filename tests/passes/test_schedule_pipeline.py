@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock.passes.schedule_pipeline import Flow, Message, evaluation_programs, interface_of
 from penstock.runtime import ops
@@ -13,7 +15,17 @@ from penstock.runtime.memory import plan_arena
 from penstock.runtime.simulate import simulate
 from penstock.runtime.verify import verify
 from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import all_passes, apply, chain, cut, draft_of, text_of, to_schedule, traced
+from penstock.tests.passes.running import (
+    all_passes,
+    apply,
+    chain,
+    cut,
+    draft_of,
+    text_of,
+    to_schedule,
+    traced,
+    traced_model,
+)
 
 
 def test_two_stages_two_micro_batches(golden: Golden) -> None:
@@ -95,9 +107,10 @@ def test_any_cut_and_any_mapping_verifies(data: st.DataObject) -> None:
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     decisions = {"stages": cut(names, cuts), "devices": devices}
     apply(draft, *to_schedule()[1:], decisions=decisions)
-    for src, rows in Flow(interface_of(draft), devices).sent.items():
+    flow = Flow(interface_of(draft), devices)
+    for src in range(num_devices):
         done = [(n.kwargs["dst"], n.kwargs["tag"]) for n in draft.programs[src].ops() if n.target is ops.send]
-        assert done == [(dst, message.tag) for dst, message in rows]
+        assert done == [(dst, message.tag) for dst, message in flow.sends(src)]
     verify(evaluation_programs(draft), draft.hardware)
 
 
@@ -112,3 +125,29 @@ def test_losses_come_out_in_the_order_of_micro_batches(stages: int) -> None:
     draft = apply(draft_of(chain(), micro_batches=3, stages=stages), *to_schedule())
     losses = [n for p in draft.programs for n in p.results().get("loss", [])]
     assert [n.args[0].kwargs["micro_batch"] for n in losses] == [0, 1, 2]  # type: ignore[union-attr]
+
+
+class Fed(nn.Module):
+    """Every block also reads the outputs of the first and the third, as decoder blocks read the encoder's."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fed = [h := torch.tanh(self.first(x))]
+        for i, layer in enumerate(self.layers):
+            h = layer(h) + sum(fed)
+            fed += [torch.tanh(h)] if i == 1 else []
+        return h.sum()
+
+
+@pytest.mark.parametrize(("depth", "num_devices"), [(7, 4), (11, 5)])
+def test_gradients_of_two_values_from_many_devices_are_no_deadlock(depth: int, num_devices: int) -> None:
+    """They come to their makers while these wait for other messages: all devices must agree on what comes first."""
+    graph, _ = traced_model(Fed(depth), [{"x": torch.randn(2, 4)}])
+    draft = draft_of(graph, Hardware.cpu(num_devices=num_devices), micro_batches=2, stages=depth + 1)
+    apply(draft, *to_schedule())
+    verify(draft.programs, draft.hardware)
+    verify(evaluation_programs(draft), draft.hardware)
