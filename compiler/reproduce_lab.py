@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..passes.base import Draft, Options, Pass
 from ..passes.blocks import Block, block_time_s
@@ -117,16 +118,15 @@ class Lab:
         self.coarsened: dict[Any, tuple[list[Block], dict[str, str]]] = {}
         self.trials: dict[Any, Trial] = {}
 
-    def trial(self, case: Case, hardware: Hardware, line: str, recompute: bool = False) -> Trial:
+    def trial(self, case: Case, hardware: Hardware, line: str) -> Trial:
         """Plan and simulate one step under a pipeline's text or a strategy's name.
 
-        `recompute`: every stage is rematerialised, instead of those for which `insert-remat` sees a need.
         A case that does not fit gives a trial without a timeline. Raises `PassError` for an unknown pipeline.
         """
-        key = (case, hardware.model_dump_json(), line, recompute)
+        key = (case, hardware.model_dump_json(), line)
         if key not in self.trials:
             self.say(f"{case.model}, {case.micro_batches} x {case.micro_batch}, {hardware.name}: {line}")
-            self.trials[key] = self._try(case, hardware, parse_pipeline(line, hardware.num_devices), recompute)
+            self.trials[key] = self._try(case, hardware, parse_pipeline(line, hardware.num_devices))
             gc.collect()
         return self.trials[key]
 
@@ -154,15 +154,13 @@ class Lab:
             self.graphs[key] = trace(named.on_meta(), spec, autocast=low, device_kind=kind, param_dtype=low)
         return self.graphs[key]
 
-    def _try(self, case: Case, hardware: Hardware, passes: Sequence[Pass], recompute: bool) -> Trial:
+    def _try(self, case: Case, hardware: Hardware, passes: Sequence[Pass]) -> Trial:
         draft = self.draft(case, hardware, passes[0])
-        params = sum(p.numel() for p in {id(p): p for p in draft.graph.model.parameters()}.values())
-        made = Trial(case, hardware, params)
+        made = Trial(case, hardware, num_params(draft.graph.model))
         try:
             for p in passes[1:]:
                 begin_s = time.process_time()
-                decided = {"rematerialise": _all_stages(draft)} if recompute and p.name == "insert-remat" else None
-                run_passes(draft, [p], decided)
+                run_passes(draft, [p])
                 made.planning_cpu_s[p.name] = time.process_time() - begin_s
             check_fit(draft)
         except DoesNotFit as error:
@@ -179,8 +177,9 @@ class Lab:
         return made
 
 
-def _all_stages(draft: Draft) -> list[str]:
-    return [stage.spec.name for stage in draft.stages if stage.spec.rematerialisable]
+def num_params(model: nn.Module) -> int:
+    """Tied ones once."""
+    return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
 def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Transfer]:

@@ -136,7 +136,7 @@ def test_equal_trials_are_made_once() -> None:
     said: list[str] = []
     lab, hardware = Lab(said.append), Hardware.preset("mobius-topo2+2")
     first = lab.trial(Case(GPT, 2, 4, sequence=32), hardware, LINE)
-    assert lab.trial(Case(GPT, 2, 4, sequence=32), hardware.with_(), LINE) is first
+    assert lab.trial(Case(GPT, 2, 4, sequence=32), hardware.model_copy(), LINE) is first
     assert len(said) == 1
 
 
