@@ -29,7 +29,8 @@ from .job import Job
 from .nearest import with_nearest
 from .plan import Plan
 from .profile import make_profiler
-from .search import Found, Trace, Wishes, make_plan, search
+from .prediction import make_plan
+from .search import SEARCH_S, Found, Trace, Wishes, search
 from .trace import trace
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
@@ -51,6 +52,7 @@ def compile(
     seed: int = 0,
     weights: str | Path | None = None,
     stop_on_nan: bool = True,
+    search_s: float = SEARCH_S,
     dump: Callable[[str, Draft], None] | None = None,
     profile: bool | str | Path | None = None,
 ) -> Job:
@@ -64,7 +66,8 @@ def compile(
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
     micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
-    dump: called as `dump(pass name, draft)` behind every pass of every candidate.
+    search_s: seconds of computation after which "auto" tries nothing new; what is left is listed among the rivals.
+    dump: called as `dump(pass name, draft)` behind every pass that is run.
     profile: True to time one block of each kind on this machine's own devices, in child processes, instead of computing
         its time from the hardware's rates; what was timed before comes from a cache, whose directory may be given.
 
@@ -89,7 +92,7 @@ def compile(
             profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
-        found = _find(model, capture, machine, Wishes(strategy, count, shape.size, options, dump, decided))
+        found = _find(model, capture, machine, Wishes(strategy, count, shape.size, options, dump, decided, search_s))
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     settings = Settings(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ..runtime.errors import PlanError
 from .check import CheckReport, check
-from .job_options import JobOptions, rare_collections
+from .garbage import rare_collections
+from .job_options import JobOptions
 
 
 def check_named(options: JobOptions, steps: int) -> CheckReport:

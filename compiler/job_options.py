@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import gc
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..runtime.errors import PlanError
+from .garbage import rare_collections
 
 if TYPE_CHECKING:
     from ..passes.base import Draft
@@ -160,20 +159,6 @@ class TrainOptions(JobOptions):
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
     ] = 0.0
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let Python look for garbage cycles rarely: graphs of big models are many objects, and nearly all of them stay.
-
-    A quarter of the time to plan GPT-3 175B, for 10 MB (bench/plan_time.py).
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:

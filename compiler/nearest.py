@@ -16,7 +16,8 @@ from ..runtime.errors import DoesNotFit, PenstockError
 from ..runtime.hardware import Hardware
 from ..runtime.memory import profile_memory
 from ..runtime.units import format_seconds
-from .search import LARGE_GRAPH_NODES, Candidate, Trace, Wishes, attempt_smallest, search
+from .search import LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
+from .trial import Candidate
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 8
@@ -76,10 +77,10 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = _spell(dram_bytes)
             return Nearest(change, tried.timeline.step_s)
-        if not isinstance(tried.error, DoesNotFit):
+        if not isinstance(tried, DoesNotFit):
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
-        more_bytes = ceil(tried.error.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
+        more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = _spell(largest.memory_bytes + more_bytes)
         wider = wider.with_(memory=change["memory"])
     return None

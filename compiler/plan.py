@@ -30,15 +30,19 @@ class Prediction(BaseModel):
     busy: dict[str, float]  # "gpu0 compute" -> share of the step
     bottleneck: str
     arena_bytes: list[int]  # per device, part of its peak
+    bound_s: float = 0.0  # no plan for this machine with so many micro-batches takes less
+    bound_by: str = ""
 
 
 class Rival(BaseModel):
-    """A candidate that was not chosen, and why."""
+    """A candidate that was not chosen, and why. `passes`: its pipeline, to compile it after all."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
     step_s: float | None = None
     reason: str
+    passes: str = ""
+    micro_batches: int | None = None
 
 
 class Decisions(BaseModel):
@@ -48,10 +52,11 @@ class Decisions(BaseModel):
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
-    devices: list[int]  # stage -> device; mappings only exchange equal devices
-    schedule: Literal["fill-drain", "1f1b"]
+    devices: list[int]  # stage -> device, or -1: everywhere; mappings only exchange equal devices
+    schedule: Literal["fill-drain", "1f1b", "replicas", "replicas-by-stage"]
     rematerialise: list[str]  # stages
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
+    shards: list[list[int]] = []  # devices over which stages are spread; empty: each device has its stages whole
     optimizer: dict[str, Literal["device", "dram"]]  # stage -> where it is stepped
 
 

@@ -1,67 +1,47 @@
-"""From (graph, hardware, wishes) to the plan that the simulator likes best, with the rivals and why they lost."""
+"""From (graph, hardware, wishes) to the plan that the simulator likes best, with the rivals and why they lost.
+
+The search goes down by coordinates. Scouts show which number of micro-batches promises most; there every strategy,
+partitioner and mapping is tried, then schedules and tiers of the best; if the winner does better with another number of
+micro-batches, that one is swept as well. A candidate whose lower bound is no better than the best is not compiled, nor
+one that comes to the same programs as another. What is left when time is up is listed as such.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from ..passes.base import Draft, Options, Pass
-from ..passes.coarsen import Coarsen
+from ..passes.base import Options
 from ..passes.opgraph import OpGraph
-from ..passes.partition_balanced import PartitionBalanced
-from ..passes.schedule_pipeline import evaluation_programs
-from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
+from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ..runtime.hardware import Hardware
-from ..runtime.memory import profile_memory
-from ..runtime.program import Program
-from ..runtime.simulate import simulate
-from ..runtime.timeline import Timeline
-from ..runtime.units import format_seconds
-from ..runtime.verify import verify
-from .fit import check_fit
-from .plan import Decisions, Plan, Prediction, Rival
-from .strategies import PIPELINE, PassRecord, parse_pipeline, pipeline_text, require_complete, run_passes
+from ..runtime.units import format_bytes, format_seconds
+from .candidates import Recipe, mappings, micro_batch_counts, partitions, schedules, scouts
+from .plan import Plan, Rival
+from .strategies import STRATEGIES
+from .trial import Bench, Candidate, Dump, prove
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
-FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
-PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
-NOTHING_DONE: PassRun = ({}, [])
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
-
-
-@dataclass
-class Candidate:
-    """One complete, verified compilation."""
-
-    name: str
-    draft: Draft
-    passes: list[Pass]
-    decisions: dict[str, Any]
-    records: list[PassRecord]
-    evaluation: list[Program]
-    timeline: Timeline
+SEARCH_S = 40.0  # of computation
+LEADERS = 3  # partitions whose schedules and tiers are tried
 
 
 @dataclass
 class Wishes:
-    """What the user fixed. None or "auto" leaves it to the search."""
+    """What the user fixed. None or "auto" leaves it to the search. `search_s`: seconds of computation after which
+    nothing new is tried, once something fits."""
 
     strategy: str
     micro_batches: int | None
     batch_size: int
     options: Options
-    dump: Callable[[str, Draft], None] | None = None
+    dump: Dump | None = None
     decided: Plan | None = None
-
-
-@dataclass
-class Miss:
-    """A candidate that could not be compiled: a memory is too small, or a pass refused."""
-
-    name: str
-    error: PenstockError
+    search_s: float = SEARCH_S
 
 
 @dataclass
@@ -72,177 +52,216 @@ class Found:
     rivals: list[Rival] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Tried:
+    """One candidate that was looked at: its step, or why there is none."""
+
+    recipe: Recipe
+    count: int  # of micro-batches
+    step_s: float | None = None
+    error: PenstockError | None = None
+    reason: str = ""
+    all_swapped: bool = False  # no stage's weights stay on a device
+
+    @property
+    def name(self) -> str:
+        return name_of(self.recipe, self.count)
+
+
+def name_of(recipe: Recipe, count: int) -> str:
+    return f"{recipe.label}, {count} micro-batches"
+
+
 def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> Found:
-    """Try every candidate and keep the fastest simulated one; the first of equals.
+    """Try what `wishes` leave open and keep the fastest simulated candidate; the first of equals.
 
     Raises `DoesNotFit` with the nearest miss if none fits.
     """
-    best: Candidate | None = None
-    slower: list[tuple[str, float]] = []
-    misses: list[Miss] = []
-    for tried in attempts(trace, hardware, wishes):
-        if isinstance(tried, Miss):
-            misses.append(tried)
-        elif best is None:
-            best = tried
-        else:
-            loser = tried
-            if tried.timeline.step_s < best.timeline.step_s:
-                best, loser = tried, best
-            slower.append((loser.name, loser.timeline.step_s))
-    if best is None:
-        raise _nearest(misses)
-    rivals = [_slower(name, step_s, best.timeline.step_s) for name, step_s in slower]
-    return Found(best, rivals + [Rival(name=m.name, reason=str(m.error).split("\n")[0]) for m in misses])
+    sweep = Sweep(trace, hardware, wishes)
+    if wishes.strategy == "auto" and wishes.decided is None:
+        sweep.everything()
+    else:
+        sweep.one(wishes.decided.passes if wishes.decided else wishes.strategy)
+    return sweep.result()
 
 
-def _slower(name: str, step_s: float, best_s: float) -> Rival:
-    reason = f"{step_s / best_s - 1:.1%} slower ({format_seconds(step_s)})"
-    return Rival(name=name, step_s=step_s, reason=reason if step_s > best_s else "as fast, tried later")
+class Sweep:
+    """The search under way."""
+
+    def __init__(self, trace: Trace, hardware: Hardware, wishes: Wishes):
+        self.trace, self.hardware, self.wishes = trace, hardware, wishes
+        self.best: Candidate | None = None
+        self.best_recipe = Recipe()
+        self.tried: list[Tried] = []
+        self.benches: dict[int, Bench] = {}
+        self.seen: dict[tuple[int, str], Tried] = {}  # what came to which programs
+        self.done: set[tuple[int, Recipe]] = set()
+        self.until_s = time.process_time() + wishes.search_s
+        self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
+        if wishes.micro_batches is not None:
+            self.usual, self.last_resort = [wishes.micro_batches], []
+
+    def one(self, line: str) -> None:
+        """A line that the user gave: only the number of micro-batches is open."""
+        for i, count in enumerate((*self.usual, *self.last_resort)):
+            if self.best is not None and (i >= len(self.usual) or self.is_large(count)):
+                return
+            self.look(count, [Recipe(named=line)])
+
+    def everything(self) -> None:
+        """See the module's text."""
+        for count in self.promising():
+            self.look(count, scouts(self.bench(count).base))
+        for count in (*self.usual, *self.last_resort) if self.best is None else ():
+            if self.best is None and not (self.is_late and self.tried):
+                self.sweep(count)
+        swept: set[int] = set()
+        while self.best is not None and self.count not in swept:
+            swept.add(self.count)
+            self.sweep(self.count)
+            for other in self.promising():
+                self.look(other, [self.best_recipe])
+
+    def promising(self) -> list[int]:
+        """Numbers of micro-batches to try; of a large model, whose traces take long, only one."""
+        return self.usual[:1] if self.is_large(self.usual[0]) else self.usual
+
+    def sweep(self, count: int) -> None:
+        """Everything with this number of micro-batches, in order of what may not be left out when time is short: the
+        named strategies, every partitioner, every mapping, schedules and tiers; then what is between."""
+        base = self.bench(count).base
+        cuts, maps = list(partitions(base)), mappings(self.hardware)
+        self.look(count, [Recipe(named=name) for name in STRATEGIES])
+        self.look(count, [Recipe(cut, maps[0]) for cut in cuts])
+        self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
+        for row in self.leaders(count):
+            options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))
+            self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
+        if not self.best_recipe.named and self.best_recipe.but(partition="", mapping="") != Recipe("", ""):
+            self.look(count, [self.best_recipe.but(partition=cut) for cut in cuts])
+            self.look(count, [self.best_recipe.but(mapping=mapping) for mapping in maps])
+        self.look(count, [Recipe(cut, mapping) for mapping in maps for cut in cuts])
+
+    def leaders(self, count: int) -> list[Tried]:
+        """The fastest so far, of each partition its best mapping."""
+        rows = [t for t in self.tried if t.step_s is not None and t.count == count and not t.recipe.named]
+        rows.sort(key=lambda t: t.step_s or 0.0)
+        best = {row.recipe.partition: row for row in reversed(rows)}
+        return [best[partition] for partition in dict.fromkeys(row.recipe.partition for row in rows)][:LEADERS]
+
+    @property
+    def count(self) -> int:
+        assert self.best is not None
+        return self.best.draft.options.micro_batches
+
+    @property
+    def is_late(self) -> bool:
+        return time.process_time() > self.until_s
+
+    def is_large(self, count: int) -> bool:
+        return len(self.bench(count).graph.nodes) > LARGE_GRAPH_NODES
+
+    def bench(self, count: int) -> Bench:
+        if count not in self.benches:
+            options = dataclasses.replace(self.wishes.options, micro_batches=count)
+            decided = self.wishes.decided.decisions.model_dump() if self.wishes.decided else None
+            self.benches[count] = Bench(self.trace(count), self.hardware, options, decided, self.wishes.dump)
+        return self.benches[count]
+
+    def look(self, count: int, recipes: Iterable[Recipe]) -> None:
+        """Try each recipe that was not tried yet."""
+        for recipe in recipes:
+            if (count, recipe) not in self.done:
+                self.done.add((count, recipe))
+                self.tried.append(self.attempt(count, recipe))
+
+    def attempt(self, count: int, recipe: Recipe) -> Tried:
+        if self.best is not None and self.is_late:
+            return Tried(recipe, count, reason="not tried: out of time")
+        bench = self.bench(count)
+        try:
+            started = bench.start(recipe.line)
+            key = (count, started.key)
+            if key in self.seen:
+                same = self.seen[key]
+                return Tried(recipe, count, same.step_s, same.error, f"the same plan as {same.name}")
+            bound = started.bound()
+            if self.best is not None and bound.seconds >= self.best.step_s:
+                found = Tried(recipe, count, reason=f"pruned: cannot be below {format_seconds(bound.seconds)}")
+            else:
+                candidate = bench.finish(name_of(recipe, count), started)
+                fetched = candidate.decisions["fetch"]
+                swapped = len(fetched) == len(candidate.draft.stages)
+                found = Tried(recipe, count, candidate.step_s, all_swapped=swapped)
+                self.keep(candidate, recipe)
+            self.seen[key] = found
+        except (DoesNotFit, PassError) as error:
+            return Tried(recipe, count, error=error.with_traceback(None))
+        return found
+
+    def keep(self, candidate: Candidate, recipe: Recipe) -> None:
+        """The faster of the two; of equals the earlier one."""
+        if self.best is None or candidate.step_s < self.best.step_s:
+            self.best, self.best_recipe = candidate, recipe
+
+    def result(self) -> Found:
+        """The best one, proven, and why the others are not it. Whoever cannot be proven makes room for the next."""
+        while self.best is not None:
+            try:
+                best = prove(self.best)
+            except DoesNotFit as error:
+                self.refuse(error)
+                continue
+            return Found(best, [_rival(row, best.step_s) for row in self.tried if row.name != best.name])
+        raise _nearest([t.error for t in self.tried if t.error is not None])
+
+    def refuse(self, error: DoesNotFit) -> None:
+        """The best cannot run; make the next one."""
+        assert self.best is not None
+        failed, self.best = self.best.name, None
+        alike = [t for t in self.tried if t.name == failed or t.reason.endswith(failed)]
+        self.tried = [t if t not in alike else dataclasses.replace(t, step_s=None, error=error) for t in self.tried]
+        left = sorted((t for t in self.tried if t.step_s is not None), key=lambda t: t.step_s or 0.0)
+        self.seen.clear()
+        for row in left[:1]:
+            self.attempt(row.count, row.recipe)
 
 
-def attempts(trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Candidate | Miss]:
-    """Compile candidates one by one; numbers of micro-batches that promise less only where none of the others fits."""
-    usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
-    if wishes.micro_batches is not None:
-        usual, last_resort = [wishes.micro_batches], []
-    fits = large = False
-    for i, count in enumerate((*usual, *last_resort)):
-        if large or (fits and i >= len(usual)):
-            return
-        graph = trace(count)
-        large = len(graph.nodes) > LARGE_GRAPH_NODES
-        for start in _candidates(graph, count, hardware, wishes):
-            tried = _attempt(*start, wishes)
-            fits = fits or isinstance(tried, Candidate)
-            yield tried
-
-
-def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candidate | Miss:
-    """Of what `attempts` would try, what needs the least memory on devices: small micro-batches, many stages."""
+def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candidate | PenstockError:
+    """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
     count = wishes.micro_batches or usual[0]
     if wishes.micro_batches is None and len(trace(count).nodes) <= LARGE_GRAPH_NODES:
         count = max(usual + last_resort)
-    *_, start = _candidates(trace(count), count, hardware, wishes)
-    return _attempt(*start, wishes)
+    sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
+    recipe = scouts(sweep.bench(count).base)[-1] if wishes.strategy == "auto" else Recipe(named=wishes.strategy)
+    tried = sweep.attempt(count, recipe)
+    return sweep.best or tried.error or PlanError(tried.reason)
 
 
-def _attempt(name: str, passes: list[Pass], draft: Draft, done: PassRun, wishes: Wishes) -> Candidate | Miss:
-    try:
-        return compile_candidate(name, draft, passes, wishes, done)
-    except (DoesNotFit, PassError) as error:
-        return Miss(name, error)
-
-
-def compile_candidate(
-    name: str, draft: Draft, passes: Sequence[Pass], wishes: Wishes, done: PassRun = NOTHING_DONE
-) -> Candidate:
-    """Run the passes behind those already `done`, prove the programs and simulate them.
-
-    Raises `DoesNotFit` where a memory is too small.
-    """
-    decided = wishes.decided.decisions.model_dump() if wishes.decided else None
-    todo = [p for p in passes if p.gather(done[0]) is None]
-    decisions, records = run_passes(draft, todo, decided, dump=wishes.dump, record=wishes.dump is not None)
-    decisions, records = {**done[0], **decisions}, [*done[1], *records]
-    check_fit(draft)
-    _verify_memory(draft)
-    evaluation = evaluation_programs(draft, decisions["fetch"]) if draft.graph.eval_error is None else []
-    timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
-    return Candidate(name, draft, list(passes), decisions, records, evaluation, timeline)
-
-
-def _verify_memory(draft: Draft) -> None:
-    """Every budget holds in issue order (`check_fit`); here also that no device waits for ever for memory."""
-    try:
-        verify(draft.programs, draft.hardware)
-    except VerifyError as error:
-        raise DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}") from error
-
-
-def make_plan(found: Found, model: str, strategy: str) -> Plan:
-    """The chosen candidate as a document."""
-    best = found.best
-    return Plan(
-        model=model,
-        hardware=best.draft.hardware.name,
-        strategy=strategy,
-        passes=pipeline_text(best.passes),
-        micro_batches=best.draft.options.micro_batches,
-        precision=best.draft.options.precision,  # type: ignore[arg-type]
-        max_grad_norm=best.draft.options.max_grad_norm,
-        decisions=Decisions(**best.decisions),
-        predicted=predict(best.draft, best.timeline),
-        rivals=found.rivals,
-        notes=dict(best.draft.notes),
+def _rival(row: Tried, best_s: float) -> Rival:
+    reason = row.reason
+    if row.error is not None:
+        reason = why_not(row.error)
+    elif row.step_s is not None and not reason:
+        slower = row.step_s / best_s - 1
+        reason = "as fast, tried later" if slower <= 0 else f"{slower:.1%} slower ({format_seconds(row.step_s)})"
+    return Rival(
+        name=row.name, step_s=row.step_s, reason=reason, passes=row.recipe.line, micro_batches=row.count
     )
 
 
-def predict(draft: Draft, timeline: Timeline) -> Prediction:
-    hardware = draft.hardware
-    name, share = timeline.bottleneck()
-    return Prediction(
-        step_s=timeline.step_s,
-        peak_bytes=dict(timeline.peak_bytes),
-        budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
-        moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
-        busy={
-            f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
-        },
-        bottleneck=f"{name}, busy {share:.0%}",
-        arena_bytes=[profile_memory(program).arena_bytes for program in draft.programs],
-    )
+def why_not(error: PenstockError) -> str:
+    """One line: which memory lacks how much, or the whole message where it says more than that."""
+    if isinstance(error, DoesNotFit) and error.memory not in ("", "device") and error.missing_bytes:
+        return f"does not fit: {error.memory} lacks {format_bytes(error.missing_bytes)}"
+    text = " ".join(str(error).split())
+    return f"does not fit: {text}" if isinstance(error, DoesNotFit) else text
 
 
-def _candidates(
-    graph: OpGraph, count: int, hardware: Hardware, wishes: Wishes
-) -> Iterator[tuple[str, list[Pass], Draft, PassRun]]:
-    """Name, pipeline, draft and what is done in it of every candidate with this number of micro-batches."""
-    options = dataclasses.replace(wishes.options, micro_batches=count)
-    base = Draft(graph, hardware, options)
-    if wishes.strategy != "auto" or wishes.decided:
-        text = wishes.decided.passes if wishes.decided else wishes.strategy
-        passes = parse_pipeline(text, hardware.num_devices)
-        require_complete(passes)
-        yield f"{wishes.strategy}, {count} micro-batches", passes, base, NOTHING_DONE
-        return
-    coarsened = run_passes(base, [Coarsen()])
-    for stages in stage_counts(base):
-        line = PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
-        draft = Draft(graph, hardware, options, blocks=base.blocks, notes=dict(base.notes))
-        yield f"{stages} stages, {count} micro-batches", parse_pipeline(line, hardware.num_devices), draft, coarsened
-
-
-def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
-    """Divisors of the batch: as many as devices first (Mobius 3.1: M = N), then up to four times as many; and those
-    beyond, whose smaller micro-batches may fit where none of these does."""
-    devices = hardware.num_devices
-    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    near = min(divisors, key=lambda m: (abs(m - devices), m))
-    usual = [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
-    return usual, [m for m in divisors if m > max(usual)]
-
-
-def stage_counts(draft: Draft) -> list[int]:
-    """The fewest stages that fit and one block a stage; of small models also what lies between.
-
-    The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
-    """
-    devices, blocks = draft.hardware.num_devices, len(draft.blocks)
-    try:
-        fewest = len(PartitionBalanced().plan(draft)["stages"])
-    except DoesNotFit:
-        fewest = blocks
-    counts = [fewest, blocks]
-    if blocks <= max(FEW_BLOCKS, 8 * devices):  # else each candidate takes seconds
-        counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
-    return sorted({n for n in counts if n <= blocks})
-
-
-def _nearest(misses: list[Miss]) -> PenstockError:
+def _nearest(errors: list[PenstockError]) -> PenstockError:
     """The miss by the fewest bytes, or the first one that is not about memory."""
-    if not misses:
+    if not errors:
         return PlanError("no candidate could be built for this model and hardware")
-    short = [miss.error for miss in misses if isinstance(miss.error, DoesNotFit)]
-    return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else misses[0].error
+    short = [error for error in errors if isinstance(error, DoesNotFit)]
+    return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else errors[0]

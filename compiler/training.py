@@ -36,7 +36,8 @@ from .data import (
     training_batches,
 )
 from .job import Job
-from .job_options import TrainOptions, rare_collections
+from .garbage import rare_collections
+from .job_options import TrainOptions
 from .models import NamedModel, find_model
 from .progress import StepScreen, memory_text
 

@@ -9,6 +9,7 @@ between, and the last one too where early fetches need the room.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program, StageSpec, infer, infer_all, place_frees, values_of
+from .alike import look, once
 from .base import Draft, Pass
 from .insert_fetch import Early, look_ahead, profile_swapped, state_bytes
 
@@ -23,21 +25,30 @@ from .insert_fetch import Early, look_ahead, profile_swapped, state_bytes
 @dataclass(frozen=True)
 class InsertRemat(Pass):
     """`swap`: weights will be swapped even where they could stay (`insert-fetch{swap=true}`), which leaves the room of
-    their optimizer states to saved tensors."""
+    their optimizer states to saved tensors. `always`: every stage that can be is rematerialised."""
 
     name: ClassVar[str] = "insert-remat"
     needs: ClassVar[tuple[str, ...]] = ("programs",)
     gives: ClassVar[tuple[str, ...]] = ("remat",)
     decides: ClassVar[str] = "rematerialise"
     swap: bool = False
+    always: bool = False
 
     def plan(self, draft: Draft) -> list[str]:
         """Names of the stages to rematerialise."""
+        if self.always:
+            return [stage.spec.name for stage in draft.stages if stage.spec.rematerialisable]
         chosen: list[str] = []
+        known: dict[Hashable, list[int]] = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
             specs = [s.spec for s in draft.stages_on(program.device)]
-            chosen += stages_to_rematerialise(program, specs, budget, self.swap)
+
+            def on_one(program: Program = program, specs: list[StageSpec] = specs, budget: int = budget) -> list[int]:
+                names = stages_to_rematerialise(program, specs, budget, self.swap)
+                return [i for i, spec in enumerate(specs) if spec.name in names]
+
+            chosen += [specs[i].name for i in once(known, (look(program, specs), budget), on_one)]
         return [s.spec.name for s in draft.stages if s.spec.name in chosen]
 
     def rewrite(self, draft: Draft, decision: list[str]) -> None:
@@ -87,8 +98,7 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
         trial = program.copy()
         rematerialise(trial, set(names))
         early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
-        peak_bytes = profile_swapped(trial, early[len(names)]).peak_bytes[ops.DEVICE]
-        if names is others and peak_bytes > budget_bytes:
+        if names is others and profile_swapped(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
             return able
     return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
 

@@ -7,8 +7,9 @@ reads them. A value that a later stage reads is an output here and an input ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass
 class Stage:
-    """`graph`'s placeholders are `spec.inputs`, its results `spec.outputs` then `spec.extra_outputs`."""
+    """`graph`'s placeholders are `spec.inputs`, its results `spec.outputs` then `spec.extra_outputs`. Most drafts are
+    only simulated: the graph is made when it is first asked for."""
 
     spec: StageSpec
-    graph: fx.GraphModule
+    make_graph: Callable[[], fx.GraphModule]
     blocks: tuple[str, ...]
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        return self.make_graph()
 
 
 def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]) -> list[Stage]:
@@ -130,12 +136,12 @@ class _Builder:
         read = [a for n in own for a in n.all_input_nodes]
         outside = self._shared_closure([*read, *results.values()])
         boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
-        batch = [n for n in self.graph.nodes if n.op == "placeholder" and n in outside]
+        batch = [n for n in self._in_order(outside) if n.op == "placeholder"]
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
         sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
         loss = results.pop("loss", None)
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
-        module = self._module([*boundary, *batch], body, [*outputs, *results.values()])
+        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()])
         return Stage(
             self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
         )

@@ -1,0 +1,124 @@
+"""What is worth a try: numbers of micro-batches and stages, orders of unequal devices, and pipelines of passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..passes.base import Draft
+from ..passes.mapping import equal_devices
+from ..passes.partition_balanced import PartitionBalanced
+from ..runtime.errors import DoesNotFit
+from ..runtime.hardware import Hardware
+from .strategies import PASSES, STRATEGIES
+
+FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
+MOST_ORDERS = 6  # of unequal devices
+PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pipeline by the passes that candidates differ in. `swap`: weights come from DRAM though they could stay.
+
+    `named`: a strategy's whole line instead.
+    """
+
+    partition: str = PLAIN[0]
+    mapping: str = PLAIN[1]
+    schedule: str = PLAIN[2]
+    swap: bool = False
+    named: str = ""
+
+    @property
+    def line(self) -> str:
+        if self.named:
+            return STRATEGIES.get(self.named, self.named)
+        option = "{swap=true}" if self.swap else ""
+        parts = ("coarsen", self.partition, self.mapping, self.schedule)
+        return ", ".join((*parts, f"insert-remat{option}", f"insert-fetch{option}", "insert-optimizer"))
+
+    @property
+    def label(self) -> str:
+        """For the table of rivals: what is usual is left out."""
+        if self.named:
+            return self.named
+        usual = self.schedule == PLAIN[2]
+        parts = [self.partition, self.mapping, *([] if usual else [self.schedule]), *(["swapped"] if self.swap else [])]
+        return ", ".join(parts)
+
+    def but(self, **changes: object) -> Recipe:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
+    """Divisors of the batch: as many as devices first (Mobius 3.1: M = N), then up to four times as many; and those
+    beyond, whose smaller micro-batches may fit where none of these does."""
+    devices = hardware.num_devices
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    near = min(divisors, key=lambda m: (abs(m - devices), m))
+    usual = [near, *(m for m in divisors if m != near and devices < m <= 4 * devices)]
+    return usual, [m for m in divisors if m > max(usual)]
+
+
+def stage_counts(draft: Draft) -> list[int]:
+    """The fewest stages that fit and one block a stage; of small models also what lies between.
+
+    The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
+    """
+    devices, blocks = draft.hardware.num_devices, len(draft.blocks)
+    try:
+        fewest = len(PartitionBalanced().plan(draft)["stages"])
+    except DoesNotFit:
+        fewest = blocks
+    counts = [fewest, blocks]
+    if blocks <= max(FEW_BLOCKS, 8 * devices):  # else each candidate takes seconds
+        counts += [*(fewest + k * devices for k in range(1, 4)), 2 * fewest, 4 * fewest]
+    return sorted({n for n in counts if n <= blocks})
+
+
+def device_orders(hardware: Hardware) -> list[str]:
+    """Orders of the devices for a contiguous partition that differ in more than equal devices; the first is as
+    numbered. Of many: by speed and by memory, both ways."""
+    count = hardware.num_devices
+    kind = {device: i for i, members in enumerate(equal_devices(hardware)) for device in members}
+    numbered = tuple(range(count))
+    orders = [numbered]
+    if len(set(kind.values())) > 1:
+        by_speed = sorted(numbered, key=lambda d: -max(hardware.devices[d].peak_flops.values()))
+        by_memory = sorted(numbered, key=lambda d: -hardware.devices[d].budget_bytes)
+        orders += [tuple(order) for order in (by_speed, by_speed[::-1], by_memory, by_memory[::-1])]
+        orders += itertools.permutations(numbered) if count <= 4 else ()
+    distinct = {tuple(kind[d] for d in order): order for order in reversed(orders)}
+    found = [distinct[look] for look in dict.fromkeys(tuple(kind[d] for d in order) for order in orders)]
+    return ["" if order == numbered else " ".join(map(str, order)) for order in found[:MOST_ORDERS]]
+
+
+def scouts(draft: Draft) -> list[Recipe]:
+    """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
+    return [Recipe(f"partition-balanced{{stages={count}}}") for count in stage_counts(draft)]
+
+
+def partitions(draft: Draft) -> Iterator[str]:
+    """Every registered partitioner; balanced ones also in other orders of unequal devices."""
+    for name, kind in PASSES.items():
+        if kind.decides == "stages" and kind is not PartitionBalanced:
+            yield name
+    for count, order in itertools.product(stage_counts(draft), device_orders(draft.hardware)):
+        more = f", order={order}" if order else ""
+        yield f"partition-balanced{{stages={count}{more}}}"
+
+
+def mappings(hardware: Hardware) -> list[str]:
+    """Every registered mapping; first the one that promises most: cross where devices share several root complexes."""
+    names = [name for name, kind in PASSES.items() if kind.decides == "devices"]
+    homes = {(device.host, device.root_complex) for device in hardware.devices}
+    first = "map-cross" if len(homes) > 1 and hardware.num_devices > 2 else PLAIN[1]
+    return sorted(names, key=lambda name: name != first)
+
+
+def schedules() -> list[str]:
+    """Those that run stages on the devices of a mapping; other schedules come with a strategy of their own."""
+    return [name for name, kind in PASSES.items() if kind.decides == "schedule" and "devices" in kind.needs]

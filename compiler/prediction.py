@@ -1,0 +1,48 @@
+"""The chosen candidate as a plan: its decisions, what the simulator expects of it, and its rivals."""
+
+from __future__ import annotations
+
+from ..passes.base import Draft
+from ..runtime.memory import profile_memory
+from ..runtime.timeline import Timeline
+from .bounds import machine_bound
+from .plan import Decisions, Plan, Prediction
+from .search import Found
+from .strategies import pipeline_text
+
+
+def make_plan(found: Found, model: str, strategy: str) -> Plan:
+    """The chosen candidate as a document."""
+    best = found.best
+    return Plan(
+        model=model,
+        hardware=best.draft.hardware.name,
+        strategy=strategy,
+        passes=pipeline_text(best.passes),
+        micro_batches=best.draft.options.micro_batches,
+        precision=best.draft.options.precision,  # type: ignore[arg-type]
+        max_grad_norm=best.draft.options.max_grad_norm,
+        decisions=Decisions(**best.decisions),
+        predicted=predict(best.draft, best.timeline),
+        rivals=found.rivals,
+        notes=dict(best.draft.notes),
+    )
+
+
+def predict(draft: Draft, timeline: Timeline) -> Prediction:
+    hardware = draft.hardware
+    name, share = timeline.bottleneck()
+    bound = machine_bound(draft)
+    return Prediction(
+        step_s=timeline.step_s,
+        peak_bytes=dict(timeline.peak_bytes),
+        budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
+        moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
+        busy={
+            f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
+        },
+        bottleneck=f"{name}, busy {share:.0%}",
+        arena_bytes=[profile_memory(program).arena_bytes for program in draft.programs],
+        bound_s=bound.seconds,
+        bound_by=bound.by,
+    )

@@ -1,0 +1,171 @@
+"""One candidate: cheap up to its lower bound, then compiled and simulated, and proven only if it is chosen.
+
+Candidates with the same number of micro-batches share blocks, partitions and stages through a `Bench`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as MappingType
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..passes.base import Draft, Options, Pass
+from ..passes.coarsen import Coarsen
+from ..passes.mapping import Mapping
+from ..passes.opgraph import OpGraph
+from ..passes.partition import Partition
+from ..passes.schedule_pipeline import evaluation_programs
+from ..runtime.errors import DoesNotFit, PassError, PenstockError, VerifyError
+from ..runtime.hardware import Hardware
+from ..runtime.program import Program
+from ..runtime.simulate import simulate
+from ..runtime.timeline import Timeline
+from ..runtime.verify import verify
+from .bounds import Bound, lower_bound
+from .fit import check_fit
+from .strategies import PassRecord, parse_pipeline, require_complete, run_passes
+
+Dump = Callable[[str, Draft], None]
+PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
+
+
+@dataclass
+class Candidate:
+    """One complete compilation."""
+
+    name: str
+    draft: Draft
+    passes: list[Pass]
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+    timeline: Timeline
+    evaluation: list[Program] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+
+@dataclass
+class Started:
+    """A candidate whose stages have their devices; `todo` are the passes that make its programs."""
+
+    draft: Draft
+    passes: list[Pass]
+    todo: list[Pass]
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+
+    @property
+    def key(self) -> str:
+        """Equal for candidates that come to the same programs."""
+        placed = {name: self.decisions.get(name) for name in ("blocks", "stages", "devices")}
+        return f"{json.dumps(placed, default=str)} {self.todo}"
+
+    def bound(self) -> Bound:
+        """What the simulated step will at least be; 0 where stages are not run each on one device."""
+        if not self.draft.devices or not any(p.decides == "fetch" for p in self.todo):
+            return Bound(0.0, "nothing")
+        return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What candidates that begin with the same passes share."""
+
+    draft: Draft
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+
+
+class Bench:
+    """Candidates with one number of micro-batches. `decided`: decisions to apply instead of planning; `dump`: see
+    `run_passes`."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        hardware: Hardware,
+        options: Options,
+        decided: MappingType[str, Any] | None = None,
+        dump: Dump | None = None,
+    ):
+        self.graph, self.hardware, self.options = graph, hardware, options
+        self.decided, self.dump = decided, dump
+        self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
+
+    @property
+    def base(self) -> Draft:
+        """The model as layers."""
+        return self._prefix((Coarsen(),)).draft
+
+    def start(self, line: str) -> Started:
+        """Run a line's passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
+        passes = parse_pipeline(line, self.hardware.num_devices)
+        require_complete(passes)
+        shared = tuple(itertools.takewhile(lambda p: isinstance(p, (Coarsen, Partition)), passes))
+        placed = list(itertools.takewhile(lambda p: isinstance(p, Mapping), passes[len(shared) :]))
+        prefix = self._prefix(shared)
+        draft = _copy(prefix.draft)
+        made, took = self._run(draft, placed)
+        todo = passes[len(shared) + len(placed) :]
+        return Started(draft, passes, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
+
+    def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:
+        """A draft behind these passes, each of which is run once."""
+        if not passes:
+            return Prefix(Draft(self.graph, self.hardware, self.options), {}, [])
+        if passes not in self._known:
+            try:
+                before = self._prefix(passes[:-1])
+                draft = _copy(before.draft)
+                made, took = self._run(draft, passes[-1:])
+                self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
+            except (DoesNotFit, PassError) as error:
+                self._known[passes] = error.with_traceback(None)
+        found = self._known[passes]
+        if isinstance(found, PenstockError):
+            raise found
+        return found
+
+    def finish(self, name: str, started: Started) -> Candidate:
+        """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
+        draft = started.draft
+        decisions, records = self._run(draft, started.todo)
+        check_fit(draft)
+        try:
+            timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
+        except VerifyError as error:
+            raise _waits_for_ever(error) from error
+        decisions, records = {**started.decisions, **decisions}, [*started.records, *records]
+        return Candidate(name, draft, started.passes, decisions, records, timeline)
+
+    def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
+        return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
+
+
+def _copy(draft: Draft) -> Draft:
+    """A draft that goes on from here by itself; programs do not exist yet."""
+    assert not draft.programs
+    return dataclasses.replace(draft, notes=dict(draft.notes))
+
+
+def prove(candidate: Candidate) -> Candidate:
+    """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
+    draft = candidate.draft
+    verify(draft.programs, draft.hardware, memory=False)
+    try:
+        verify(draft.programs, draft.hardware)
+    except VerifyError as error:
+        raise _waits_for_ever(error) from error
+    has_evaluation = draft.graph.eval_error is None
+    candidate.evaluation = evaluation_programs(draft, candidate.decisions["fetch"]) if has_evaluation else []
+    return candidate
+
+
+def _waits_for_ever(error: VerifyError) -> DoesNotFit:
+    return DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}")
