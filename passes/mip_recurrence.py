@@ -1,0 +1,245 @@
+"""How long a step of a contiguous partition takes: longest paths through it, in O(S) for S stages.
+
+In: a `Problem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last count:
+given a partition, the earliest schedule is a longest path, and every micro-batch between lies between (f, l first and
+last forward start, g, h backward).
+
+`literal_s` is the paper's own objective and constraints (Mobius eq. 3 to 11). `contended_s` adds what the machine does
+besides: uploads follow each other through the root complex r(j) of stage j's device, together with the messages,
+
+    u_j >= u_prev(r(j)) + W_j / B_r + i                      i = M a / B_r: messages through the same root complex
+    u_j >= l_{j-2N} + T^f_{j-2N} + P_j / B                   the place of the stage before the one before is free
+    u_j >= l_{j-N} + T^f_{j-N} + (W_j - P_j) / B             P_j = min(W_j, G - S_{j-N}): what fits ahead (eq. 5)
+    f_j >= u_j
+
+in backward the same with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
+`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Devices whose
+stages all fit stay resident: no uploads, and their updates run on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .mip_problem import Problem, Unit
+
+
+def fits(p: Problem, cuts: Sequence[int]) -> bool:
+    """Whether every stage fits its device (eq. 4)."""
+    units, n = p.units, len(p.units)
+    rounds = -(-(len(cuts) - 1) // n)
+    return all(
+        p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in enumerate(zip(cuts, cuts[1:]))
+    )
+
+
+def contended_s(p: Problem, cuts: Sequence[int]) -> float:
+    """Seconds of a step with contention; inf where a stage does not fit its device."""
+    return _Step(p, cuts).seconds() if fits(p, cuts) else math.inf
+
+
+class _Step:
+    """One evaluation. Lists are per stage; `free` and `freed` per device: when the last phase and the one before ended."""
+
+    def __init__(self, p: Problem, cuts: Sequence[int]):
+        self.p, self.cuts = p, cuts
+        self.n, self.count = len(p.units), len(cuts) - 1
+        self.stage_numbers()
+        self.ahead_bytes = [0.0] * self.n  # per device what fits beside the rest: G - S without weights; inf: resident
+        self.place()
+
+    def stage_numbers(self) -> None:
+        p, n, m = self.p, self.n, self.p.micro_batches
+        weights, grads, params = p.weight_bytes, p.grad_bytes, p.params
+        self.tf, self.tb, self.again = [], [], []
+        self.w, self.g, self.q, self.work, self.entering, self.kept = [], [], [], [], [], []
+        a = 0
+        for j, b in enumerate(self.cuts[1:]):
+            d = j % n
+            own_s = p.units[d].own_s
+            self.tf.append(p.forward_s[d][b] - p.forward_s[d][a] + own_s)
+            self.tb.append(p.backward_s[d][b] - p.backward_s[d][a] + own_s)
+            self.again.append(p.again_s[d][b] - p.again_s[d][a])
+            self.w.append(weights[b] - weights[a])
+            self.g.append(grads[b] - grads[a])
+            self.q.append(params[b] - params[a])
+            self.work.append(p.work_bytes[b][a])
+            self.entering.append(m * p.input_bytes[b][a])
+            self.kept.append(p.kept_bytes[b] - p.kept_bytes[a])
+            a = b
+
+    def place(self) -> None:
+        """Per device whether it is resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
+        for d in range(min(self.n, self.count)):
+            stages = range(d, self.count, self.n)
+            if self.resident(self.p.units[d], stages):
+                self.ahead_bytes[d] = math.inf
+            else:
+                self.swap(d, stages)
+
+    def resident(self, unit: Unit, stages: range) -> bool:
+        """Whether all stays on the device, with as few rematerialised stages as it takes, the largest first."""
+        if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
+            return False
+        largest = sorted(stages, key=lambda j: -self.kept[j])
+        low, high = 0, len(largest) + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
+        if low > len(largest):
+            return False
+        for j in largest[:low]:
+            self.tb[j] += self.again[j]
+        return True
+
+    def peak(self, stages: range, again: Sequence[int]) -> float:
+        """Memory of a resident device at the worst of its backwards, the last stage's first."""
+        m, most = self.p.micro_batches, 0.0
+        held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages)
+        for j in stages:  # backward of j: the inputs and saved tensors of those before it, the gradients of those after
+            held += self.entering[j] + (0.0 if j in again else m * self.kept[j])
+            once = self.work[j] - self.g[j] - (0.0 if j in again else self.kept[j])
+            most = max(most, held + once + 2 * self.entering[j] / m)
+            held -= self.g[j]
+        return most
+
+    def swap(self, d: int, stages: range) -> None:
+        p, m, last = self.p, self.p.micro_batches, stages[-1]
+        inputs = most = 0.0
+        for j in stages:
+            inputs += self.entering[j]
+            if j != last:
+                most = max(most, self.work[j] + inputs)
+                self.tb[j] += self.again[j]
+        slack = 2 * self.entering[last] / m
+        again = max(most, self.work[last] + inputs) + slack
+        keeping = max(most, self.work[last] + (m - 1) * self.kept[last] + inputs) + slack
+        budget = p.units[d].budget_bytes
+        largest = max(self.w[j] for j in stages)
+        if keeping + largest <= budget and self.fetched_early(budget - keeping, stages) >= self.fetched_early(
+            budget - again, stages
+        ):
+            self.ahead_bytes[d] = budget - keeping
+        else:
+            self.ahead_bytes[d] = budget - again
+            self.tb[last] += self.again[last]
+
+    def fetched_early(self, room: float, stages: range) -> float:
+        n, w = self.n, self.w
+        return sum(max(0.0, min(w[j], room - w[j - n])) for j in stages[1:])
+
+    def seconds(self) -> float:
+        self.free = [0.0] * self.n  # end of the device's last phase
+        self.freed = [0.0] * self.n  # end of the one before
+        complexes = 1 + max(unit.complex for unit in self.p.units)
+        self.up = [0.0] * complexes  # end of the last upload through each root complex
+        self.own_up = [0.0] * self.n
+        self.forward()
+        self.backward()
+        return self.update()
+
+    def upload(self, j: int, before: float, messages: float) -> float:
+        """When the weights of stage j are there; `before`: bytes of the weights of the device's phase before."""
+        d = j % self.n
+        room = self.ahead_bytes[d]
+        if room == math.inf:
+            return 0.0
+        unit, w = self.p.units[d], self.w[j]
+        ahead = w if not self.free[d] and not before else max(0.0, min(w, room - before))
+        begin = max(self.up[unit.complex], 0.0)
+        end = max(begin + w * unit.shared_fetch_s, self.own_up[d] + w * unit.fetch_s, self.freed[d] + ahead * unit.fetch_s)
+        if ahead < w:
+            end = max(end, self.free[d] + (w - ahead) * unit.fetch_s + unit.latency_s)
+        end += unit.latency_s
+        self.own_up[d] = end
+        self.up[unit.complex] = end + messages * unit.shared_fetch_s
+        return end
+
+    def forward(self) -> None:
+        p, n, m, tf = self.p, self.n, self.p.micro_batches, self.tf
+        first = last = c = 0.0
+        self.l = []
+        for j in range(self.count):
+            d, e = j % n, (j - 1) % n
+            messages = 0.0
+            if j:
+                a = p.message_bytes[self.cuts[j]]
+                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                first, last = first + tf[j - 1] + c, max(last + tf[j - 1], first + tf[j - 1] + (m - 1) * c) + c
+                messages = m * a if p.message_shares[e][d] else 0.0
+            there = self.upload(j, self.w[j - n] if j >= n else 0.0, messages)
+            first = max(first, self.free[d], there)
+            last = max(last, first + (m - 1) * tf[j])
+            self.freed[d], self.free[d] = self.free[d], last + tf[j]
+            self.l.append(last)
+
+    def backward(self) -> None:
+        p, n, m, tb = self.p, self.n, self.p.micro_batches, self.tb
+        first = last = 0.0
+        units = p.units
+        out = [0.0] * len(self.up)
+        own_out = [0.0] * n
+        self.ready = [0.0] * self.count  # gradients in DRAM, or complete on a resident device
+        for j in reversed(range(self.count)):
+            d, e = j % n, (j + 1) % n
+            unit = units[d]
+            messages = 0.0
+            if j < self.count - 1:
+                a = p.message_bytes[self.cuts[j + 1]]
+                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                first, last = first + tb[j + 1] + c, max(last + tb[j + 1], first + tb[j + 1] + (m - 1) * c) + c
+                messages = m * a if p.message_shares[e][d] else 0.0
+            if j >= self.count - n:
+                begin = self.free[d]
+                first = max(first, begin)
+                last = max(last, first + (m - 1) * tb[j])
+                self.free[d] = last + tb[j]
+            else:
+                there = self.upload(j, self.w[j + n], messages)
+                first = max(first, self.free[d], there)
+                last = max(last, first + (m - 1) * tb[j])
+                self.freed[d], self.free[d] = self.free[d], last + tb[j]
+            end = self.free[d]
+            if self.ahead_bytes[d] != math.inf:
+                g = self.g[j]
+                end = max(end, out[unit.complex] + messages * unit.shared_offload_s, 0.0)
+                end = max(end + g * unit.shared_offload_s, own_out[d] + g * unit.offload_s) + unit.latency_s
+                out[unit.complex] = own_out[d] = end
+            self.ready[j] = end
+
+    def update(self) -> float:
+        p, n, ready = self.p, self.n, self.ready
+        hosts = [0.0] * len(p.update.params_s)
+        done = max(ready)
+        tied = set()
+        for a, b, size in p.ties:
+            first, last = self.stage_of(a), self.stage_of(b)
+            if first != last:
+                tied |= {first, last}
+                d, e = first % n, last % n
+                if self.ahead_bytes[d] == math.inf:
+                    same = p.message_shares[d][e] and p.units[d].complex == p.units[e].complex
+                    took = 2 * p.message_latency_s[d][e] + size * p.message_s[d][e] * (1 + same)
+                else:
+                    took = size * p.update.bytes_s[p.units[d].host]
+                ready[first] = ready[last] = max(ready[first], ready[last]) + took
+        barrier = max(ready) if p.update.barrier else 0.0
+        done = max(ready)
+        compute = list(self.free)
+        for j in sorted(range(self.count), key=ready.__getitem__):
+            d = j % n
+            unit, q = p.units[d], self.q[j]
+            begin = max(ready[j], barrier)
+            if self.ahead_bytes[d] == math.inf:
+                tensors = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
+                compute[d] = max(compute[d], begin) + q * unit.step_s + tensors * unit.call_s + unit.own_s
+                done = max(done, compute[d])
+            else:
+                clip = 2 * self.g[j] * p.update.bytes_s[unit.host] if p.update.barrier else 0.0
+                hosts[unit.host] = max(hosts[unit.host], begin) + q * p.update.params_s[unit.host] + clip
+                done = max(done, hosts[unit.host])
+        return done
+
+    def stage_of(self, block: int) -> int:
+        return next(j for j, b in enumerate(self.cuts[1:]) if block < b)
