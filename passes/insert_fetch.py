@@ -10,7 +10,7 @@ the start of its own phase, into the memory that the stage before it has left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import MemoryProfile, profile_memory
 from ..runtime.program import Program, StageSpec, infer_all, place_frees
+from .alike import look, once
 from .base import Draft, Pass
 
 Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
@@ -40,15 +41,22 @@ class InsertFetch(Pass):
     def plan(self, draft: Draft) -> Early:
         """Swapped stage to its phases ("forward", "backward") with early fetches, and the parameters these bring."""
         decision: Early = {}
+        known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:
             budget = draft.hardware.devices[program.device].budget_bytes
-            if self.swap or resident_bytes(program) > budget:
-                stages = [phase.stage for phase in phases(program)]
-                decision.update({stage: {} for stage in stages})
-                if self.prefetch:
-                    decision.update(look_ahead(program, stages, budget))
+            specs = [s.spec for s in draft.stages_on(program.device)]
+            found = once(known, (look(program, specs), budget), lambda: self.on_one(program, specs, budget))  # noqa: B023
+            decision.update({spec.name: kinds for spec, kinds in zip(specs, found)})
         names = [stage.spec.name for stage in draft.stages]
         return {name: decision[name] for name in names if name in decision}
+
+    def on_one(self, program: Program, specs: Sequence[StageSpec], budget_bytes: int) -> list[dict[str, int]]:
+        """Early fetches of each of a device's stages; none where all of them stay."""
+        if not self.swap and resident_bytes(program) <= budget_bytes:
+            return []
+        names = [spec.name for spec in specs]
+        early = look_ahead(program, names, budget_bytes) if self.prefetch else {}
+        return [early.get(name, {}) for name in names]
 
     def rewrite(self, draft: Draft, decision: Early) -> None:
         known = {stage.spec.name: stage.spec for stage in draft.stages}
