@@ -1,0 +1,108 @@
+"""What `compile` chooses against every rival partitioner and mapping, in the simulator: models times machines.
+
+A row per model and machine: the chosen plan, its step, the fastest rivals and how much slower they are; or which memory
+is too small. In every row `faster_rivals` must be empty, and none of the partitioners and mappings may be missing.
+
+Run: python bench/rivals.py [--models NAME ...] [--machines PRESET ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.bench.models import WideResNet
+from penstock.bench.peers import rows
+from penstock.compiler.batch import BatchShape, micro_batch_spec
+from penstock.compiler.models import find_model
+from penstock.compiler.prediction import make_plan
+from penstock.compiler.search import Found, Trace, Wishes, search
+from penstock.compiler.strategies import PASSES
+from penstock.compiler.trace import trace
+from penstock.passes.base import Options
+from penstock.passes.opgraph import OpGraph
+
+MODELS = {  # global batch, sequence
+    "mobius-3b": (16, 512), "mobius-8b": (16, 512), "mobius-15b": (8, 512), "mobius-51b": (8, 512), "t5-3b": (16, 512),
+    "t5-11b": (16, 512), "bert-large": (32, 512), "llama-8b": (8, 2048), "vit-g": (32, 0), "wide-resnet-3b": (32, 0),
+}  # fmt: skip
+MACHINES = (
+    "mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-8gpu", "mobius-v100", "fuyou-4090", "fuyou-a100",
+    "ftpipe-2080ti", "mics-p3dn:2", "mics-p4d:2", "rtx4090x4-2rc", "rtx5090x2", "h100x8", "laptop-16gb",
+)  # fmt: skip
+PRECISION = "fp16"  # which all of these machines have
+NAMED = 3  # rivals that a row tells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES))
+    parser.add_argument("--search-s", type=float, default=30.0, help="computation that one search may take")
+    args = parser.parse_args()
+    beaten = 0
+    for name in args.models:
+        capture, size, options = model_of(name)
+        for machine in args.machines:
+            beaten += not compare(name, machine, capture, Wishes("auto", None, size, options, search_s=args.search_s))
+    print(f"{beaten} of {len(args.models) * len(args.machines)} choices were beaten by a rival")
+
+
+def model_of(name: str) -> tuple[Trace, int, Options]:
+    """Its op graph by number of micro-batches, each traced once; the global batch; what is asked of every plan."""
+    batch, sequence = MODELS[name]
+    if name == "wide-resnet-3b":
+        with torch.device("meta"):
+            model: Any = WideResNet()
+        image = {"shape": [batch, 3, 224, 224], "dtype": "float32"}
+        spec: dict[str, Any] = {"pixel_values": image, "labels": {"shape": [batch], "dtype": "int64"}}
+    else:
+        named = find_model(name)
+        model, spec = named.on_meta(), named.batch_spec(batch, sequence or 1)
+
+    @functools.cache
+    def capture(count: int) -> OpGraph:
+        inputs = micro_batch_spec(spec, count)
+        return trace(model, inputs, autocast=torch.float16, device_kind="cuda", param_dtype=torch.float16)
+
+    return capture, BatchShape.of(model, spec).size, Options(precision=PRECISION)
+
+
+def compare(name: str, machine: str, capture: Callable[[int], OpGraph], wishes: Wishes) -> bool:
+    """One row; whether no rival was faster."""
+    row: dict[str, Any] = {"model": name, "hardware": machine, "batch": wishes.batch_size}
+    began_s = time.process_time()
+    try:
+        found = search(capture, penstock.Hardware.preset(machine), wishes)
+    except penstock.errors.DoesNotFit as error:
+        row |= {"fits": False, "why": str(error).partition(". ")[0][:200], "memory": error.memory}
+        found = None
+    if found is not None:
+        row |= figures(found)
+    rows.save("rivals", {**row, "search_cpu_s": time.process_time() - began_s})
+    return not row.get("faster_rivals")
+
+
+def figures(found: Found) -> dict[str, Any]:
+    plan = make_plan(found, "", "auto")
+    step_s = plan.predicted.step_s
+    slower = sorted((r for r in plan.rivals if r.step_s is not None), key=lambda r: r.step_s)
+    named = " ".join([found.best.name, plan.passes, *(r.name for r in plan.rivals)])
+    wanted = [n for n, kind in PASSES.items() if kind.decides in ("stages", "devices")]
+    return {
+        "fits": True, "chosen": found.best.name, "stages": len(plan.decisions.stages), "step_s": step_s,
+        "bottleneck": plan.predicted.bottleneck, "rivals_simulated": len(slower), "rivals": len(plan.rivals),
+        "nearest": {r.name: r.step_s / step_s for r in slower[:NAMED]},
+        "faster_rivals": [r.name for r in slower if r.step_s < step_s * (1 - 1e-9)],
+        "not_among_rivals": [n for n in wanted if n not in named],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
