@@ -31,7 +31,7 @@ from .heap import keep_freed_memory
 from .program import Interface, ParamSpec, StageSpec, TensorSpec
 
 ROWS_FILE = "rows.json"
-SLICE_S = 1.0  # time for one stage, after one warm-up
+SLICE_S = 0.5  # time for one stage, after one warm-up
 LEAST_ROUNDS = 3
 SEED = 0
 CLOCK_S = 1e-7  # no clock here tells less from nothing

@@ -1,0 +1,100 @@
+"""Timing stages: what is run, and on what values. No test looks at how long anything took."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.compiler.profile import write_samples
+from penstock.compiler.trace import trace
+from penstock.passes.coarsen import Coarsen
+from penstock.passes.profile import distinct, samples
+from penstock.runtime import measure_blocks
+from penstock.runtime.device_file import open_device_file
+from penstock.runtime.execute import StageRunner
+from penstock.runtime.program import Interface
+from penstock.tests.passes.running import apply, draft_of, traced
+from penstock.tests.zoo import token_batch, zoo
+
+CPU = torch.device("cpu")
+
+
+def folder_of(name: str, tmp_path: Path) -> Path:
+    graph, _ = traced(name)
+    blocks = apply(draft_of(graph), Coarsen()).blocks
+    write_samples(tmp_path, samples(graph, blocks, distinct(blocks)))
+    return tmp_path
+
+
+NAMES = ("gpt2", "t5", "mixtral", "wide_resnet", "lstm", "in_place", "custom_function")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_block_can_be_timed(name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
+    interface = Interface.from_json((folder / "interface.json").read_text())
+    rows = json.loads((folder / "rows.json").read_text())
+    file = open_device_file(folder / "device0.py", interface, 0)
+    for stage, spec in interface.stages.items():
+        found = measure_blocks.time_stage(file, spec, rows[stage], CPU, "fp32", slice_s=0.0)
+        assert len(found) == 3 and all(0 < x < math.inf for x in found)
+
+
+def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    interface = Interface.from_json((folder / "interface.json").read_text())
+    file = open_device_file(folder / "device0.py", interface, 0)
+    forwards: list[bool] = []
+    grads: list[dict[str, Any]] = []
+    forward, backward = StageRunner.forward, StageRunner.backward
+
+    def watched_forward(self: StageRunner, inputs: Any, seed: int, keep: bool = True) -> Any:
+        forwards.append(keep)
+        found = forward(self, inputs, seed, keep)
+        assert all(bool(torch.isfinite(value).all()) for value in found[0])
+        return found
+
+    def watched_backward(self: StageRunner, *args: Any) -> Any:
+        found = backward(self, *args)
+        grads.append(found[1])
+        return found
+
+    monkeypatch.setattr(StageRunner, "forward", watched_forward)
+    monkeypatch.setattr(StageRunner, "backward", watched_backward)
+    spec = interface.stages["stage2"]
+    assert spec.title == "transformer.h.0"
+    measure_blocks.time_stage(file, spec, {}, CPU, "fp32", slice_s=0.0)
+    assert forwards == [False, True] * (1 + measure_blocks.LEAST_ROUNDS)
+    assert len(grads) == 1 + measure_blocks.LEAST_ROUNDS and all(own is grads[0] for own in grads)
+    assert set(grads[0]) == {param.name for param in spec.params}
+    assert all(bool(torch.isfinite(grad).all()) and bool(grad.any()) for grad in grads[0].values())
+
+
+def test_low_precision_computes_as_its_plan_says(tmp_path: Path) -> None:
+    model, _ = zoo()["gpt2"](dropout=0.0)
+    low = torch.bfloat16
+    graph = trace(model, token_batch(2, 12), autocast=low, param_dtype=low)
+    blocks = apply(draft_of(graph, precision="bf16"), Coarsen()).blocks
+    write_samples(tmp_path, samples(graph, blocks, distinct(blocks)))
+    interface = Interface.from_json((tmp_path / "interface.json").read_text())
+    assert {param.dtype for spec in interface.stages.values() for param in spec.params} == {"bfloat16"}
+    found = measure_blocks.time_stages(str(tmp_path), CPU, "bf16", together=False)
+    assert list(found) == list(interface.stages)
+
+
+def test_an_error_names_the_block(tmp_path: Path) -> None:
+    folder = folder_of("mlp", tmp_path)
+    interface = Interface.from_json((folder / "interface.json").read_text())
+    (folder / "rows.json").write_text(json.dumps({name: {} for name in interface.stages}))
+    text = (folder / "device0.py").read_text()
+    (folder / "device0.py").write_text(text.replace("def forward(self", "def backwards(self", 1))
+    title = next(iter(interface.stages.values())).title
+    with pytest.raises(RuntimeError, match=f"block '{title}' cannot be timed on cpu"):
+        measure_blocks.time_stages(str(folder), CPU, "fp32", together=False)
