@@ -53,17 +53,14 @@ class ProfileCache:
         """
         path = self.path(key)
         try:
-            entry = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            return self._ignore(path, f"is damaged ({error})")
-        if not isinstance(entry, dict) or not isinstance(entry.get("key"), dict):
-            return self._ignore(path, "is damaged (it does not say what it was measured of)")
-        wrong = [name for name, value in asdict(key).items() if entry["key"].get(name) != value]
-        if wrong:
-            return self._ignore(path, f"is of another {', '.join(wrong)}")
-        return _seconds_of(entry.get("seconds"), path)
+        entry, why = _entry_of(text, key)
+        if why:
+            warnings.warn(f"profile: {path} {why}; the block is measured anew", stacklevel=3)
+            return None
+        return _seconds_of(entry["seconds"], path)
 
     def save(self, key: EntryKey, seconds: BlockSeconds) -> None:
         """Write an entry in one motion. Raises `PlanError` for a time that is none, `OSError` where that fails."""
@@ -78,14 +75,23 @@ class ProfileCache:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _ignore(self, path: Path, why: str) -> None:
-        warnings.warn(f"profile: {path} {why}; the block is measured anew", stacklevel=4)
-
 
 def default_directory() -> Path:
     """`penstock/profiles` under $XDG_CACHE_HOME, or under ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "penstock" / "profiles"
+
+
+def _entry_of(text: bytes, key: EntryKey) -> tuple[dict[str, Any], str]:
+    """A file's entry, and why it cannot be used; empty where it can."""
+    try:
+        entry = json.loads(text)
+    except ValueError as error:
+        return {}, f"is damaged ({error})"
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), dict) or "seconds" not in entry:
+        return {}, "is damaged (it does not say how long what took)"
+    wrong = [name for name, value in asdict(key).items() if entry["key"].get(name) != value]
+    return entry, f"is of another {', '.join(wrong)}" if wrong else ""
 
 
 def _seconds_of(found: Any, path: Path) -> BlockSeconds:
