@@ -103,7 +103,7 @@ def _phases(program: Program) -> dict[fx.Node, str]:
     alternate has no such stretches, and no comments.
     """
     nodes = list(program.ops())
-    leading = (ops.load, ops.recv, ops.fetch, ops.resident, ops.all_reduce, ops.norm, ops.clip)
+    leading = (ops.load, ops.recv, ops.fetch, ops.all_gather, ops.resident, ops.all_reduce, ops.norm, ops.clip)
     stretches: list[tuple[str, int, int]] = []  # (phase, place of its first op, number of computations)
     start = 0
     for place, node in enumerate(nodes):

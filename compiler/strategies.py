@@ -20,7 +20,9 @@ from ..passes.coarsen import Coarsen
 from ..passes.insert_fetch import InsertFetch
 from ..passes.insert_optimizer import InsertOptimizer
 from ..passes.insert_remat import InsertRemat
+from ..passes.insert_shard import InsertShard
 from ..passes.map_cross import MapCross
+from ..passes.map_everywhere import MapEverywhere
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
 from ..passes.partition_acyclic import PartitionAcyclic
@@ -30,6 +32,7 @@ from ..passes.partition_metis import PartitionMetis
 from ..passes.partition_min_stage import PartitionMinStage
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
+from ..passes.schedule_data_parallel import ScheduleDataParallel
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..runtime import ops
 from ..runtime.errors import PassError
@@ -50,10 +53,13 @@ PASSES: dict[str, type[Pass]] = {
         MapRoundRobin,
         MapCross,
         MapSequential,
+        MapEverywhere,
         SchedulePipeline,
         Schedule1F1B,
+        ScheduleDataParallel,
         InsertRemat,
         InsertFetch,
+        InsertShard,
         InsertOptimizer,
     )
 }
@@ -71,6 +77,13 @@ STRATEGIES: dict[str, str] = {
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
     "1f1b": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}").replace(
         "schedule-pipeline", "schedule-1f1b"
+    ),
+    "data-parallel": (
+        "coarsen, partition-balanced, map-everywhere, schedule-data-parallel, insert-remat, insert-fetch, insert-optimizer"
+    ),
+    "zero3-offload": (
+        "coarsen, partition-min-stage, map-everywhere, schedule-data-parallel{by_stage=true}, insert-remat{always=true}, "
+        "insert-shard, insert-optimizer"
     ),
     "balanced-cross": CROSSED,
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),

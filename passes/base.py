@@ -21,6 +21,10 @@ from .stages import Stage
 Profiler = Callable[[OpGraph, list[Block], Hardware], list[Block]]
 
 
+EVERYWHERE = -1  # in place of a device: all of them run the stage, each on micro-batches of its own
+REPLICAS, SHARDS = "replicas", "shards"  # groups of devices that run the whole model: on their own copies, on parts
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asked for, besides model and hardware. Amounts are per global batch unless said otherwise."""
@@ -44,7 +48,7 @@ class Draft:
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
     stages: list[Stage] = field(default_factory=list)
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
-    devices: list[int] = field(default_factory=list)  # stage -> device
+    devices: list[int] = field(default_factory=list)  # stage -> device, or EVERYWHERE
     programs: list[Program] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark for people: a proven gap, a solver that failed
 
@@ -52,7 +56,7 @@ class Draft:
         return next(s for s in self.stages if s.spec.name == name)
 
     def stages_on(self, device: int) -> list[Stage]:
-        return [stage for stage, d in zip(self.stages, self.devices) if d == device]
+        return [stage for stage, d in zip(self.stages, self.devices) if d in (device, EVERYWHERE)]
 
 
 @dataclass(frozen=True)

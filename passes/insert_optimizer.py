@@ -6,6 +6,10 @@ the backward of the stages before it (Mobius eq. 1); a resident stage is stepped
 waits for other devices least. The parts of a tied parameter are summed across the stages that share it (`all_reduce`
 over one group per parameter), and each stage then updates its own copy by the same arithmetic. Clipping needs the
 norm over all devices: every step waits for it.
+
+Where every device runs the whole model, the gradients of a stage are summed over the devices right behind its last
+backward (`all_reduce`), and each device steps its own copy; where stages are spread over the devices, the sum is
+scattered (`reduce_scatter`) and each device offloads and steps its shard.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import fx
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.program import Program, place_frees
-from .base import Draft, Pass
+from .base import EVERYWHERE, REPLICAS, SHARDS, Draft, Pass
 
 UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
 Group = tuple[tuple[int, str, str], ...]
@@ -53,23 +57,30 @@ class InsertOptimizer(Pass):
         scaled = options.precision == "fp16"
         groups = tie_groups(draft)
         clip = options.max_grad_norm if options.max_grad_norm is not None else UNCLIPPED if scaled else None
-        if clip is not None:
+        there = draft.programs[0].interface.groups
+        if clip is not None and REPLICAS not in there:
             groups["world"] = tuple((p.device, "", "") for p in draft.programs)
         for program in draft.programs:
-            program.with_interface(groups=groups)
+            program.with_interface(groups={**there, **groups})
         for program in draft.programs:
             _Updates(program, groups, decision, clip, scaled).emit()
 
 
 def tie_groups(draft: Draft) -> dict[str, Group]:
-    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages."""
+    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages. Where
+    stages are everywhere, each device has groups of its own: it adds up what was summed over the devices before."""
     ties = draft.graph.ties()
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
-    for stage, device in zip(draft.stages, draft.devices):
+    for stage, home in zip(draft.stages, draft.devices):
         for param in stage.spec.params:
-            if param.requires_grad:
-                members[ties.get(param.name, param.name)].append((device, stage.spec.name, param.name))
-    return {f"tie.{name}": tuple(rows) for name, rows in members.items() if len(rows) > 1}
+            name = ties.get(param.name, param.name)
+            homes = {f"tie.{name}": home}
+            if home == EVERYWHERE:
+                homes = {f"tie.{name}.{device}": device for device in range(draft.hardware.num_devices)}
+            for group, device in homes.items():
+                if param.requires_grad:
+                    members[group].append((device, stage.spec.name, param.name))
+    return {group: tuple(rows) for group, rows in members.items() if len(rows) > 1}
 
 
 class _Updates:
@@ -91,8 +102,14 @@ class _Updates:
         waiting = []  # stages whose step needs something from other devices, or the compute stream once it is idle
         for stage, grads in list(self.grads.items()):
             swapped = self.where[stage] == ops.DRAM
+            name = f"g{stage.removeprefix('stage')}"
+            if SHARDS in self.program.interface.groups:
+                self.grads[stage] = self.behind(grads, ops.reduce_scatter, grads, name=f"{name}_shard", group=SHARDS)
+            elif len(self.program.interface.groups.get(REPLICAS, ())) > 1:
+                self.grads[stage] = self.behind(grads, ops.all_reduce, grads, name=f"{name}_all", group=REPLICAS)
             if swapped:
-                self.grads[stage] = self.behind(grads, ops.offload, grads, name=f"g{stage.removeprefix('stage')}_dram")
+                grads = self.grads[stage]
+                self.grads[stage] = self.behind(grads, ops.offload, grads, name=f"{name}_dram")
             if swapped and self.max_norm is None and stage not in tied:
                 self.behind(self.grads[stage], ops.step, stage, self.grads[stage])
             else:
@@ -111,12 +128,12 @@ class _Updates:
             (grads,) = self.program.emit(ops.clip, grads, norm, names=[name], max_norm=float(self.max_norm))
         self.program.emit(ops.step, stage, grads, *([norm] if self.scaled else []))
 
-    def behind(self, place: fx.Node, op: ops.Op, *args: object, name: str = "") -> fx.Node:
-        """Insert one op right behind a value."""
+    def behind(self, place: fx.Node, op: ops.Op, *args: object, name: str = "", **fields: str) -> fx.Node:
+        """Insert one op right behind a value; its result."""
         with self.program.graph.inserting_after(place):
-            node = self.program.graph.call_function(op, args)  # type: ignore[arg-type]
-        self.program.bind_results(node, [name] if name else [])
-        return node
+            node = self.program.graph.call_function(op, args, dict(fields))  # type: ignore[arg-type]
+        made = self.program.bind_results(node, [name] if name else [])
+        return made[0] if made else node
 
     def reduce_ties(self) -> None:
         for group, rows in self.groups.items():
@@ -131,5 +148,7 @@ class _Updates:
         """The sum of squares over all devices, wherever their gradients lie."""
         grads = list(self.grads.values())
         (own,) = self.program.emit(ops.norm, *grads, names=["norm"])
+        if "world" not in self.groups:  # every device has all gradients
+            return own
         (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group="world")
         return total

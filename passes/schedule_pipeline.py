@@ -22,8 +22,9 @@ from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
-from .base import EVERYWHERE, Draft, Pass
-from .insert_fetch import fetch_weights, look_ahead, state_bytes
+from .base import EVERYWHERE, SHARDS, Draft, Pass
+from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
+from .insert_shard import gather_weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SchedulePipeline(Pass):
         draft.programs = [Emitter(flow, device, ended).step() for device in range(flow.face.num_devices)]
 
 
-def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None) -> list[Program]:
+def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Program]:
     """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
@@ -56,6 +57,10 @@ def evaluation_programs(draft: Draft, fetch: Mapping[str, object] | None = None)
         flow = Flow(face, draft.devices)
         ended = [row for row in ended_in_turn(flow, draft.hardware, draft.options.precision) if not row[1].is_backward]
         programs = [Emitter(flow, device, ended).evaluate() for device in range(face.num_devices)]
+    if SHARDS in face.groups:
+        for program in programs:
+            gather_weights(program, fetch or {}, face.members(SHARDS))
+        return programs
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = [stage.spec for stage in draft.stages_on(program.device)]
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import Persistent, fetches_of, plan_arena, profile_memory
+from .memory import IN_ARENA, Persistent, fetches_of, plan_arena, profile_memory
 from .order import Memory, build_order, lack_of
 from .program import Program, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
@@ -115,10 +115,10 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
     assert isinstance(node.target, ops.Op)
     made, read = values_of(node), operands(node)
     gone = (
-        [v for v in read if v.target is not ops.fetch]
+        [v for v in read if v.target not in IN_ARENA]
         if node.target is ops.free
         else []
-        if node.target is ops.fetch
+        if node.target in IN_ARENA
         else donated(node)
     )
     kinds = [v.meta["type"] for v in made or read]
@@ -132,7 +132,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         stream=stream,
         memory=kinds[0].memory if kinds else ops.DEVICE,
         results=[v.name for v in made],
-        takes=[] if node.target is ops.fetch else takes,
+        takes=[] if node.target in IN_ARENA else takes,
         gives=[(v.meta["type"].memory, v.name) for v in gone],
         workspace_bytes=work.workspace_bytes,
         workspace_memory=work.workspace_memory,
@@ -152,7 +152,7 @@ def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tup
     found: list[tuple[int, int, int]] = []
     for fetch in fetches_of(node):
         params = fetch.kwargs.get("params")
-        stage = str(fetch.args[0]).partition(".")[0]
+        stage = fetch.meta["type"].stage
         count = params if isinstance(params, int) else len(program.interface.stages[stage].params)
         found.append((offsets[fetch], found[-1][2] if found else 0, count))
     return tuple(found)

@@ -17,8 +17,11 @@ from torch import fx
 
 from . import ops
 from .errors import BudgetExceeded
-from .program import Program, aligned, donated, values_of, work_of
+from .program import Program, StageSpec, aligned, donated, values_of, work_of
 from .units import format_bytes
+
+
+IN_ARENA = (ops.fetch, ops.all_gather)  # ops whose results lie in the arena
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,23 @@ class Persistent:
 def persistent_bytes(program: Program) -> Persistent:
     """What stays: per stage its weights, fp32 master copies, optimizer states and buffers, where the program has them.
 
-    A stage whose weights are `resident` lies on the device; one that is fetched lies in DRAM, with its states.
+    A stage whose weights are `resident` lies on the device; one that is fetched lies in DRAM, with its states; one that
+    is fetched as a shard lies there as this shard.
     """
     face = program.interface
     where = {ops.DEVICE: _empty(), ops.DRAM: _empty()}
     homes: dict[str, str] = {}
+    parts: dict[str, StageSpec] = {}
     stepped = set()
     for node in program.ops():
         if node.target in (ops.resident, ops.fetch):
             stage = str(node.args[0]).partition(".")[0]
             homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
+            parts[stage] = face.part_of(stage, str(node.kwargs.get("group") or ""))
         elif node.target is ops.step:
             stepped.add(node.args[0])
     for stage, memory in homes.items():
-        spec = face.stages[stage]
+        spec = parts[stage]
         where[memory]["weights"] += spec.weight_bytes
         where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
         if stage in stepped:
@@ -62,12 +68,12 @@ def _empty() -> dict[str, int]:
 
 
 def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
-    """Offset of what each fetch brings into the device's arena (first fit, in issue order), and the arena's bytes."""
+    """Offset of what each fetch or gather brings into the device's arena (first fit, in issue order), and its bytes."""
     offsets: dict[fx.Node, int] = {}
     live: list[tuple[int, int, fx.Node]] = []  # (offset, end, fetch), sorted by offset
     size = 0
     for node in program.ops():
-        if node.target is ops.fetch:
+        if node.target in IN_ARENA:
             need = aligned(fetched_bytes(node))
             offset = 0
             for start, end, _ in live:
@@ -85,8 +91,8 @@ def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
 
 
 def fetches_of(value: fx.Node) -> list[fx.Node]:
-    """The fetches that brought a value, in order: one, or two where it came in parts; none if it was not fetched."""
-    if value.target is not ops.fetch:
+    """What brought a value into the arena, in order: a gather, or a fetch, or two where it came in parts; else none."""
+    if value.target not in IN_ARENA:
         return []
     return [*donated(value), value]
 
@@ -129,7 +135,7 @@ def profile_memory(program: Program) -> MemoryProfile:
             now[memory] -= account[memory].pop(value.name, 0)
         for value in values_of(node):
             kind = value.meta["type"]
-            if kind.owned and node.target is not ops.fetch:
+            if kind.owned and node.target not in IN_ARENA:
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
         work = work_of(program, node)

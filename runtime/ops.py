@@ -25,10 +25,11 @@ DEVICE, DRAM = "device", "dram"  # the two memories a program names; each device
 class Value:
     """The type of one value: what it is, how many bytes, and in which memory it lives.
 
-    `owned` is False for what stays across steps (resident weights): it is never freed by a program.
+    `owned` is False for what stays across steps (resident weights): it is never freed by a program. `group` names the
+    devices over which a shard, or the gradients of one, are spread; this is one member's piece.
     """
 
-    kind: str  # tensor | weights | part (of weights) | kept | grads | norm
+    kind: str  # tensor | weights | part or shard (of weights) | kept | grads | norm
     bytes: int
     memory: str = DEVICE
     shape: tuple[int, ...] = ()
@@ -36,6 +37,7 @@ class Value:
     stage: str = ""
     requires_grad: bool = False
     owned: bool = True
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Work:
 
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
     "dram" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of `workspace_memory`
-    are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a collective.
+    are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a collective, in which
+    `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring of members.
     """
 
     stream: str
@@ -60,6 +63,7 @@ class Work:
     peer: int = -1
     tag: str = ""
     group: str = ""
+    rounds: int = 0
     seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
 
 
@@ -74,6 +78,15 @@ class Context:
         if name not in self.interface.stages:
             raise ValueError(f"no stage {name!r}; there are {', '.join(self.interface.stages)}")
         return self.interface.stages[name]
+
+    def group(self, name: str) -> list[tuple[str, str]]:
+        """This device's members of a group: (stage, parameter)."""
+        if name not in self.interface.groups:
+            raise ValueError(f"no group {name!r}; there are {', '.join(self.interface.groups) or 'none'}")
+        found = [(stage, param) for device, stage, param in self.interface.groups[name] if device == self.device]
+        if not found:
+            raise ValueError(f"device {self.device} has no member in group {name!r}")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +184,17 @@ def _resident(ctx: Context, name: str) -> Value:
 resident = Op("resident", (HOST,), _resident, lambda ctx, name: Work(HOST))
 
 
-def _fetch(ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None) -> Value:
-    """With `params`, only the stage's first so many parameters; a second fetch takes over this part as `begun`."""
+def _fetch(
+    ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None, group: str | None = None
+) -> Value:
+    """With `params`, only the stage's first so many parameters; a second fetch takes over this part as `begun`. With
+    `group`, this device's shard of a stage that is spread over the group."""
     spec = _weights_name(ctx, name)
+    if group is not None:
+        if begun is not None or params is not None:
+            raise ValueError(f"a shard of {spec.name} is fetched at once")
+        ctx.group(group)
+        return Value("shard", ctx.interface.part_of(spec.name, group).weight_bytes, stage=spec.name, group=group)
     if params is not None:
         if begun is not None or not 0 < params < len(spec.params):
             raise ValueError(f"params of a first fetch of {spec.name} is 1 to {len(spec.params) - 1}, found {params}")
@@ -183,8 +204,10 @@ def _fetch(ctx: Context, name: str, begun: Value | None = None, *, params: int |
     return Value("weights", spec.weight_bytes, DEVICE, stage=spec.name)
 
 
-def _fetch_work(ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None) -> Work:
-    moved = _fetch(ctx, name, begun, params=params).bytes - (begun.bytes if begun is not None else 0)
+def _fetch_work(
+    ctx: Context, name: str, begun: Value | None = None, *, params: int | None = None, group: str | None = None
+) -> Work:
+    moved = _fetch(ctx, name, begun, params=params, group=group).bytes - (begun.bytes if begun is not None else 0)
     return Work(H2D, moved_bytes=moved, source=DRAM, target=DEVICE)
 
 
@@ -305,6 +328,8 @@ def _backward(
             raise ValueError(f"only the loss takes a factor; {out.name} of {stage} does not")
     if grads is not None and _want(grads, "grads", "grads", DEVICE).stage != stage:
         raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
+    if grads is not None and grads.group:
+        raise ValueError("gradients that were scattered cannot grow")
     dinputs = tuple(_tensor(i) for i in spec.inputs if i.requires_grad)
     return (*dinputs, Value("grads", spec.grad_bytes, DEVICE, stage=stage))
 
@@ -410,25 +435,24 @@ recv = Op(
 
 
 def _all_reduce(ctx: Context, *values: Value, group: str) -> tuple[Value, ...]:
-    """Sum over the group's members. Grads: only the tied parameter that the group names; norms: the whole."""
-    if group not in ctx.interface.groups:
-        raise ValueError(f"no group {group!r}; there are {', '.join(ctx.interface.groups) or 'none'}")
-    members = [stage for device, stage, _ in ctx.interface.groups[group] if device == ctx.device]
+    """Sum over the group's members. Grads: only the tied parameter that the group names, else all; norms: the whole."""
+    members = [stage for stage, _ in ctx.group(group)]
     if len(members) != len(values):
         raise ValueError(f"group {group} has {len(members)} members on device {ctx.device}, found {len(values)} values")
     for value, stage in zip(values, members):
-        if value.kind not in ("grads", "norm") or (value.kind == "grads" and value.stage != stage):
+        if value.kind not in ("grads", "norm") or (value.kind == "grads" and stage not in ("", value.stage)):
             raise ValueError(f"group {group} reduces the gradients of {stage} here, found {value.kind} {value.stage}")
     return tuple(values)
 
 
 def _all_reduce_work(ctx: Context, *values: Value, group: str) -> Work:
-    rows = ctx.interface.groups[group]
-    own = [(stage, name) for device, stage, name in rows if device == ctx.device]
-    num_bytes = sum(
-        next((p.bytes for p in ctx.stage(stage).params if p.name == name), 8) if stage else 8 for stage, name in own[:1]
-    )
-    return Work(COMM, moved_bytes=num_bytes, source=values[0].memory, target=values[0].memory, group=group)
+    stage, name = ctx.group(group)[0]
+    num_bytes = values[0].bytes
+    if name:
+        params = ctx.interface.part_of(stage, values[0].group).params
+        num_bytes = next(p.bytes for p in params if p.name == name)
+    memory = values[0].memory
+    return Work(COMM, moved_bytes=num_bytes, source=memory, target=memory, group=group, rounds=2)
 
 
 all_reduce = Op(
@@ -439,6 +463,44 @@ all_reduce = Op(
     effect=True,
     donates=("values",),
     paper="FTPipe 4.4: tied weights across stages",
+)
+
+
+def _all_gather(ctx: Context, shard: Value, *, group: str) -> Value:
+    """A stage's whole weights, out of the shards of all members."""
+    if _want(shard, "shard", "shard", DEVICE).group != group:
+        raise ValueError(f"the shard is of group {shard.group!r}, not of {group!r}")
+    return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
+
+
+def _once_round(group: str, num_bytes: int) -> Work:
+    return Work(COMM, moved_bytes=num_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1)
+
+
+all_gather = Op(
+    "all_gather",
+    (COMM,),
+    _all_gather,
+    lambda ctx, shard, *, group: _once_round(group, ctx.stage(shard.stage).weight_bytes),
+    paper="Mobius eq. 2, MiCS 3.2: every device keeps a part of each stage and has it whole while it runs",
+)
+
+
+def _reduce_scatter(ctx: Context, grads: Value, *, group: str) -> Value:
+    """The sum of the members' gradients of a stage, of which each keeps its own shard's part."""
+    if _want(grads, "grads", "grads", DEVICE).group:
+        raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
+    ctx.group(group)
+    return Value("grads", ctx.interface.part_of(grads.stage, group).grad_bytes, stage=grads.stage, group=group)
+
+
+reduce_scatter = Op(
+    "reduce_scatter",
+    (COMM,),
+    _reduce_scatter,
+    lambda ctx, grads, *, group: _once_round(group, grads.bytes),
+    donates=("grads",),
+    paper="Mobius eq. 2, MiCS 3.4",
 )
 
 
@@ -486,7 +548,7 @@ def _step(ctx: Context, stage: str, grads: Value, norm: Value | None = None) -> 
 
 
 def _step_work(ctx: Context, stage: str, grads: Value, norm: Value | None = None) -> Work:
-    spec = ctx.stage(stage)
+    spec = ctx.interface.part_of(stage, grads.group)
     per_param = 8 + 2 * ctx.interface.state_bytes_per_param + 4
     return Work(
         _where(grads),
@@ -510,7 +572,7 @@ step = Op(
 ALL: dict[str, Op] = {
     op.name: op
     for op in (
-        load, resident, fetch, offload, free, forward, evaluate, backward, add, send, recv, all_reduce, norm, clip,
-        step,
+        load, resident, fetch, offload, free, forward, evaluate, backward, add, send, recv, all_gather, reduce_scatter,
+        all_reduce, norm, clip, step,
     )
 }  # fmt: skip

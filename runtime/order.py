@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import MemoryProfile, fetched_bytes, fetches_of, plan_arena
+from .memory import IN_ARENA, MemoryProfile, fetched_bytes, fetches_of, plan_arena
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -202,7 +202,7 @@ class _ArenaWaits:
             for value in node.all_input_nodes:
                 for part in fetches_of(value):
                     self.given_back.append((*self.place(part), index))
-        elif node.target is ops.fetch:
+        elif node.target in IN_ARENA:
             start, end = self.place(node)
             found = [task for first, last, task in self.given_back if first < end and start < last]
             # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
@@ -246,9 +246,9 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     Results that replace what the op takes over in place count with the difference only.
     """
     if node.target is ops.free:
-        freed = (v.meta["type"] for v in node.args if v.target is not ops.fetch)  # type: ignore[union-attr]
+        freed = (v.meta["type"] for v in node.args if v.target not in IN_ARENA)  # type: ignore[union-attr]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
-    if node.target is ops.fetch:
+    if node.target in IN_ARENA:
         return 0, 0
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)

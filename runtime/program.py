@@ -112,6 +112,18 @@ class StageSpec:
     def trained_params(self) -> int:
         return sum(p.numel for p in self.params if p.requires_grad)
 
+    def shard(self, count: int) -> StageSpec:
+        """The stage as one of `count` members of a group keeps it: of every parameter, read as one row, a piece. All
+        pieces are equally long; zeros fill the last."""
+        if count not in self._shards:
+            pieces = (replace(p, shape=(-(-p.numel // count),)) for p in self.params)
+            self._shards[count] = replace(self, params=tuple(pieces))
+        return self._shards[count]
+
+    @cached_property
+    def _shards(self) -> dict[int, StageSpec]:
+        return {}
+
     def output(self, name: str) -> TensorSpec:
         return next(o for o in (*self.outputs, *self.extra_outputs) if o.name == name)
 
@@ -120,7 +132,8 @@ class StageSpec:
 class Interface:
     """What all programs of one plan share and their texts refer to by name.
 
-    `groups`: name to its members, each (device, stage, parameter name), reduced together; "world" is every device.
+    `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
+    takes part with the whole value, one without a stage with any stage; "world" is every device.
     `state_bytes_per_param`: optimizer states of one trained parameter; `master`: fp32 copies exist beside the weights.
     """
 
@@ -131,6 +144,15 @@ class Interface:
     groups: dict[str, tuple[tuple[int, str, str], ...]] = field(default_factory=dict)
     state_bytes_per_param: float = 8.0
     master: bool = False
+
+    def members(self, group: str) -> list[int]:
+        """The devices of a group, each once, in its order."""
+        return list(dict.fromkeys(device for device, _, _ in self.groups[group]))
+
+    def part_of(self, stage: str, group: str) -> StageSpec:
+        """The stage as a member of the group keeps it: whole where there is no group, else a shard."""
+        spec = self.stages[stage]
+        return spec.shard(len(self.members(group))) if group else spec
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -1,12 +1,13 @@
 """The reference runtime: all devices of a plan in one process on the CPU, without overlap. The meaning of a program.
 
 Each device executes its program in text order. One that must wait (a `recv` whose `send` has not happened, an
-`all_reduce` that not all members have reached) lets the next device go on; when nobody can, that is a deadlock and an
+collective that not all members have reached) lets the next device go on; when nobody can, that is a deadlock and an
 error. Freed values are gone, and every value is charged to its memory by the bytes that it really has.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,13 @@ from .errors import PenstockError, PlanError, VerifyError, WorkerError
 from .execute import Kept
 from .memory import Account, persistent_bytes, plan_arena
 from .optimizer import OptimizerSpec
-from .program import Program, donated, infer_all, values_of, work_of
-from .reference_ops import FULL, ReferenceRuntime, StageState, Waiting, Weights, World
+from .program import ParamSpec, Program, donated, infer_all, values_of, work_of
+from .reference_ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, Weights, World
+from .shards import whole_of
 from .text import excerpt, line_numbers, print_node
+
+
+ARENA_KINDS = ("weights", "part", "shard")  # these lie in the arena, which is charged as a whole
 
 
 class Reference:
@@ -49,14 +54,18 @@ class Reference:
         for program in programs:
             infer_all(program)
             self.programs[program.function].append(program)
-        states = {}
+        face = programs[0].interface
+        self.world = World(face, {}, seed)
         for name, module in stages.items():
-            if isinstance(module, type):
-                with torch.device("meta"):
-                    module = module()
-            spec = programs[0].interface.stages[name]
-            states[name] = StageState(spec, module, weights, buffers, optimizer, precision)
-        self.world = World(programs[0].interface, states, seed)
+            for device, group in _homes(programs, name).items():
+                made = _module(module)
+                members = face.members(group) if group else []
+                piece = (members.index(device), len(members)) if group else None
+                state = StageState(face.stages[name], made, weights, buffers, optimizer, precision, piece)
+                if name in self.world.stages:
+                    self.world.replicas[device, name] = state
+                self.world.stages.setdefault(name, state)
+        self.groups = {name: group for name in stages for group in _homes(programs, name).values() if group}
         self.world.loss_scale = LossScale() if precision == "fp16" else None
         self.budgets = dict(budgets or {})
         self.accounts: dict[str, Account] = {}
@@ -76,20 +85,37 @@ class Reference:
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters in full precision by dotted name; a tied one is its owner's."""
-        owned = [(s, p.name) for s in self.world.stages.values() for p in s.spec.params if p.owner]
-        return {name: state.masters[name] for state, name in owned if name in state.masters}
+        owned = [(s, p) for s in self.world.interface.stages.values() for p in s.params if p.owner]
+        return {p.name: self._whole(spec.name, p, "masters") for spec, p in owned if spec.name in self.world.stages}
 
     def buffers(self) -> dict[str, Tensor]:
         return {name: b for state in self.world.stages.values() for name, b in state.runner.buffers().items()}
 
     @property
+    def stage_weights(self) -> dict[str, dict[str, Tensor]]:
+        """Per stage its parameters in full precision, as its first device has them."""
+        specs = [(name, state.spec) for name, state in self.world.stages.items()]
+        return {name: {p.name: self._whole(name, p, "masters") for p in spec.params} for name, spec in specs}
+
+    @property
     def stage_grads(self) -> dict[str, dict[str, Tensor]]:
-        return {name: state.grads for name, state in self.world.stages.items()}
+        found = {}
+        for name, state in self.world.stages.items():
+            params = [p for p in state.spec.params if p.name in state.grads]
+            found[name] = {p.name: self._whole(name, p, "grads") for p in params}
+        return found
 
     @property
     def grads(self) -> dict[str, Tensor]:
-        owned = [(s, p.name) for s in self.world.stages.values() for p in s.spec.params if p.owner]
-        return {name: state.grads[name] for state, name in owned if name in state.grads}
+        owned = {p.name for s in self.world.stages.values() for p in s.spec.params if p.owner}
+        return {name: g for grads in self.stage_grads.values() for name, g in grads.items() if name in owned}
+
+    def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
+        """A parameter's "masters" or "grads": the first device's, or put together from those that share it."""
+        if stage not in self.groups:
+            return getattr(self.world.stages[stage], what)[param.name]
+        devices = self.world.interface.members(self.groups[stage])
+        return whole_of([getattr(self.world.stage(d, stage), what)[param.name] for d in devices], param.shape)
 
     def _run(self, function: str, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         programs = self.programs[function]
@@ -126,6 +152,24 @@ class Reference:
             self.accounts[device].take("arena", plan_arena(program)[1])
             for what, num_bytes in persistent.dram.items():
                 self.accounts["dram"].take(f"{device}.{what}", num_bytes)
+
+
+def _homes(programs: Sequence[Program], stage: str) -> dict[int, str]:
+    """The devices that hold a stage, each with the group over which it is spread ("" where it is whole)."""
+    found: dict[int, str] = {}
+    for program in programs:
+        for node in program.ops():
+            if node.target in (ops.resident, ops.fetch) and node.args[0] == f"{stage}.weights":
+                found.setdefault(program.device, str(node.kwargs.get("group") or ""))
+    return found or {0: ""}
+
+
+def _module(given: nn.Module | type[nn.Module]) -> nn.Module:
+    """One of its own for each device that runs the stage."""
+    if not isinstance(given, type):
+        return copy.deepcopy(given)
+    with torch.device("meta"):
+        return given()
 
 
 class DeviceRun:
@@ -219,10 +263,7 @@ class DeviceRun:
     def _place(self, node: fx.Node, value: Any, source: fx.Node) -> None:
         self.values[node] = value
         kind = node.meta["type"]
-        if kind.owned and kind.kind not in (
-            "weights",
-            "part",
-        ):  # fetched weights lie in the arena, which is charged as a whole
+        if kind.owned and kind.kind not in ARENA_KINDS:
             account, name = self._account(node)
             account.take(name, measured_bytes(value), str(print_node(source)))
 
@@ -245,6 +286,6 @@ def measured_bytes(value: Any) -> int:
     """The bytes that a value of a program really has."""
     if isinstance(value, Kept):
         return value.num_bytes
-    if isinstance(value, Weights | Grads):
+    if isinstance(value, Weights | Shard | Grads):
         return sum(t.nbytes for t in value.tensors.values())
     return int(value.nbytes)

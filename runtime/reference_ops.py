@@ -19,6 +19,7 @@ from .errors import BatchError, PlanError, VerifyError
 from .execute import Kept, StageRunner, micro_batch_seed
 from .optimizer import OptimizerSpec, StageOptimizer
 from .program import Interface, StageSpec, aligned
+from .shards import piece_of, whole_of
 
 CPU_DEVICE = torch.device("cpu")
 FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
@@ -33,8 +34,16 @@ class Weights:
 
 
 @dataclass
+class Shard:
+    """One member's piece of each of a stage's parameters, as a program's value."""
+
+    stage: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass
 class StageGrads(Grads):
-    """A stage's gradients as a program's value."""
+    """A stage's gradients as a program's value; of a shard, where they were scattered."""
 
     stage: str = ""
 
@@ -44,11 +53,14 @@ class Waiting(Exception):
 
 
 class StageState:
-    """What persists of one stage: its module, the parameters in full precision, and their optimizer."""
+    """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
+
+    `piece`: (index, count) of the shard that the device keeps of all parameters; None keeps them whole.
+    """
 
     def __init__(
         self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-        optimizer: OptimizerSpec | None, precision: str,
+        optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
     ):  # fmt: skip
         self.spec = spec
         self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
@@ -59,6 +71,7 @@ class StageState:
             if name not in weights:
                 raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
             full = weights[name].detach().to(FULL.get(param.dtype, param.dtype), copy=True).contiguous()
+            full = full if piece is None else piece_of(full, *piece)
             self.masters[name] = full
             self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
         trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
@@ -87,7 +100,10 @@ class StageState:
 
 @dataclass
 class World:
-    """What the devices share: stages, seeds, and what is under way between them."""
+    """What the devices share: stages, seeds, and what is under way between them.
+
+    `stages` are those on the first device that has them, `replicas` (by device and name) those on the others.
+    """
 
     interface: Interface
     stages: dict[str, StageState]
@@ -95,17 +111,21 @@ class World:
     step: int = 0
     loss_scale: LossScale | None = None
     finite: bool = True
+    replicas: dict[tuple[int, str], StageState] = field(default_factory=dict)
     mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
     arrived: dict[tuple[str, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
 
+    def stage(self, device: int, name: str) -> StageState:
+        return self.replicas.get((device, name)) or self.stages[name]
+
 
 class ReferenceRuntime:
-    """The ops of one device, under their own names and signatures. `recv` and `all_reduce` raise `Waiting`."""
+    """The ops of one device, under their own names and signatures. `recv` and collectives raise `Waiting`."""
 
     def __init__(self, device: int, world: World):
         self.device = device
         self.world = world
-        self._reductions: dict[str, int] = {}  # per group, how many are behind this device
+        self._meetings: dict[str, int] = {}  # per group, how many are behind this device
 
     def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
         spec, count = self.world.interface.batch[name], self.world.interface.micro_batches
@@ -123,13 +143,18 @@ class ReferenceRuntime:
 
     def resident(self, name: str) -> Weights:
         stage = name.removesuffix(".weights")
-        return Weights(stage, self.world.stages[stage].weights)
+        return Weights(stage, self.world.stage(self.device, stage).weights)
 
-    def fetch(self, name: str, begun: Weights | None = None, *, params: int | None = None) -> Weights:
+    def fetch(
+        self, name: str, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
+    ) -> Weights | Shard:
         stage = name.removesuffix(".weights")
+        state = self.world.stage(self.device, stage)
+        if group is not None:
+            return Shard(stage, state.copy_weights(list(state.weights)))
         there = begun.tensors if begun is not None else {}
         names = [p.name for p in self.world.interface.stages[stage].params[:params]]
-        copies = self.world.stages[stage].copy_weights([n for n in names if n not in there])
+        copies = state.copy_weights([n for n in names if n not in there])
         return Weights(stage, {**there, **copies})
 
     def offload(self, value: StageGrads | Tensor) -> StageGrads | Tensor:
@@ -140,7 +165,7 @@ class ReferenceRuntime:
     def free(self, *values: Any) -> None:
         for value in values:
             if isinstance(value, Weights):
-                self.world.stages[value.stage].runner.release()
+                self.world.stage(self.device, value.stage).runner.release()
             elif isinstance(value, Kept):
                 value.drop()
 
@@ -184,20 +209,47 @@ class ReferenceRuntime:
         return value
 
     def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
-        turn = (group, self._reductions.get(group, 0))
-        arrived = self.world.arrived.setdefault(turn, {})
-        arrived.setdefault(self.device, values)
+        arrived = self._meet(group, values)
         members = self.world.interface.groups[group]
-        missing = sorted({device for device, _, _ in members} - arrived.keys())
-        if missing:
-            raise Waiting(f"waits for device {', '.join(map(str, missing))} to reduce {group!r}")
-        self._reductions[group] = turn[1] + 1
-        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
         own = [name for device, _, name in members if device == self.device]
+        if isinstance(values[0], Grads) and own == [""]:
+            return (StageGrads(self._summed(arrived, group), stage=values[0].stage),)
+        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
         for name, value in zip(own, values):
             if isinstance(value, Grads) and total is not None:
                 value.tensors[name] = total.clone()
         return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
+
+    def all_gather(self, shard: Shard, *, group: str) -> Weights:
+        arrived = self._meet(group, (shard,))
+        shards = [arrived[device][0].tensors for device in self.world.interface.members(group)]
+        params = self.world.interface.stages[shard.stage].params
+        return Weights(shard.stage, {p.name: whole_of([s[p.name] for s in shards], p.shape) for p in params})
+
+    def reduce_scatter(self, grads: StageGrads, *, group: str) -> StageGrads:
+        devices = self.world.interface.members(group)
+        total = self._summed(self._meet(group, (grads,)), group)
+        index = devices.index(self.device)
+        return StageGrads({name: piece_of(g, index, len(devices)) for name, g in total.items()}, stage=grads.stage)
+
+    def _meet(self, group: str, values: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+        """What all devices of a group bring to its next collective."""
+        turn = (group, self._meetings.get(group, 0))
+        arrived = self.world.arrived.setdefault(turn, {})
+        arrived.setdefault(self.device, values)
+        missing = sorted(set(self.world.interface.members(group)) - arrived.keys())
+        if missing:
+            raise Waiting(f"waits for device {', '.join(map(str, missing))} to meet in {group!r}")
+        self._meetings[group] = turn[1] + 1
+        return arrived
+
+    def _summed(self, arrived: Mapping[int, tuple[Any, ...]], group: str) -> dict[str, Tensor]:
+        """A stage's gradients, added up in the group's order. Those that no device has are missing."""
+        total: dict[str, Tensor] = {}
+        for device in self.world.interface.members(group):
+            for name, grad in arrived[device][0].tensors.items():
+                total[name] = total[name] + grad if name in total else grad.clone()
+        return total
 
     def norm(self, *grads: StageGrads) -> Tensor:
         return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
@@ -212,10 +264,10 @@ class ReferenceRuntime:
         if norm is not None and not bool(torch.isfinite(norm)):
             self.world.finite = False
             return
-        self.world.stages[stage].step(grads)
+        self.world.stage(self.device, stage).step(grads)
 
     def _bound(self, stage: str, weights: Weights) -> StageRunner:
-        runner = self.world.stages[stage].runner
+        runner = self.world.stage(self.device, stage).runner
         runner.bind(weights.tensors)
         return runner
 

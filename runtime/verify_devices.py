@@ -13,6 +13,7 @@ from .text import describe, print_node
 from .verify_case import Case, fail, line_of, message_key, where
 
 Call = tuple[Program, fx.Node]
+COLLECTIVES = (ops.all_reduce, ops.all_gather, ops.reduce_scatter)
 
 
 def check_devices(case: Case) -> None:
@@ -63,16 +64,15 @@ def _check_equal_types(send: Call, recv: Call) -> None:
 
 
 def check_collectives(case: Case) -> None:
-    """All members of a group call it equally often, and with the same kind of value each time."""
+    """All members of a group call it equally often, each time with the same op and the same kind of value; a gather and
+    a sum over devices also of the same stage."""
     calls: dict[str, dict[int, list[Call]]] = {}
     groups = case.programs[0].interface.groups
     for program in case.programs:
         for node in program.ops():
-            if node.target is not ops.all_reduce:
+            if node.target not in COLLECTIVES:
                 continue
             group = str(node.kwargs["group"])
-            if program.device not in {device for device, _, _ in groups[group]}:
-                fail(program, node, f"device {program.device} has no member in group {group!r}")
             calls.setdefault(group, {}).setdefault(program.device, []).append((program, node))
     for group, by_device in calls.items():
         members = sorted({device for device, _, _ in groups[group]})
@@ -83,9 +83,18 @@ def check_collectives(case: Case) -> None:
                 message = f"device {device} calls group {group!r} {len(own)} times, this device {len(most)} times"
                 fail(*most[len(own)], message)
             for mine, other in zip(own, most):
-                kinds = [call[1].args[0].meta["type"].kind for call in (mine, other)]  # type: ignore[union-attr]
+                kinds = [_meeting(*call) for call in (mine, other)]
                 if kinds[0] != kinds[1]:
                     fail(*mine, f"group {group!r} meets {kinds[0]} here and {kinds[1]} in {where(*other)}")
+
+
+def _meeting(program: Program, node: fx.Node) -> str:
+    """What all members must bring to a collective: "grads of stage1 to reduce_scatter"."""
+    value: ops.Value = node.args[0].meta["type"]  # type: ignore[union-attr]
+    rows = program.interface.groups[str(node.kwargs["group"])]
+    whole = value.stage and not any(param for _, _, param in rows)
+    assert isinstance(node.target, ops.Op)
+    return f"{value.kind}{f' of {value.stage}' if whole else ''} to {node.target.name}"
 
 
 def check_deadlock(case: Case) -> None:

@@ -8,12 +8,13 @@ from torch import fx
 
 from . import ops
 from .order import producer_of
-from .program import Program, StageSpec, operands, values_of
+from .program import Interface, Program, StageSpec, operands, values_of
 from .verify_case import Case, fail, line_of, message_key
 
-COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.free, ops.send, ops.recv}
+COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.free, ops.send, ops.recv, ops.all_gather}
 LEGAL = {
-    "step": COMMON | {ops.forward, ops.backward, ops.add, ops.all_reduce, ops.norm, ops.clip, ops.step},
+    "step": COMMON
+    | {ops.forward, ops.backward, ops.add, ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step},
     "evaluate": COMMON | {ops.evaluate},
 }
 
@@ -30,6 +31,8 @@ def check_legality(case: Case) -> None:
             if node.target in (ops.fetch, ops.resident):
                 stage = str(node.args[0]).partition(".")[0]
                 home = homes.setdefault(stage, node)
+                if home.kwargs.get("group") != node.kwargs.get("group"):
+                    fail(program, node, f"{stage} is fetched otherwise in line {line_of(program, home)}")
                 if home.target is not node.target:
                     fail(program, node, f"{stage} is both resident and fetched, first in line {line_of(program, home)}")
             elif node.target is ops.step:
@@ -43,6 +46,10 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
     if stage not in homes:
         fail(program, node, f"{stage} is updated on a device that has none of its weights")
     wanted = ops.DRAM if homes[stage].target is ops.fetch else ops.DEVICE
+    spread, found = homes[stage].kwargs.get("group") or "", operands(node)[0].meta["type"].group
+    if spread != found:
+        names = [f"spread over {group!r}" if group else "whole" for group in (spread, found)]
+        fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
     if memory != wanted:
         how = "fetched" if wanted == ops.DRAM else "resident"
         fail(program, node, f"{stage} is {how}, so its states lie in {wanted}, but its gradients lie in {memory}")
@@ -63,7 +70,8 @@ def _check_kept(program: Program, node: fx.Node) -> None:
 
 
 def check_coverage(case: Case) -> None:
-    """Each stage runs on one device and does each micro-batch once: forward and backward in `step`, else evaluate."""
+    """Each stage does each micro-batch once: forward and backward in `step`, else evaluate. All of them on one device,
+    or on the devices of a group that can add up its gradients, there each micro-batch on one of them."""
     face = case.programs[0].interface
     wanted = (ops.forward, ops.backward) if case.function == "step" else (ops.evaluate,)
     done: dict[tuple[ops.Op, str, int], tuple[Program, fx.Node]] = {}
@@ -75,9 +83,11 @@ def check_coverage(case: Case) -> None:
                 continue
             stage, micro_batch = str(node.args[0]), _micro_batch(node)
             home = homes.setdefault(stage, (program, node))[0]
-            if home is not program:
-                fail(program, node, f"{stage} runs on device {home.device} already")
+            if home is not program and not _joined(face, stage, home.device, program.device):
+                fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
             key = (op, stage, micro_batch)
+            if op is ops.backward and done.get((ops.forward, stage, micro_batch), (program, node))[0] is not program:
+                fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
             if key in done:
                 first = line_of(*done[key])
                 fail(program, node, f"{op.name} of {stage}, micro-batch {micro_batch} is done in line {first}")
@@ -89,6 +99,12 @@ def check_coverage(case: Case) -> None:
                 program, node = homes.get(stage, (case.programs[0], case.programs[0].batch))
                 message = f"no {op.name} of {stage} for micro-batch {', '.join(map(str, missing))}"
                 fail(program, _last_op(program), message)
+
+
+def _joined(face: Interface, stage: str, first: int, second: int) -> bool:
+    """Whether some group holds the whole stage on both devices."""
+    whole = [{d for d, s, param in rows if s in ("", stage) and not param} for rows in face.groups.values()]
+    return any({first, second} <= devices for devices in whole)
 
 
 def _has_gradients(spec: StageSpec) -> bool:
@@ -142,7 +158,8 @@ class _Sum:
 
 
 def check_gradients(case: Case) -> None:
-    """Each trained stage's gradients, of all micro-batches and summed over its ties, reach one update or the result."""
+    """Each trained stage's gradients, of all micro-batches and summed over its ties and over all devices that run it,
+    reach one update, or the result, on each of these."""
     if case.function != "step":
         return
     face = case.programs[0].interface
@@ -163,10 +180,15 @@ def check_gradients(case: Case) -> None:
         if spec.trained_params == 0:
             continue
         ends = updates.get(stage) or returned.get(stage, [])
-        if len(ends) != 1:
-            place = ends[1] if ends else (case.programs[0], _last_op(case.programs[0]))
-            fail(place[0], place[1], f"the gradients of {stage} reach {len(ends)} updates; one is needed")
-        _check_sum(*ends[0], {name for name, rows in face.groups.items() if _trains(rows, spec)})
+        homes = {program.device: program for program in case.programs if _backwards(program, stage)}
+        for device in homes or {0: case.programs[0]}:
+            own = [end for end in ends if end[0].device == device]
+            if len(own) != 1:
+                place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
+                fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
+            _check_sum(*own[0], _backwards(own[0][0], stage), _tied(face, spec, device))
+        if stage in updates:  # what is returned may still be added up
+            _check_devices(ends, face, set(homes))
 
 
 def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
@@ -179,20 +201,41 @@ def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
         before = sums[given[0]].micro_batches if given else frozenset()
         sums[made[0]] = _Sum(str(node.args[0]), before | {_micro_batch(node)})
         return
-    group = {str(node.kwargs["group"])} if node.target is ops.all_reduce else set()
+    group = {str(node.kwargs["group"])} if node.target in (ops.all_reduce, ops.reduce_scatter) else set()
     for value, source in zip(made, given):
         sums[value] = _Sum(sums[source].stage, sums[source].micro_batches, sums[source].groups | group)
 
 
-def _trains(rows: tuple[tuple[int, str, str], ...], spec: StageSpec) -> bool:
+def _backwards(program: Program, stage: str) -> set[int]:
+    """The micro-batches whose backward of a stage runs in a program."""
+    return {_micro_batch(n) for n in program.ops() if n.target is ops.backward and n.args[0] == stage}
+
+
+def _tied(face: Interface, spec: StageSpec, device: int) -> set[str]:
+    """The groups in which a device adds up parameters that the stage shares with others."""
     trained = {param.name for param in spec.params if param.requires_grad}
-    return any(stage == spec.name and name in trained for _, stage, name in rows)
+    rows = [(name, member) for name, members in face.groups.items() for member in members]
+    return {name for name, (d, stage, param) in rows if d == device and stage == spec.name and param in trained}
 
 
-def _check_sum(program: Program, node: fx.Node, found: _Sum, groups: set[str]) -> None:
-    missing = sorted(set(range(program.interface.micro_batches)) - found.micro_batches)
+def _check_sum(program: Program, node: fx.Node, found: _Sum, micro_batches: set[int], groups: set[str]) -> None:
+    missing = sorted(micro_batches - found.micro_batches)
     if missing:
         fail(program, node, f"the gradients of {found.stage} lack micro-batch {', '.join(map(str, missing))}")
     if groups - found.groups:
         names = ", ".join(sorted(groups - found.groups))
         fail(program, node, f"the gradients of {found.stage} hold a tied parameter and were not summed over {names}")
+
+
+def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], face: Interface, homes: set[int]) -> None:
+    """The groups that the gradients of a stage went through join all its devices, maybe in several hops."""
+    program, node, found = ends[0]
+    reached, before = {program.device}, set[int]()
+    while reached != before:
+        before = set(reached)
+        for group in {name for end in ends for name in end[2].groups}:
+            devices = {d for d, stage, param in face.groups[group] if stage in ("", found.stage) and not param}
+            reached |= devices if devices & reached else set()
+    if homes - reached:
+        names = ", ".join(map(str, sorted(homes - reached)))
+        fail(program, node, f"the gradients of {found.stage} were not summed with those of device {names}")

@@ -248,9 +248,9 @@ def assert_trains_like_eager(
             _assert_equal(own, {name: grads[name] for name in own}, tolerance, stage)
             seen |= own
         assert seen.keys() == grads.keys()
-    for state in machine.world.stages.values():
-        weights = {eager.ties.get(name, name): w for name, w in state.masters.items()}
-        _assert_equal(weights, {name: eager.params[name].detach() for name in weights}, tolerance, state.spec.name)
+    for stage, rows in machine.stage_weights.items():
+        weights = {eager.ties.get(name, name): w for name, w in rows.items()}
+        _assert_equal(weights, {name: eager.params[name].detach() for name in weights}, tolerance, stage)
     buffers = dict(eager.module.named_buffers(remove_duplicate=False))
     mine = machine.buffers()
     _assert_equal(mine, {name: buffers[name] for name in mine}, tolerance)

@@ -224,7 +224,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     programs = training(interface_of(*models(tied=True), tied=True))
     lines = print_program(programs[1]).splitlines(keepends=True)
     lone = "".join(line for line in lines if "all_reduce" not in line).replace("g_tied", "g1_m2")
-    with pytest.raises(VerifyError, match=r"device 0, line \d+.*waits for device 1 to reduce 'tie.embed.weight'"):
+    with pytest.raises(VerifyError, match=r"device 0, line \d+.*waits for device 1 to meet in 'tie.embed.weight'"):
         reference([programs[0], parse_program(lone, programs[1].interface, 1)], tied=True).step(batch_of(0))
 
 

@@ -190,9 +190,8 @@ def test_collectives_must_be_called_by_all_members_alike() -> None:
     error = refused(edited(programs, 1, *missing), "device 1 calls group 'world' 0 times, this device 1 times")
     assert error.device == 0
     face = replace(programs[0].interface, groups={"world": ((0, "", ""),)})
-    only = [Program(d, face) for d in range(2)]
-    only[1].emit(ops.all_reduce, group="world")
-    refused(only, "device 1 has no member in group 'world'")
+    with pytest.raises(VerifyError, match="device 1 has no member in group 'world'"):
+        Program(1, face).emit(ops.all_reduce, group="world")
 
 
 def test_crossed_messages_deadlock_and_the_error_says_who_waits_for_whom() -> None:
@@ -389,7 +388,7 @@ def test_evaluation_programs() -> None:
         with program.graph.inserting_before(program.graph.find_nodes(op="output")[0]):
             program.emit(ops.forward, "stage0", nodes["resident"], nodes["load"], micro_batch=0, keep=False)
 
-    refused(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are evaluate, fetch, free")
+    refused(evaluation(forward_too), "`forward` is not allowed in `evaluate`; there are all_gather, evaluate, fetch, free")
 
 
 def test_sets_of_programs_that_do_not_belong_together_are_refused() -> None:
