@@ -110,9 +110,7 @@ def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
     """Equation 1 of Mobius, counted on a model that swapping needs not: two copies down, but for the stages that are
     still there when backward begins; one gradient up; everything else is messages."""
     hardware = Hardware.preset("mobius-topo2+2")
-    trial = Lab().trial(
-        Case(GPT, 2, 4, sequence=32), hardware, LINE.replace("{stages=4}", "{stages=6}"), recompute=True
-    )
+    trial = Lab().trial(Case(GPT, 2, 4, sequence=32), hardware, LINE.replace("{stages=4}", "{stages=6}"))
     weights = 2 * trial.params
     fetched = sum(t.moved_bytes for t in trial.transfers if t.op == "fetch")
     offloaded = sum(t.moved_bytes for t in trial.transfers if t.op == "offload")
