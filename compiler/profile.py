@@ -48,8 +48,8 @@ class Part:
 
     @property
     def together(self) -> int:
-        """How many are timed at once."""
-        return len(self.devices) if self.kind == "cpu" else 1
+        """How many are timed at once: no more than have cores for themselves, as who shares them is the simulator's."""
+        return _at_once(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
 
 
 Run = Callable[[Part, Sequence[Sample], str, float], dict[str, BlockSeconds]]  # part, what, precision, roofline seconds
@@ -121,12 +121,16 @@ def parts_here(hardware: Hardware) -> list[Part]:
         number_of_gpus += device.kind == "cuda"
         title = _gpu_title(number) if device.kind == "cuda" else f"{cpu_model()}, {device.threads} threads"
         groups.setdefault((device.kind, title), []).append((number, device))
-    cpus = sum(device.kind == "cpu" for device in hardware.devices)
-    beside = f", {usable_cores()} cores, {cpus} devices at once"
+    cpus = [device for device in hardware.devices if device.kind == "cpu"]
+    beside = f", {usable_cores()} cores, {_at_once(len(cpus), cpus[0])} devices at once" if cpus else ""
     return [
         Part(kind, title if kind == "cuda" else title + beside, tuple(device for _, device in members), members[0][0])
         for (kind, title), members in groups.items()
     ]
+
+
+def _at_once(num_devices: int, device: Device) -> int:
+    return max(1, min(num_devices, usable_cores() // device.threads))
 
 
 def _why_absent(device: Device, number: int) -> str:
