@@ -78,7 +78,7 @@ def test_what_was_measured_of_something_else_is_not_used(
     elif change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.0.0")
     elif change == "devices":
-        hardware = Hardware.cpu(num_devices=3)
+        hardware = Hardware.cpu(num_devices=1)
     elif change == "threads":
         monkeypatch.setattr(profile, "usable_cores", lambda: 64)
         hardware = Hardware.cpu(num_devices=2, threads=2)
