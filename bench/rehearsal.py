@@ -18,7 +18,7 @@ from penstock.compiler.models import find_model
 
 TARGET = 0.05
 MACHINES = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-8gpu", "mobius-v100", "ftpipe-2080ti"]
-PLANS = [("weights swapped", "mobius-8b", "mobius"), ("weights resident", "mobius-3b", "gpipe")]
+PLANS = [("weights swapped", "mobius-15b", "mobius"), ("weights resident", "mobius-3b", "gpipe")]
 ROWS, SEQUENCE, MICRO_BATCHES = 16, 512, 8
 
 
