@@ -7,7 +7,8 @@ Prints one line of JSON: stage -> seconds of a forward that keeps nothing, one t
 
 Weights are random, made for one stage on the device and dropped behind it: a model larger than memory can be timed.
 What the runtime does around every op (seeds, detaching) is not in the times of forwards: the simulator charges it once
-an op, however many blocks a stage has.
+an op, however many blocks a stage has. Nor is what the thread waited for a core that other processes had, where the
+machine has cores for all of its devices' threads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .detect import usable_cores
 from .device_file import INTERFACE_FILE, DeviceFile, open_device_file
 from .execute import StageRunner
 from .heap import keep_freed_memory
@@ -39,31 +41,41 @@ WEIGHT_SCALE = 0.02  # of random weights: what flows through a block stays neith
 
 
 class Watch:
-    """Seconds from `start` to `stop`, by the host's clock, or by events on a GPU's current stream."""
+    """Seconds from `start` to `stop`, by the host's clock without waits for a core, or by events on a GPU's current
+    stream. `shares_cores`: waits count, as the machine's own devices wait for each other."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.start_s = self.end_s = 0.0
-        if device.type == "cuda":
+    def __init__(self, device: torch.device, shares_cores: bool = False):
+        self.is_cuda, self.shares_cores = device.type == "cuda", shares_cores
+        self.start_s = self.end_s = self.waited_s = 0.0
+        if self.is_cuda:
             self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def start(self, *_: Any) -> None:
-        if self.device.type == "cuda":
+        if self.is_cuda:
             self.first.record()
-        else:
-            self.start_s = time.perf_counter()
+            return
+        self.waited_s = 0.0 if self.shares_cores else waited_s()
+        self.start_s = time.perf_counter()
 
     def stop(self, *_: Any) -> None:
-        if self.device.type == "cuda":
+        if self.is_cuda:
             self.last.record()
-        else:
-            self.end_s = time.perf_counter()
+            return
+        self.end_s = time.perf_counter()
+        self.waited_s = 0.0 if self.shares_cores else waited_s() - self.waited_s
 
     def seconds(self) -> float:
-        if self.device.type != "cuda":
-            return max(self.end_s - self.start_s, CLOCK_S)
+        if not self.is_cuda:
+            return max(self.end_s - self.start_s - self.waited_s, CLOCK_S)
         self.last.synchronize()
         return max(self.first.elapsed_time(self.last) / 1e3, CLOCK_S)
+
+
+def waited_s(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds that this thread has been ready to run while something else had the core; 0 where the kernel keeps no
+    such account."""
+    fields = statistics.read_text().split() if statistics.is_file() else []
+    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def time_stage(
@@ -72,6 +84,8 @@ def time_stage(
     rows: Mapping[str, int],
     device: torch.device,
     precision: str,
+    *,
+    shares_cores: bool = False,
     slice_s: float = SLICE_S,
 ) -> list[float]:
     """Seconds of a forward that keeps nothing, one that keeps what backward needs, and backward: of each the first
@@ -79,7 +93,7 @@ def time_stage(
     runner = StageRunner(spec, file.build(spec.name), device, precision)
     runner.load_buffers({buffer.name: _filled(buffer, device) for buffer in spec.buffers})
     runner.bind({param.name: _weights(param, device) for param in spec.params})
-    play = _round_of(runner, spec, rows, device)
+    play = _round_of(runner, spec, rows, device, Watch(device, shares_cores))
     play()
     times: list[tuple[float, float, float]] = []
     end = time.perf_counter() + slice_s
@@ -89,11 +103,10 @@ def time_stage(
 
 
 def _round_of(
-    runner: StageRunner, spec: StageSpec, rows: Mapping[str, int], device: torch.device
+    runner: StageRunner, spec: StageSpec, rows: Mapping[str, int], device: torch.device, watch: Watch
 ) -> Callable[[], tuple[float, float, float]]:
     inputs = [_input(want, rows.get(want.name), device) for want in spec.inputs]
     douts = [_gradient(output, output.name == spec.loss, device) for output in spec.outputs]
-    watch = Watch(device)
     runner.module.register_forward_pre_hook(watch.start)
     runner.module.register_forward_hook(watch.stop)
     grads: dict[str, Tensor] = {}
@@ -140,8 +153,9 @@ def _gradient(output: TensorSpec, is_loss: bool, device: torch.device) -> Tensor
     return _input(output, None, device) if output.requires_grad else None
 
 
-def time_stages(folder: str, device: torch.device, precision: str, together: bool) -> dict[str, list[float]]:
-    """All stages of the folder's file; `together`: in step with the other ranks of the process group."""
+def time_stages(folder: str, device: torch.device, precision: str, world: int = 1) -> dict[str, list[float]]:
+    """All stages of the folder's file, in step with the other ranks of the process group where there are any."""
+    together, shares_cores = world > 1, world * torch.get_num_threads() > usable_cores()
     interface = Interface.from_json(Path(folder, INTERFACE_FILE).read_text(encoding="utf-8"))
     rows = json.loads(Path(folder, ROWS_FILE).read_text(encoding="utf-8"))
     file = open_device_file(Path(folder, "device0.py"), interface, 0)
@@ -150,7 +164,7 @@ def time_stages(folder: str, device: torch.device, precision: str, together: boo
         if together:
             dist.barrier()
         try:
-            found[name] = time_stage(file, spec, rows[name], device, precision)
+            found[name] = time_stage(file, spec, rows[name], device, precision, shares_cores=shares_cores)
         except Exception as error:
             raise RuntimeError(f"block {spec.title!r} cannot be timed on {device}: {error}") from error
         gc.collect()
@@ -179,7 +193,7 @@ def main(arguments: list[str]) -> None:
             timeout=timedelta(hours=1),
         )
     try:
-        print(json.dumps(time_stages(folder, device, precision, together)))
+        print(json.dumps(time_stages(folder, device, precision, int(world))))
     finally:
         if together:
             dist.destroy_process_group()
