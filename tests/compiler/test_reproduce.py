@@ -54,6 +54,7 @@ FTPIPE = reproduce_ftpipe.Setup(
     "toy",
     machine="rtx3090x2",
     stages=(2, 4),
+    batches=((2, 1),),
     volume=(1, (16,)),
 )
 LINE = reproduce_mobius.mobius("partition-balanced{stages=4}")
