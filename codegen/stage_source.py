@@ -82,7 +82,7 @@ class StageSource:
         arguments = [self.body.first_names[node] for node in self.inputs]
         types = ", ".join(f"{describe(n.meta.get('val'))}" for n in self.inputs)
         results = [o.name for o in (*self.spec.outputs, *self.spec.extra_outputs)]
-        returned = ", ".join(self.body.returned)
+        returned = ", ".join(self.body.returned) or "()"  # nothing reads a layer whose result is not used
         returned = f"({returned},)" if len(self.outputs) == 1 else returned
         lines = [
             f"class {self.class_name}(Stage):  # {self._comment()}",

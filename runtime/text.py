@@ -51,7 +51,7 @@ def print_node(node: Any) -> str | None:
     arguments = [_literal(a) for a in node.args] + [f"{k}={_literal(v)}" for k, v in node.kwargs.items()]
     call = f"rt.{node.target.name}({', '.join(arguments)})"
     types = node.meta.get("type")
-    if types is None:
+    if types is None or types == ():
         return call
     names = [value.name for value in values_of(node)]
     if isinstance(types, tuple):
