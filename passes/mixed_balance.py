@@ -1,8 +1,8 @@
 """Mixed-pipe, step 2: clusters to devices (FTPipe 4.1.2).
 
 In: clusters and what each needs. Out: the device of each. Longest processing time first: the most expensive cluster goes
-to the device that would be done first and has the memory. Then pairs of clusters change places as long as that shortens
-the step of a synchronous pipeline. At last connected clusters of one device become one stage wherever that closes no
+to the device that would be done first and has the memory. A second start takes the clusters in their order to the device
+that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places as long as that shortens the step. At last connected clusters of one device become one stage wherever that closes no
 cycle, which keeps the pipeline's depth small.
 """
 
@@ -15,7 +15,7 @@ from .mixed_estimate import Flow
 from .mixed_graph import BlockGraph, Clusters
 from .mixed_memory import Footprints, StageNeed
 
-SWEEPS = 6  # of exchanges
+TRIALS = 4000  # of exchanges
 WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
 
 
@@ -46,6 +46,25 @@ def longest_first(
     return device_of
 
 
+def earliest_end(flow: Flow, needs: Sequence[StageNeed], memory: Footprints, swapped: bool) -> list[int] | None:
+    """Stage by stage in order, to the device with memory for it that is done with all micro-batches' forwards first."""
+    held: list[list[StageNeed]] = [[] for _ in memory.budgets]
+    free = [0] * len(held)
+    done: list[list[int]] = []
+    device_of: list[int] = []
+    for s, need in enumerate(needs):
+        able = [d for d in range(len(held)) if memory.fits(d, [*held[d], need], swapped)]
+        if not able:
+            return None
+        ends = {d: flow.forward(s, [*device_of, d], list(free), done) for d in able}
+        best = min(able, key=lambda d: (ends[d][-1], free[d], d))
+        held[best].append(need)
+        device_of.append(best)
+        done.append(ends[best])
+        free[best] = ends[best][-1]
+    return device_of
+
+
 def exchange(
     flow: Flow, device_of: list[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
 ) -> list[int]:
@@ -53,7 +72,8 @@ def exchange(
     best = list(device_of)
     best_ns = flow.step_ns(best)
     num_devices = len(memory.budgets)
-    for _ in range(SWEEPS):
+    trials = 0
+    while trials < TRIALS:
         before_ns = best_ns
         moves: list[tuple[tuple[int, int], ...]] = [
             ((i, best[j]), (j, best[i])) for i, j in itertools.combinations(range(len(best)), 2) if best[i] != best[j]
@@ -63,6 +83,7 @@ def exchange(
             trial = list(best)
             for i, d in move:
                 trial[i] = d
+            trials += 1
             step_ns = flow.step_ns(trial)
             if step_ns < best_ns * WORTH_WHILE and _fit(trial, {d for _, d in move}, needs, memory, swapped):
                 best, best_ns = trial, step_ns

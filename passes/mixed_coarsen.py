@@ -1,7 +1,7 @@
 """Mixed-pipe, step 1: blocks to L clusters that are worth a stage (FTPipe 4.1.1).
 
 In: the graph of blocks. Out: `Clusters`. Blocks that compute nothing join their lightest neighbour; those whose values
-are above the 99th percentile in bytes join the neighbour they share most with; then blocks of one module join, innermost
+are above the 99th percentile in bytes, and take longer than they compute, join the neighbour they share most with; then blocks of one module join, innermost
 modules first, and clusters that could not hide their messages behind their computation (no CCO property) join a
 neighbour; at last the clusters grow around L centers until nothing else is left. No cluster outgrows a device, and no
 contraction closes a cycle.
@@ -10,7 +10,7 @@ contraction closes a cycle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .mixed_graph import BlockGraph, Clusters
@@ -33,13 +33,11 @@ def merge_small(clusters: Clusters, graph: BlockGraph, limits: Limits) -> None:
         if c in clusters.members and clusters.load_ns[c] == 0:
             lightest = sorted(clusters.neighbours(c), key=lambda n: (clusters.load_ns[n], clusters.place[n]))
             _merge_first(clusters, c, lightest, limits)
-    traffic = {c: sum(row) for c in clusters.in_order() if (row := traffic_of(clusters, graph, c).values())}
-    ranked = sorted(traffic.values())
-    if ranked:
-        bound = ranked[int(TALKATIVE * (len(ranked) - 1))]
-        for c in [c for c, size in traffic.items() if size > bound]:
-            if c in clusters.members:
-                _merge_first(clusters, c, closest(clusters, graph, c), limits)
+    traffic = {c: sum(ends_bytes(clusters, graph, c)) for c in clusters.in_order()}
+    bound = sorted(traffic.values())[int(TALKATIVE * (len(traffic) - 1))]
+    for c in [c for c, size in traffic.items() if size > bound]:
+        if c in clusters.members and not is_hidden(clusters, graph, c, limits):
+            _merge_first(clusters, c, closest(clusters, graph, c), limits)
 
 
 def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: float, limits: Limits) -> None:
@@ -73,6 +71,11 @@ def _merge_until_hidden(clusters: Clusters, graph: BlockGraph, count: int, limit
 
 def is_hidden(clusters: Clusters, graph: BlockGraph, cluster: int, limits: Limits) -> bool:
     """The CCO property: forward and backward traffic each take no longer than the computation (eq. 1)."""
+    return max(ends_bytes(clusters, graph, cluster)) * limits.ns_per_byte <= clusters.load_ns[cluster]
+
+
+def ends_bytes(clusters: Clusters, graph: BlockGraph, cluster: int) -> tuple[int, int]:
+    """Bytes that enter a cluster and that leave it, each value once."""
     arriving = leaving = 0
     seen: set[int] = set()
     for block in clusters.members[cluster]:
@@ -83,7 +86,7 @@ def is_hidden(clusters: Clusters, graph: BlockGraph, cluster: int, limits: Limit
         for k in graph.made[block]:
             if any(clusters.home[r] != cluster for r in graph.values[k].readers):
                 leaving += graph.values[k].bytes
-    return max(arriving, leaving) * limits.ns_per_byte <= clusters.load_ns[cluster]
+    return arriving, leaving
 
 
 def merge_around_centers(clusters: Clusters, graph: BlockGraph, count: int, centers: Centers, limits: Limits) -> None:
@@ -119,15 +122,17 @@ def evenly_by_load(clusters: Clusters, count: int) -> list[int]:
     return _evenly(clusters, count, clusters.load_ns)
 
 
-def evenly_by_bytes(clusters: Clusters, count: int) -> list[int]:
-    """Centers: one in the middle of each equal part of the memory, along the order."""
-    return _evenly(clusters, count, clusters.bytes)
+def evenly_by_both(clusters: Clusters, count: int) -> list[int]:
+    """Centers: the same, where a cluster weighs as its part of the computation or of the memory, whichever is more."""
+    load_ns, num_bytes = sum(clusters.load_ns.values()) or 1, sum(clusters.bytes.values()) or 1
+    both = {c: max(clusters.load_ns[c] / load_ns, clusters.bytes[c] / num_bytes) for c in clusters.members}
+    return _evenly(clusters, count, both)
 
 
-def _evenly(clusters: Clusters, count: int, weight: dict[int, int]) -> list[int]:
+def _evenly(clusters: Clusters, count: int, weight: Mapping[int, float]) -> list[int]:
     step = sum(weight.values()) / count
     found: list[int] = []
-    passed = 0
+    passed = 0.0
     for c in clusters.in_order():
         passed += weight[c]
         if passed >= (len(found) + 0.5) * step and len(found) < count:

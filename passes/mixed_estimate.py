@@ -34,13 +34,23 @@ class Wires:
 
 
 class Flow:
-    """Stages 0 to S - 1 in topological order, and what flows between them."""
+    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise."""
 
-    def __init__(self, graph: BlockGraph, members: Sequence[Sequence[int]], wires: Wires, micro_batches: int):
+    def __init__(
+        self,
+        graph: BlockGraph,
+        members: Sequence[Sequence[int]],
+        wires: Wires,
+        micro_batches: int,
+        spared: Sequence[bool] = (),
+    ):
         self.wires, self.micro_batches = wires, micro_batches
         home = {block: s for s, own in enumerate(members) for block in own}
         self.forward_ns = [[sum(row[i] for i in own) for own in members] for row in graph.forward_ns]
         self.load_ns = [[sum(row[i] for i in own) for own in members] for row in graph.load_ns]
+        for s in (s for s, is_spared in enumerate(spared) if is_spared):
+            for loads, forwards in zip(self.load_ns, self.forward_ns):
+                loads[s] -= forwards[s]
         edges: dict[tuple[int, int], int] = {}
         back: dict[tuple[int, int], int] = {}
         self.values: list[tuple[int, tuple[int, ...], int]] = []  # maker, reading stages, bytes there and back
@@ -63,13 +73,20 @@ class Flow:
         free = [0] * (max(device_of) + 1)
         done: list[list[int]] = []
         for s in range(count):
-            done.append(self._run(s, device_of, free, self.forward_ns[device_of[s]][s], self.pred[s], done))
+            done.append(self.forward(s, device_of, free, done))
         backward: list[list[int]] = [[]] * count
         for s in reversed(range(count)):
             device = device_of[s]
             took_ns = self.load_ns[device][s] - self.forward_ns[device][s]
             backward[s] = self._run(s, device_of, free, took_ns, self.succ[s], backward)
         return max(free)
+
+    def forward(
+        self, stage: int, device_of: Sequence[int], free: list[int], done: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Ends of a stage's forwards, behind those of the stages `done`. Updates when its device is `free`."""
+        took_ns = self.forward_ns[device_of[stage]][stage]
+        return self._run(stage, device_of, free, took_ns, self.pred[stage], done)
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..runtime.hardware import Hardware
-from .blocks import Block, block_time_s, forward_time_s
+from .blocks import Block, backward_time_s, forward_time_s
 from .opgraph import value_tensors
 
 NANO = 1e9
@@ -32,7 +32,7 @@ class BlockGraph:
 
     scopes: list[tuple[str, ...]]  # per block the modules that it lies in
     forward_ns: list[list[int]]  # per device, per block
-    load_ns: list[list[int]]  # per device, per block: forward and backward
+    load_ns: list[list[int]]  # per device, per block: forward, rematerialisation and backward
     values: list[Value]
     made: list[list[int]]
     read: list[list[int]]
@@ -79,7 +79,8 @@ def _seconds(blocks: Sequence[Block], hardware: Hardware, precision: str) -> tup
         look = device.name if any(device.name in block.seconds for block in blocks) else look
         if look not in known:
             forward = [round(NANO * forward_time_s(block, device, precision)) for block in blocks]
-            known[look] = forward, [round(NANO * block_time_s(block, device, precision)) for block in blocks]
+            backward = [round(NANO * backward_time_s(block, device, precision, rematerialised=True)) for block in blocks]
+            known[look] = forward, [f + b for f, b in zip(forward, backward)]
         rows.append(known[look])
     return [forward for forward, _ in rows], [load for _, load in rows]
 

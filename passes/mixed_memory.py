@@ -23,9 +23,14 @@ class StageNeed:
 
     weight_bytes: int  # weights and gradients
     state_bytes: int  # optimizer states and fp32 masters
-    work_bytes: int  # saved tensors of one micro-batch and the workspace of one block
+    kept_bytes: int  # saved tensors of one micro-batch
+    workspace_bytes: int  # of one block
     inputs: dict[int, tuple[int, bool]]  # value -> bytes, has a gradient; inputs of the batch have negative numbers
     outputs: frozenset[int]
+
+    @property
+    def work_bytes(self) -> int:
+        return self.kept_bytes + self.workspace_bytes
 
 
 class Footprints:
@@ -91,7 +96,8 @@ class Footprints:
         return StageNeed(
             sum(weights for weights, _ in parameters.values()),
             sum(states for _, states in parameters.values()),
-            sum(self.kept[i] for i in own) + between + max((self.workspace[i] for i in own), default=0),
+            sum(self.kept[i] for i in own) + between,
+            max((self.workspace[i] for i in own), default=0),
             inputs,
             frozenset(outputs),
         )
@@ -115,6 +121,15 @@ class Footprints:
         """Of all these stages on one device, with everything that lasts on it."""
         lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
         return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
+
+    def spared(self, device: int, stages: Sequence[StageNeed]) -> list[bool]:
+        """Which resident stages of a device can keep the saved tensors of all micro-batches: the smallest ones."""
+        room = self.budgets[device] - self.resident_bytes(stages)
+        found = [False] * len(stages)
+        for j in sorted(range(len(stages)), key=lambda j: stages[j].kept_bytes):
+            room -= self.micro_batches * stages[j].kept_bytes
+            found[j] = room >= 0
+        return found
 
     def swapped_bytes(self, stages: Sequence[StageNeed]) -> int:
         """Of all these stages on one device, one at a time."""

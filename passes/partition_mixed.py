@@ -14,18 +14,17 @@ A device keeps all of its stages resident where that is possible at all; only if
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..runtime.errors import DoesNotFit, PassError
 from ..runtime.units import format_bytes, format_seconds
 from .base import Draft
-from .mixed_balance import exchange, longest_first, merge_components
+from .mixed_balance import earliest_end, exchange, longest_first, merge_components
 from .mixed_coarsen import (
     Limits,
-    evenly_by_bytes,
+    evenly_by_both,
     evenly_by_load,
     heaviest,
     merge_around_centers,
@@ -38,9 +37,10 @@ from .mixed_memory import Footprints
 from .mixed_refine import Refinement
 from .partition import Partition, StagesDecision
 
-CENTERS = (heaviest, evenly_by_load, evenly_by_bytes)
-GRAINS = (2, 4)  # clusters of one type take at most one such part of a stage's load
-ROUNDS = (1, 2, 3)  # L over the number of devices
+CENTERS = (heaviest, evenly_by_load, evenly_by_both)
+GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a stage's load
+SLACK = 2  # clusters may have this much more memory than the mean of all stages
+ROUNDS = (1, 2, 3, 4, 6)  # L over the number of devices
 REFINED = 2  # attempts of each L that go on to the costly steps
 
 
@@ -128,15 +128,15 @@ class _Problem:
     def attempts(self, count: int, swapped: bool) -> Iterator[_Attempt]:
         """The most promising ones for one L, refined."""
         started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
-        for grain, by_bytes in itertools.product(GRAINS, (False, True)):
+        for grain in GRAINS:
             coarse = self.coarsened(count, grain, swapped)
             units = [sorted(own) for own in coarse.members.values()]
             for centers in CENTERS:
                 clusters = coarse.copy()
-                merge_around_centers(clusters, self.graph, count, centers, self.limits(swapped))
-                devices = self.assigned(clusters, swapped, by_bytes)
-                if devices is not None:
-                    started.append((self.flow(clusters).step_ns(devices), devices, clusters, units))
+                merge_around_centers(clusters, self.graph, count, centers, self.limits(count, swapped))
+                flow = self.flow(clusters)
+                for devices in self.starts(flow, clusters, swapped):
+                    started.append((flow.step_ns(devices), devices, clusters.copy(), units))
         started.sort(key=lambda row: row[0])
         seen: set[int] = set()
         for step_ns, devices, clusters, units in started:
@@ -147,30 +147,41 @@ class _Problem:
     def coarsened(self, count: int, grain: int, swapped: bool) -> Clusters:
         """Clusters of blocks of one type."""
         loads = [max(row[i] for row in self.graph.load_ns) for i in range(self.graph.num_blocks)]
-        parameters = self.memory.parameters
-        weights = [sum(weight for weight, _ in row.values()) for row in parameters]
-        clusters = Clusters(self.graph.succ, loads, weights if swapped else self.memory.alone_bytes)
-        limits = self.limits(swapped)
+        clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))
+        limits = self.limits(count, swapped)
         merge_small(clusters, self.graph, limits)
         merge_by_type(clusters, self.graph, count, sum(loads) / (grain * count), limits)
         return clusters
 
-    def limits(self, swapped: bool) -> Limits:
-        """A swapped stage shares its device with the next one's weights."""
-        return Limits(max(self.memory.budgets) // (2 if swapped else 1), self.wires.slowest_ns_per_byte)
+    def limits(self, count: int, swapped: bool) -> Limits:
+        """So much that several stages fit a device. A swapped stage shares its device with the next one's weights."""
+        most = max(self.memory.budgets) // (2 if swapped else 1)
+        sizes = self.block_bytes(swapped)
+        return Limits(min(most, max(max(sizes), SLACK * sum(sizes) // count)), self.wires.slowest_ns_per_byte)
+
+    def block_bytes(self, swapped: bool) -> list[int]:
+        """What each block adds to its device for good: swapped weights come without optimizer states."""
+        if not swapped:
+            return self.memory.alone_bytes
+        return [sum(weight for weight, _ in row.values()) for row in self.memory.parameters]
 
     def flow(self, clusters: Clusters) -> Flow:
-        members = [clusters.members[c] for c in clusters.in_order()]
-        return self._flow(members)
+        return self._flow([clusters.members[c] for c in clusters.in_order()], ())
 
-    def _flow(self, members: list[list[int]]) -> Flow:
+    def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> Flow:
         few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
-        return Flow(self.graph, members, self.wires, min(self.draft.options.micro_batches, few))
+        return Flow(self.graph, members, self.wires, min(self.draft.options.micro_batches, few), spared)
 
-    def assigned(self, clusters: Clusters, swapped: bool, by_bytes: bool) -> list[int] | None:
-        flow = self.flow(clusters)
+    def starts(self, flow: Flow, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
         needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
-        return longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes)
+        yield from filter(
+            None,
+            (
+                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=False),
+                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=True),
+                earliest_end(flow, needs, self.memory, swapped),
+            ),
+        )
 
     def finished(
         self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
@@ -191,7 +202,13 @@ class _Problem:
         return min(plain, refined, key=lambda a: a.rank)
 
     def valued(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
-        flow = self._flow(members)
+        spared = [False] * len(members)
+        for device in set() if swapped else set(devices):
+            own = [s for s, home in enumerate(devices) if home == device]
+            found = self.memory.spared(device, [self.memory.stage(members[s]) for s in own])
+            for s, is_spared in zip(own, found):
+                spared[s] = is_spared
+        flow = self._flow(members, spared)
         loads = flow.device_load_ns(devices, self.draft.hardware.num_devices)
         return _Attempt(
             count, members, devices, swapped, flow.step_ns(devices), loads, flow.cut_bytes(devices), flow.depth()
