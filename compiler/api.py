@@ -1,4 +1,5 @@
-"""`compile(model, hardware, ...)`: capture, search, print. Pure: it touches no device and starts no process."""
+"""`compile(model, hardware, ...)`: capture, search, print. Pure: unless told to `profile`, it touches no device and
+starts no process."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ from ..runtime.verify import verify
 from .batch import BatchShape, micro_batch_spec
 from .fit import check_states_fit
 from .folder import Folder, Settings, print_files
+from .garbage import rare_collections
 from .job import Job
 from .nearest import with_nearest
 from .plan import Plan
-from .profile import make_profiler
 from .prediction import make_plan
+from .profile import for_machines_like, make_profiler
 from .search import SEARCH_S, Found, Trace, Wishes, search
 from .trace import trace
+from .what_helps import Help, what_helps
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
@@ -83,7 +86,7 @@ def compile(
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
-    with torch.device("cpu"):  # whatever the script's default device is
+    with torch.device("cpu"), rare_collections():  # whatever the script's default device is
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
         options = Options(
             precision=precision,
@@ -92,7 +95,8 @@ def compile(
             profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
-        found = _find(model, capture, machine, Wishes(strategy, count, shape.size, options, dump, decided, search_s))
+        wishes = Wishes(strategy, count, shape.size, options, dump, decided, search_s)
+        found = _find(model, capture, machine, wishes)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     settings = Settings(
@@ -107,7 +111,16 @@ def compile(
     )
     files = print_files(model, best.draft, best.evaluation, made)
     folder = Folder(made, machine, best.draft.programs[0].interface, settings, files)
-    return Job(model, folder, best.draft.programs, ties=best.draft.graph.ties(), records=best.records)
+    capture.cache_clear()
+
+    def helps() -> list[Help]:
+        with torch.device("cpu"), rare_collections():
+            found = what_helps(capture, machine, wishes, made)
+        capture.cache_clear()
+        return found
+
+    ties = best.draft.graph.ties()
+    return Job(model, folder, best.draft.programs, ties=ties, records=best.records, help_finder=helps)
 
 
 def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
@@ -136,7 +149,7 @@ def _check_agrees(plan: Plan, **given: Any) -> None:
 
 def _capturer(
     model: nn.Module, example_inputs: Any, loss_fn: Callable[[Any, Any], Any] | None, precision: str, kind: str
-) -> Trace:
+) -> functools._lru_cache_wrapper[OpGraph]:
     """Number of micro-batches to the op graph of one of them; each is traced once."""
     low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
 
@@ -153,8 +166,9 @@ def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -
         check_states_fit(model, machine, wishes.options)  # before the expensive work
         return search(capture, machine, wishes)
     except DoesNotFit as miss:
-        unmeasured = dataclasses.replace(wishes.options, profiler=None)  # the nearest is on devices that are not here
-        raise with_nearest(miss, capture, machine, dataclasses.replace(wishes, options=unmeasured)) from None
+        profiler = wishes.options.profiler and for_machines_like(wishes.options.profiler, machine)
+        options = dataclasses.replace(wishes.options, profiler=profiler)
+        raise with_nearest(miss, capture, machine, dataclasses.replace(wishes, options=options)) from None
 
 
 def _count(micro_batches: int | str, shape: BatchShape) -> int | None:

@@ -113,7 +113,7 @@ def partitions(draft: Draft) -> Iterator[str]:
 
 def mappings(hardware: Hardware) -> list[str]:
     """Every registered mapping; first the one that promises most: cross where devices share several root complexes."""
-    names = [name for name, kind in PASSES.items() if kind.decides == "devices"]
+    names = [name for name, kind in PASSES.items() if kind.decides == "devices" and "devices" in kind.gives]
     homes = {(device.host, device.root_complex) for device in hardware.devices}
     first = "map-cross" if len(homes) > 1 and hardware.num_devices > 2 else PLAIN[1]
     return sorted(names, key=lambda name: name != first)

@@ -37,7 +37,8 @@ Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock
 
 @app.command(
     epilog="Example: penstock plan --model gpt3-175b --hardware mobius-topo2+2 --set dram=4TB --batch 4 "
-    "--sequence 2048 --precision fp16"
+    "--sequence 2048 --precision fp16. To compare: penstock plan --model gpt2-xl --hardware mobius-8gpu "
+    "--hardware mobius-v100 --precision fp16"
 )
 @takes(JobOptions)
 def plan(
@@ -48,7 +49,15 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way."""
+    """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
+
+    With several --hardware: what each of them makes of the model, and for how much money.
+    """
+    if len(options.hardware or ()) > 1:
+        if out is not None or dump_passes or options.plan is not None:
+            raise PlanError("--out, --dump-passes and --plan are for one machine; give one --hardware with them")
+        compare(options, as_json)
+        return
     job = options.compile(Dump(out) if dump_passes else None)
     if out is not None:
         job.write(out)
@@ -246,6 +255,24 @@ class Dump:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")
+
+
+def compare(options: JobOptions, as_json: bool) -> None:
+    """Print what each machine makes of the model. Exits with `ERROR` if it fits none of them."""
+    from .compare import compare_machines, compare_tables, unpriced
+    from .tables import console
+
+    rows = compare_machines(options)
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+    else:
+        screen = console()
+        for table in compare_tables(rows):
+            screen.print(table)
+        if note := unpriced(rows):
+            screen.print(note)
+    if not any(row.fits for row in rows):
+        raise typer.Exit(ERROR)
 
 
 def _job_of(directory: Path | None, options: JobOptions) -> Job:

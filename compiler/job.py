@@ -6,7 +6,7 @@ import math
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from .folder import Folder
 from .job_state import Held, load_checkpoint, save_checkpoint, stage_states, state_dict_of, sync_model
 from .report import explain
 from .strategies import PassRecord
+from .what_helps import Help
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Job:
         *,
         ties: Mapping[str, str],
         records: Sequence[PassRecord] = (),
+        help_finder: Callable[[], list[Help]] | None = None,
         directory: str | Path | None = None,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
@@ -81,6 +83,8 @@ class Job:
         self.last: StepReport | None = None
         self.step_count = 0
         self._ties, self._records = dict(ties), records
+        self._help_finder = help_finder
+        self._helps: list[Help] | None = None
         self._directory = Path(directory) if directory is not None else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._driver: Driver | None = None
@@ -92,8 +96,13 @@ class Job:
     # --- what it is
 
     def explain(self) -> str:
-        """Why this plan: stages, prediction, bounds, what would help, rivals."""
-        return explain(self.plan, self.programs, self.hardware, self._records)
+        """Why this plan: stages, prediction, bounds, what would help, rivals.
+
+        What would help is planned anew, for up to half a minute, the first time that it is asked for.
+        """
+        if self._helps is None and self._help_finder is not None:
+            self._helps = self._help_finder()
+        return explain(self.plan, self.programs, self.hardware, self._records, self._helps)
 
     def simulate(self) -> Timeline:
         """One step on the described hardware, without running anything."""

@@ -37,8 +37,12 @@ class JobOptions:
         str | None, typer.Option(help="gpt2, t5-11b ..., a config.json or a directory; gpt2:n_layer=96,n_embd=12288")
     ] = None
     hardware: Annotated[
-        str, typer.Option(help="a preset, a YAML file, cpu (small CPU devices), or auto: this machine")
-    ] = "auto"
+        list[str] | None,
+        typer.Option(
+            help="a preset, a YAML file, cpu (small CPU devices), or auto, the default: this machine. "
+            "`penstock plan` compares several: repeat it"
+        ),
+    ] = None
     set: Annotated[
         list[str] | None, typer.Option(help="change a figure of the hardware, such as dram=4TB; repeatable")
     ] = None
@@ -47,6 +51,9 @@ class JobOptions:
     micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
     strategy: Annotated[str, typer.Option(help="auto, mobius, gpipe, or a pipeline of passes as text")] = "auto"
+    search_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="computation after which auto tries nothing new; default 40")
+    ] = None
     plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
     profile: Annotated[
         bool,
@@ -68,7 +75,17 @@ class JobOptions:
     download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
 
     def machine(self) -> Hardware:
-        return machine(self.hardware, self.set)
+        """The one machine. Raises `PlanError` where several are named."""
+        names = self.hardware or ["auto"]
+        if len(names) > 1:
+            raise PlanError(
+                f"--hardware: found {len(names)} machines ({', '.join(names)}); only `penstock plan` compares"
+            )
+        return machine(names[0], self.set)
+
+    def machines(self) -> list[Hardware]:
+        """All that were named, each with every --set."""
+        return [machine(name, self.set) for name in self.hardware or ["auto"]]
 
     def named_model(self) -> NamedModel:
         from .models import find_model
@@ -79,13 +96,13 @@ class JobOptions:
             self.model, head=self.head, num_labels=self.labels, dropout=self.dropout, download=self.download
         )
 
-    def compile(self, dump: Callable[[str, Draft], None] | None = None) -> Job:
-        """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone."""
+    def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
+        """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone;
+        `hardware` comes in place of the one that was named."""
         with rare_collections():
-            return self._compile(dump)
+            return self._compile(dump, self.machine() if hardware is None else hardware)
 
-    def _compile(self, dump: Callable[[str, Draft], None] | None) -> Job:
-        hardware = self.machine()
+    def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
         named = self.named_model()
         weights = named.directory if named.has_weights else None
         job = self.compile_model(named.on_meta(), hardware, named.batch_spec(self.batch, self.sequence), weights)
@@ -110,6 +127,7 @@ class JobOptions:
             "max_grad_norm": self.max_grad_norm,
             "seed": self.seed,
             "weights": weights,
+            **({} if self.search_seconds is None else {"search_s": self.search_seconds}),
             "profile": self.profiling(),
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})

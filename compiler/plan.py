@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..runtime.errors import PlanError
 
+SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
 
 
@@ -81,6 +82,13 @@ class Plan(BaseModel):
         """Six hexadecimal digits over the decisions."""
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes"})
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
+
+    def distinct_rivals(self) -> tuple[list[Rival], int]:
+        """The fastest first, those without a step last; and how many more come to the plan of another. Strategies with
+        a name are among the rows in any case."""
+        alike = [r for r in self.rivals if r.reason.startswith(SAME_PLAN) and r.name.startswith("partition-")]
+        rows = [rival for rival in self.rivals if rival not in alike]
+        return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(alike)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=1) + "\n")

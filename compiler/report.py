@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
+from ..passes.base import EVERYWHERE
 from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program
@@ -12,14 +13,25 @@ from ..runtime.simulate import simulate
 from ..runtime.units import format_bytes, format_seconds
 from .plan import Plan
 from .strategies import PassRecord
+from .what_helps import Help, changed_machines
 
-FASTER = 2.0  # what-if questions double one rate
+WIDTH = 110
 
 
-def explain(plan: Plan, programs: Sequence[Program], hardware: Hardware, records: Sequence[PassRecord] = ()) -> str:
-    """The plan in a page: stages, prediction, bounds, what would help, rivals and passes."""
+def explain(
+    plan: Plan,
+    programs: Sequence[Program],
+    hardware: Hardware,
+    records: Sequence[PassRecord] = (),
+    helps: Sequence[Help] | None = None,
+) -> str:
+    """The plan in a page: stages, prediction, bounds, what would help, rivals and passes.
+
+    `helps`: plans for other machines; without them the same programs are simulated on faster parts.
+    """
     parts = [_stages(plan, programs, hardware), _prediction(plan), _bounds(plan, programs, hardware)]
-    parts += [_rivals(plan), _passes(records)]
+    parts.append(_same_programs(plan, programs, hardware) if helps is None else _helps(plan, helps))
+    parts += [_notes(plan), _rivals(plan), _passes(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -34,11 +46,16 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         tier = "DRAM, fetched for each use" if spec.name in decisions.fetch else "on the device"
         saved = "rematerialised" if spec.name in decisions.rematerialise else "kept"
         lines.append(
-            f"  {spec.name:8} {hardware.devices[device].name:6} {spec.title}: "
+            f"  {spec.name:8} {device_name(hardware, device):6} {spec.title}: "
             f"weights {format_bytes(spec.weight_bytes)} {tier}; "
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
     return "\n".join(lines)
+
+
+def device_name(hardware: Hardware, device: int) -> str:
+    """Of a plan's device."""
+    return "all" if device == EVERYWHERE else hardware.devices[device].name
 
 
 def _prediction(plan: Plan) -> str:
@@ -49,64 +66,81 @@ def _prediction(plan: Plan) -> str:
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
         lines.append(f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})")
-    moved = ", ".join(f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items())
-    lines.append(f"  moved a step: {moved or 'nothing'}")
+    moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
+    lines += _wrapped("  moved a step: ", moved or ["nothing"])
     return "\n".join(lines)
 
 
 def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
-    """Lower bounds that no schedule of these stages beats, and the same programs on faster parts."""
+    """Lower bounds: of any plan for this machine, and of any schedule of these stages."""
     timeline = simulate(programs, hardware, precision=plan.precision)
     busiest: dict[str, float] = {}
     for (_, stream), share in timeline.busy_share.items():
         busiest[stream] = max(busiest.get(stream, 0.0), share * timeline.step_s)
     compute = busiest.get(ops.COMPUTE, 0.0)
     links = max((share * timeline.step_s for share in timeline.link_busy.values()), default=0.0)
+    floor = max(compute, links)
     lines = [
         f"no schedule of these stages is faster than its busiest device's computation, {format_seconds(compute)}, "
-        f"or its busiest link, {format_seconds(links)}; this one takes "
-        f"{timeline.step_s / max(compute, links):.2f}x the larger",
-        f"if one part were {FASTER:g}x as fast:",
+        f"or its busiest link, {format_seconds(links)}; this one takes {timeline.step_s / floor:.2f}x the larger"
     ]
-    for what, machine in _faster(hardware):
-        step_s = simulate(programs, machine, precision=plan.precision).step_s
-        lines.append(f"  {what:24} {format_seconds(step_s)} a step, {1 - step_s / timeline.step_s:.0%} less")
+    if plan.predicted is not None and plan.predicted.bound_s:
+        bound_s = plan.predicted.bound_s
+        lines.append(
+            f"no plan for this machine with {plan.micro_batches} micro-batches is faster than "
+            f"{format_seconds(bound_s)} ({plan.predicted.bound_by}): "
+            f"at most {1 - bound_s / timeline.step_s:.0%} could still be gained"
+        )
+    return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))
+
+
+def _helps(plan: Plan, helps: Sequence[Help]) -> str:
+    assert plan.predicted is not None
+    lines = ["what would help, each planned anew in a few variants:"]
+    for help in helps:
+        lines += _gain(help.change, help.step_s, plan.predicted.step_s, help.reason)
     return "\n".join(lines)
 
 
-def _faster(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
-    """The same machine with one kind of part sped up."""
+def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
+    """Without the model only the rates of a machine can change."""
+    own_s = simulate(programs, hardware, precision=plan.precision).step_s
+    lines = ["what would help, with these programs as they are (planning anew needs the model):"]
+    for change, machine in changed_machines(hardware):
+        if machine is not None and "x as fast" in change:
+            lines += _gain(change, simulate(programs, machine, precision=plan.precision).step_s, own_s)
+    return "\n".join(lines)
 
-    def scaled(part: Any, *names: str) -> Any:
-        return part.model_copy(update={name: getattr(part, name) * FASTER for name in names})
 
-    devices = [
-        scaled(device, "memory_bandwidth").model_copy(
-            update={
-                "peak_flops": {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()},
-                "op_overhead_s": device.op_overhead_s / FASTER,
-            }
-        )
-        for device in hardware.devices
-    ]
-    yield "computation", hardware.model_copy(update={"devices": devices})
-    devices = [scaled(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
-    hosts = [
-        host.model_copy(
-            update={"root_complexes": [scaled(r, "bandwidth_up", "bandwidth_down") for r in host.root_complexes]}
-        )
-        for host in hardware.hosts
-    ]
-    yield "host-device links", hardware.model_copy(update={"devices": devices, "hosts": hosts})
-    hosts = [scaled(host, "optimizer_params_per_s") for host in hardware.hosts]
-    yield "optimizer on the host", hardware.model_copy(update={"hosts": hosts})
+def _gain(change: str, step_s: float | None, own_s: float, reason: str = "") -> Iterator[str]:
+    if step_s is None:
+        yield from _wrapped(f"  {change:32} ", [reason])
+    else:
+        yield f"  {change:32} {format_seconds(step_s)} a step, {1 - step_s / own_s:.0%} less"
+
+
+def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:
+    """Parts with commas between, in lines of at most `WIDTH`."""
+    text = begin + ", ".join(parts)
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _notes(plan: Plan) -> str:
+    if not plan.notes:
+        return ""
+    return "\n".join(
+        ["remarks", *(line for name, note in plan.notes.items() for line in _wrapped(f"  {name}: ", [note]))]
+    )
 
 
 def _rivals(plan: Plan) -> str:
     if not plan.rivals:
         return ""
+    rows, alike = plan.distinct_rivals()
     lines = ["rivals"]
-    lines += [f"  {rival.name}: {rival.reason}" for rival in sorted(plan.rivals, key=lambda r: r.step_s or 1e30)]
+    for rival in rows:
+        lines += _wrapped(f"  {rival.name}: ", [rival.reason])
+    lines += [f"  {alike} more come to a plan that stands here already"] if alike else []
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ..runtime.hardware import Hardware
 from ..runtime.units import format_bytes, format_seconds
 from .candidates import Recipe, mappings, micro_batch_counts, partitions, schedules, scouts
-from .plan import Plan, Rival
+from .plan import SAME_PLAN, Plan, Rival
 from .strategies import STRATEGIES
 from .trial import Bench, Candidate, Dump, prove
 
@@ -146,8 +146,11 @@ class Sweep:
         """The fastest so far, of each partition its best mapping."""
         rows = [t for t in self.tried if t.step_s is not None and t.count == count and not t.recipe.named]
         rows.sort(key=lambda t: t.step_s or 0.0)
-        best = {row.recipe.partition: row for row in reversed(rows)}
-        return [best[partition] for partition in dict.fromkeys(row.recipe.partition for row in rows)][:LEADERS]
+        best: dict[float, Tried] = {}  # of those that come to the same plan one
+        for row in rows:
+            if row.recipe.partition not in [leader.recipe.partition for leader in best.values()]:
+                best.setdefault(row.step_s or 0.0, row)
+        return list(best.values())[:LEADERS]
 
     @property
     def count(self) -> int:
@@ -184,7 +187,7 @@ class Sweep:
             key = (count, started.key)
             if key in self.seen:
                 same = self.seen[key]
-                return Tried(recipe, count, same.step_s, same.error, f"the same plan as {same.name}")
+                return dataclasses.replace(same, recipe=recipe, reason=f"{SAME_PLAN} {same.name}")
             bound = started.bound()
             if self.best is not None and bound.seconds >= self.best.step_s:
                 found = Tried(recipe, count, reason=f"pruned: cannot be below {format_seconds(bound.seconds)}")
@@ -246,9 +249,7 @@ def _rival(row: Tried, best_s: float) -> Rival:
     elif row.step_s is not None and not reason:
         slower = row.step_s / best_s - 1
         reason = "as fast, tried later" if slower <= 0 else f"{slower:.1%} slower ({format_seconds(row.step_s)})"
-    return Rival(
-        name=row.name, step_s=row.step_s, reason=reason, passes=row.recipe.line, micro_batches=row.count
-    )
+    return Rival(name=row.name, step_s=row.step_s, reason=reason, passes=row.recipe.line, micro_batches=row.count)
 
 
 def why_not(error: PenstockError) -> str:

@@ -16,6 +16,7 @@ from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
 from .check import CheckReport
 from .plan import Plan, Prediction
+from .report import device_name
 
 FILE_WIDTH = 120
 
@@ -40,9 +41,12 @@ def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         yield memory_table(plan.predicted)
         yield amounts_table("moved a step", "link", plan.predicted.moved_bytes)
     if plan.rivals:
-        ranked = sorted(plan.rivals, key=lambda rival: rival.step_s or float("inf"))
-        rows = [(rival.name, rival.reason.partition("; ")[0].partition(" at `")[0]) for rival in ranked]
-        yield _table("rivals", ("candidate", "why not"), rows)
+        rivals, alike = plan.distinct_rivals()
+        rows = [(rival.name, rival.reason) for rival in rivals]
+        rows += [(f"{alike} more", "come to a plan that stands here already")] if alike else []
+        yield table("rivals", ("candidate", "why not"), rows)
+    if plan.notes:
+        yield table("remarks", ("pass", "remark"), list(plan.notes.items()))
 
 
 def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Table:
@@ -66,10 +70,10 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         name = first.name if first is last else f"{first.name} to {last.name}"
         ends = (first.title.partition(" to ")[0], last.title.rpartition(" to ")[2])
         title = first.title if first is last else " to ".join(ends)
-        devices = dict.fromkeys(hardware.devices[decisions.devices[i]].name for i in members)
+        devices = dict.fromkeys(device_name(hardware, decisions.devices[i]) for i in members)
         rows.append((name, " ".join(devices), title, *look[1:]))
     columns = ("stage", "device", "holds", "weights", "live in", "saves", "its tensors", "stepped on")
-    return _table("stages", columns, rows)
+    return table("stages", columns, rows)
 
 
 def memory_table(predicted: Prediction) -> Table:
@@ -77,7 +81,7 @@ def memory_table(predicted: Prediction) -> Table:
     for memory, peak in predicted.peak_bytes.items():
         budget = predicted.budget_bytes[memory]
         rows.append((memory, format_bytes(peak), format_bytes(budget), f"{peak / budget:.0%}"))
-    return _table("memory", ("memory", "peak", "budget", "used"), rows)
+    return table("memory", ("memory", "peak", "budget", "used"), rows)
 
 
 def timeline_tables(timeline: Timeline) -> Iterator[Table]:
@@ -87,7 +91,7 @@ def timeline_tables(timeline: Timeline) -> Iterator[Table]:
     for device, name in enumerate(timeline.device_names):
         shares = [timeline.busy_share.get((device, stream)) for stream in streams]
         rows.append((name, *("" if share is None else f"{share:.0%}" for share in shares)))
-    yield _table("busy share of the step", ("device", *streams), rows)
+    yield table("busy share of the step", ("device", *streams), rows)
     yield amounts_table("peak", "memory", timeline.peak_bytes)
     yield amounts_table("moved a step", "link", timeline.moved_bytes)
 
@@ -118,15 +122,15 @@ def check_table(report: CheckReport) -> Table:
         for row in report.differences
     ]
     columns = ("number", "against", "largest difference", "where", "relative", "allowed", "verdict")
-    return _table(f"the plan against plain PyTorch, {len(report.losses)} steps", columns, rows)
+    return table(f"the plan against plain PyTorch, {len(report.losses)} steps", columns, rows)
 
 
 def amounts_table(title: str, what: str, amounts: Any) -> Table:
     """Bytes by name; names with nothing are left out."""
-    return _table(title, (what, "bytes"), [(name, format_bytes(amount)) for name, amount in amounts.items() if amount])
+    return table(title, (what, "bytes"), [(name, format_bytes(amount)) for name, amount in amounts.items() if amount])
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+def table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")

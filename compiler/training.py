@@ -35,8 +35,8 @@ from .data import (
     stream_rows,
     training_batches,
 )
-from .job import Job
 from .garbage import rare_collections
+from .job import Job
 from .job_options import TrainOptions
 from .models import NamedModel, find_model
 from .progress import StepScreen, memory_text

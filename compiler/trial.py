@@ -68,7 +68,7 @@ class Started:
 
     def bound(self) -> Bound:
         """What the simulated step will at least be; 0 where stages are not run each on one device."""
-        if not self.draft.devices or not any(p.decides == "fetch" for p in self.todo):
+        if not any("devices" in p.gives for p in self.passes):
             return Bound(0.0, "nothing")
         return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo))
 

@@ -1,0 +1,155 @@
+"""What would help: the same model planned again for machines that have more of one thing.
+
+Each machine gets the chosen pipeline, and the same pipeline with partition-balanced in a few sizes and another mapping:
+a quick look that takes seconds. Nothing here says that an even better plan does not exist, so a gain is a lower bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..runtime.errors import PenstockError
+from ..runtime.hardware import Device, Hardware
+from .candidates import Recipe, device_orders, mappings, micro_batch_counts, stage_counts
+from .plan import Plan
+from .search import Sweep, Trace, Wishes, why_not
+from .strategies import parse_pipeline
+
+FASTER = 2.0
+MORE_DRAM_BYTES = 64 * 10**9
+HELP_S = 25.0  # of computation for all machines together; each gets its share, and one candidate in any case
+
+
+@dataclass(frozen=True)
+class Help:
+    """`step_s` on the changed machine, the plan's own where nothing better was found; None with a `reason`."""
+
+    change: str
+    step_s: float | None
+    reason: str = ""
+
+
+def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> list[Help]:
+    """Plan again for each changed machine. Takes `HELP_S` of computation, or as long as a candidate for each takes."""
+    machines = list(changed_machines(hardware))
+    if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
+        machines = [(change, machine) for change, machine in machines if not change.startswith("computation")]
+    until_s = time.process_time() + HELP_S
+    found = []
+    for i, (change, machine) in enumerate(machines):
+        if machine is None:
+            found.append(Help(change, None, "there is no such change to this machine"))
+            continue
+        share_s = (until_s - time.process_time()) / (len(machines) - i)
+        found.append(_planned(change, trace, machine, dataclasses.replace(wishes, search_s=share_s), plan))
+    return found
+
+
+def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan: Plan) -> Help:
+    assert plan.predicted is not None
+    more_devices = machine.num_devices > len(plan.predicted.arena_bytes)
+    nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
+    sweep = Sweep(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
+    try:
+        for count in dict.fromkeys((plan.micro_batches, *nearest)):
+            sweep.look(count, recipes(plan, sweep, count))
+        step_s = sweep.result().best.step_s
+    except PenstockError as error:
+        return Help(change, None, why_not(error))
+    return Help(change, step_s if more_devices else min(step_s, plan.predicted.step_s))  # else the old plan runs there
+
+
+def recipes(plan: Plan, sweep: Sweep, count: int) -> Iterator[Recipe]:
+    """The chosen pipeline first, then its relatives, with as many stages as this machine wants."""
+    yield Recipe(named=plan.passes)
+    machine = sweep.hardware
+    by_decision = {p.decides: p.name for p in parse_pipeline(plan.passes, machine.num_devices)}
+    usual = Recipe(by_decision["stages"], by_decision["devices"], by_decision["schedule"])
+    if usual.mapping not in mappings(machine):  # every device runs the whole model: a pipeline may do better here
+        usual = Recipe(mapping=mappings(machine)[0])
+    yield usual
+    base = sweep.bench(count).base
+    for stages, order in itertools.product(stage_counts(base), device_orders(machine)[:2]):
+        more = f", order={order}" if order else ""
+        yield usual.but(partition=f"partition-balanced{{stages={stages}{more}}}")
+    for mapping in mappings(machine):
+        yield usual.but(mapping=mapping)
+
+
+def changed_machines(hardware: Hardware) -> Iterator[tuple[str, Hardware | None]]:
+    """A few words and the machine that has more of one thing; None where it cannot have more."""
+    yield "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device", _one_more_device(hardware)
+    yield "one more root complex", _one_more_root_complex(hardware)
+    more = [host.model_copy(update={"dram_bytes": host.dram_bytes + MORE_DRAM_BYTES}) for host in hardware.hosts]
+    yield "64 GB more DRAM", _with(hardware, hosts=more)
+    yield f"links to DRAM {FASTER:g}x as fast", faster_links(hardware)
+    yield f"computation {FASTER:g}x as fast", _with(hardware, devices=[_faster(d) for d in hardware.devices])
+    rates = [h.model_copy(update={"optimizer_params_per_s": h.optimizer_params_per_s * FASTER}) for h in hardware.hosts]
+    yield f"optimizer on the host {FASTER:g}x as fast", _with(hardware, hosts=rates)
+
+
+def faster_links(hardware: Hardware) -> Hardware:
+    hosts = [
+        host.model_copy(
+            update={"root_complexes": [_scaled(r, "bandwidth_up", "bandwidth_down") for r in host.root_complexes]}
+        )
+        for host in hardware.hosts
+    ]
+    devices = [_scaled(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
+    return _with(hardware, hosts=hosts, devices=devices)
+
+
+def _one_more_device(hardware: Hardware) -> Hardware:
+    """Another one like the last, under the root complex of its host with the fewest."""
+    like = hardware.devices[-1]
+    names = {device.name for device in hardware.devices}
+    stem = like.name.rstrip("0123456789")
+    name = next(name for i in range(len(names) + 1) if (name := f"{stem}{i}") not in names)
+    homes = [device.root_complex for device in hardware.devices if device.host == like.host]
+    emptiest = min(range(len(hardware.hosts[like.host].root_complexes)), key=homes.count)
+    more = like.model_copy(update={"name": name, "root_complex": emptiest})
+    return _with(hardware, devices=[*hardware.devices, more])
+
+
+def _one_more_root_complex(hardware: Hardware) -> Hardware | None:
+    """On the host whose complexes are shared by most, its devices spread evenly; None where each has its own."""
+    sizes = [sum(device.host == i for device in hardware.devices) for i in range(len(hardware.hosts))]
+    shares = [size / len(host.root_complexes) for size, host in zip(sizes, hardware.hosts)]
+    at = shares.index(max(shares))
+    if shares[at] <= 1:
+        return None
+    host = hardware.hosts[at]
+    count = len(host.root_complexes) + 1
+    hosts = list(hardware.hosts)
+    hosts[at] = host.model_copy(update={"root_complexes": [*host.root_complexes, host.root_complexes[-1]]})
+    return _with(hardware, hosts=hosts, devices=_spread(hardware.devices, at, sizes[at], count))
+
+
+def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Device]:
+    """Neighbours stay under one root complex."""
+    place = iter(range(size))
+    return [
+        device.model_copy(update={"root_complex": next(place) * count // size}) if device.host == at else device
+        for device in devices
+    ]
+
+
+def _faster(device: Device) -> Device:
+    rates = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
+    faster = _scaled(device, "memory_bandwidth")
+    return faster.model_copy(update={"peak_flops": rates, "op_overhead_s": device.op_overhead_s / FASTER})
+
+
+def _scaled(part: Any, *names: str) -> Any:
+    return part.model_copy(update={name: getattr(part, name) * FASTER for name in names})
+
+
+def _with(hardware: Hardware, **changes: Any) -> Hardware:
+    """A new document: what a Hardware remembers of its links must not come along."""
+    fields = {name: getattr(hardware, name) for name in type(hardware).model_fields}
+    return Hardware.model_validate({**fields, **changes})
