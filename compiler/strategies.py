@@ -30,6 +30,7 @@ from ..passes.partition_balanced import PartitionBalanced
 from ..passes.partition_max_stage import PartitionMaxStage
 from ..passes.partition_metis import PartitionMetis
 from ..passes.partition_min_stage import PartitionMinStage
+from ..passes.partition_mip import PartitionMip
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
 from ..passes.schedule_data_parallel import ScheduleDataParallel
@@ -47,6 +48,7 @@ PASSES: dict[str, type[Pass]] = {
         PartitionBalanced,
         PartitionMaxStage,
         PartitionMinStage,
+        PartitionMip,
         PartitionPipedream,
         PartitionAcyclic,
         PartitionMetis,
@@ -89,6 +91,7 @@ STRATEGIES: dict[str, str] = {
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
     "max-stage": CROSSED.replace("partition-balanced", "partition-max-stage"),
     "min-stage": CROSSED.replace("partition-balanced", "partition-min-stage"),
+    "mip": CROSSED.replace("partition-balanced", "partition-mip"),
     "pipedream": CROSSED.replace("partition-balanced", "partition-pipedream"),
     "acyclic": CROSSED.replace("partition-balanced", "partition-acyclic"),
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),

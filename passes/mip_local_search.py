@@ -9,6 +9,7 @@ there are many, and why the best starts of many numbers of stages are followed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from .mip_problem import Problem
 
 Cuts = tuple[int, ...]
 Objective = Callable[[Problem, Sequence[int]], float]
-FOLLOWED = 12  # numbers of stages whose best start is improved
+FOLLOWED = 6  # numbers of stages whose best start is improved
 
 
 class Search:
@@ -39,6 +40,16 @@ class Search:
         order = sorted(self.best.values())
         for _, cuts in order[:FOLLOWED]:
             self.climb(cuts, set(counts))
+        return min(self.best.values(), default=None)
+
+    def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
+        """The best of all partitions into one of these numbers of stages."""
+        length = self.problem.num_blocks
+        for count in counts:
+            for inner in itertools.combinations(range(1, length), count - 1):
+                self.seconds((0, *inner, length))
+                if self.is_late():
+                    break
         return min(self.best.values(), default=None)
 
     def is_late(self) -> bool:

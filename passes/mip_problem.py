@@ -168,7 +168,12 @@ def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
     known: dict[tuple[object, ...], int] = {}
     found = []
     for i, block in enumerate(blocks):
-        key = (block.hash or i, block.cost, block.param_bytes, tuple(sorted(block.seconds.items(), key=lambda row: row[0])))
+        key = (
+            block.hash or i,
+            block.cost,
+            block.param_bytes,
+            tuple(sorted(block.seconds.items(), key=lambda row: row[0])),
+        )
         found.append(known.setdefault(key, len(known)))
     return tuple(found)
 

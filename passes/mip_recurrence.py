@@ -29,14 +29,67 @@ def fits(p: Problem, cuts: Sequence[int]) -> bool:
     """Whether every stage fits its device (eq. 4)."""
     units, n = p.units, len(p.units)
     rounds = -(-(len(cuts) - 1) // n)
-    return all(
-        p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in enumerate(zip(cuts, cuts[1:]))
-    )
+    return all(p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in enumerate(zip(cuts, cuts[1:])))
 
 
 def contended_s(p: Problem, cuts: Sequence[int]) -> float:
     """Seconds of a step with contention; inf where a stage does not fit its device."""
     return _Step(p, cuts).seconds() if fits(p, cuts) else math.inf
+
+
+def literal_s(p: Problem, cuts: Sequence[int]) -> float:
+    """Seconds by the paper's own model; inf where a stage does not fit (eq. 4).
+
+    Every backward rematerialises. `B` is the rate of stage j's own link; eq. 9 charges the bytes that are uploaded, not
+    all the memory that is needed, and the last N stages stay for their backward. With S = W + the rest of the memory:
+
+        f_j >= f_{j-1} + T^f_{j-1} + c     l_j >= l_{j-1} + T^f_{j-1} + c, f_j + (M-1) T^f_j            (eq. 7, 8, 10)
+        f_j >= l_{j-N} + T^f_{j-N} + max(0, W_j + S_{j-N} - G) / B     f_j >= f_{j-N} + W_j / B         (eq. 5, 6, 9)
+
+    the same in reverse for g, h; g_S >= l_S + T^f_S (eq. 11); the step takes h_1 + T^b_1 (eq. 3).
+    """
+    if not fits(p, cuts):
+        return math.inf
+    n, count, m = len(p.units), len(cuts) - 1, p.micro_batches
+    forward, backward, w, s = [], [], [], []
+    for j, (a, b) in enumerate(zip(cuts, cuts[1:])):
+        d = j % n
+        forward.append(p.forward_s[d][b] - p.forward_s[d][a])
+        backward.append(p.backward_s[d][b] - p.backward_s[d][a] + p.again_s[d][b] - p.again_s[d][a])
+        w.append(p.weight_bytes[b] - p.weight_bytes[a])
+        s.append(w[-1] + p.work_bytes[b][a])
+
+    def sweep(times: list[float], order: Sequence[int], step: int, begin: list[tuple[float, float]]) -> float:
+        """First and last start of every stage in this order; returns the end of the last one."""
+        first = last = 0.0
+        found: dict[int, tuple[float, float]] = {}
+        for j in order:
+            d, before, same = j % n, j - step, j - step * n
+            fetch_s = p.units[d].fetch_s
+            own = begin[j] if begin else (0.0, 0.0)
+            if before in found:
+                e = before % n
+                a = p.message_bytes[cuts[max(j, before)]]
+                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                first, last = first + times[before] + c, last + times[before] + c
+            first = max(first, own[0])
+            if same in found:
+                late = max(0.0, w[j] + s[same] - p.units[d].budget_bytes) * fetch_s
+                first = max(first, found[same][1] + times[same] + late, found[same][0] + w[j] * fetch_s)
+            last = max(last, first + (m - 1) * times[j])
+            found[j] = (first, last)
+        starts.update(found)
+        return last + times[order[-1]]
+
+    starts: dict[int, tuple[float, float]] = {}
+    sweep(forward, range(count), 1, [])
+    ends = [(starts[j][1] + forward[j] if j >= count - n else 0.0, 0.0) for j in range(count)]
+    return sweep(backward, range(count - 1, -1, -1), -1, ends)
+
+
+def residents(p: Problem, cuts: Sequence[int]) -> tuple[bool, ...]:
+    """Per device whether its stages stay there across steps."""
+    return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
 
 
 class _Step:
@@ -86,7 +139,9 @@ class _Step:
         low, high = 0, len(largest) + 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
+            low, high = (
+                (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
+            )
         if low > len(largest):
             return False
         for j in largest[:low]:
@@ -147,8 +202,8 @@ class _Step:
             return 0.0
         unit, w = self.p.units[d], self.w[j]
         ahead = w if not self.free[d] and not before else max(0.0, min(w, room - before))
-        begin = max(self.up[unit.complex], 0.0)
-        end = max(begin + w * unit.shared_fetch_s, self.own_up[d] + w * unit.fetch_s, self.freed[d] + ahead * unit.fetch_s)
+        begin = self.up[unit.complex]
+        end = max(begin + w * unit.shared_fetch_s, max(self.own_up[d], self.freed[d]) + w * unit.fetch_s)
         if ahead < w:
             end = max(end, self.free[d] + (w - ahead) * unit.fetch_s + unit.latency_s)
         end += unit.latency_s
