@@ -12,12 +12,13 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..codegen.file import Header, write_directory, write_file
+from ..passes.base import Profiler as Measure
 from ..passes.blocks import Block, BlockSeconds, backward_time_s, forward_time_s
 from ..passes.opgraph import OpGraph
 from ..passes.profile import Sample, checked, distinct, samples, with_seconds
@@ -33,7 +34,7 @@ from ..runtime.units import format_bytes
 from .profile_cache import EntryKey, ProfileCache
 
 MEMORY_TOLERANCE = 0.15  # drivers keep some of a GPU's memory, and documents round
-RATE_TOLERANCE = 1.5  # datasheet and measurement of one part differ less; parts of equal memory differ more
+RATE_TOLERANCE = 1.75  # datasheet and measurement of one part differ less; parts of equal memory differ more
 START_S, SLACK = 120.0, 100.0  # a child may take so long, and so many times what the roofline says
 
 
@@ -96,6 +97,28 @@ def make_profiler(profile: bool | str | Path | None, precision: str) -> Profiler
     if profile is not True and not isinstance(profile, (str, Path)):
         raise PlanError(f"profile={profile!r}; it is True, a directory for measured times, or None")
     return Profiler(ProfileCache(None if profile is True else profile), precision)
+
+
+def for_machines_like(profiler: Measure, hardware: Hardware) -> Measure:
+    """For plans that only ask what if: devices of another machine take the seconds of the first one of `hardware` that
+    computes as they do, whatever their memory and links. Raises `HardwareError` for a device that has no such twin."""
+
+    def profile(graph: OpGraph, blocks: list[Block], machine: Hardware) -> list[Block]:
+        twins = {device.name: _twin(device, hardware) for device in machine.devices}
+        measured = profiler(graph, blocks, hardware)
+        return [replace(b, seconds={name: b.seconds[twin] for name, twin in twins.items()}) for b in measured]
+
+    return profile
+
+
+def _twin(device: Device, hardware: Hardware) -> str:
+    for known in hardware.devices:
+        if all(getattr(known, name) == getattr(device, name) for name in ("kind", "threads", *_RATES)):
+            return known.name
+    raise HardwareError(f"profile: no device of {hardware.name} computes as {device.name} does; leave profile out")
+
+
+_RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "op_overhead_s")
 
 
 def _roofline_s(block: Block, device: Device, precision: str) -> float:

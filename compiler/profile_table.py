@@ -18,9 +18,9 @@ from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.hardware import Device
 from ..runtime.units import format_bytes, format_seconds
 from .batch import BatchShape, micro_batch_spec
+from .candidates import micro_batch_counts
 from .job_options import JobOptions
 from .profile import make_profiler, parts_here
-from .search import micro_batch_counts
 from .trace import trace
 
 COLUMNS = ("block", "times", "weights", "forward", "again", "backward", "by rates", "backward", "measured")

@@ -17,6 +17,7 @@ from ..runtime.errors import PenstockError
 from ..runtime.hardware import Device, Hardware
 from .candidates import Recipe, device_orders, mappings, micro_batch_counts, stage_counts
 from .plan import Plan
+from .profile import for_machines_like
 from .search import Sweep, Trace, Wishes, why_not
 from .strategies import parse_pipeline
 
@@ -39,6 +40,8 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
     machines = list(changed_machines(hardware))
     if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
         machines = [(change, machine) for change, machine in machines if not change.startswith("computation")]
+        options = dataclasses.replace(wishes.options, profiler=for_machines_like(wishes.options.profiler, hardware))
+        wishes = dataclasses.replace(wishes, options=options)
     until_s = time.process_time() + HELP_S
     found = []
     for i, (change, machine) in enumerate(machines):

@@ -21,7 +21,7 @@ from penstock.passes.blocks import Block, BlockSeconds
 from penstock.passes.coarsen import Coarsen
 from penstock.passes.opgraph import OpGraph
 from penstock.passes.profile import Sample, distinct
-from penstock.runtime.errors import HardwareError, PlanError
+from penstock.runtime.errors import DoesNotFit, HardwareError, PlanError
 from penstock.runtime.hardware import Hardware
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.passes.running import apply, draft_of, traced
@@ -185,6 +185,30 @@ def test_the_name_of_a_cpu(tmp_path: Path) -> None:
 
 
 # --- plans
+
+
+def test_other_machines_take_the_times_of_their_twins_here(gpt2: tuple[OpGraph, list[Block]], tmp_path: Path) -> None:
+    runs = Runs()
+    profiler = profile.Profiler(ProfileCache(tmp_path), "fp32", runs)
+    what_if = profile.for_machines_like(profiler, HERE)
+    for more in ({"num_devices": 3}, {"memory": "1GB", "h2d": "1GB/s"}):
+        machine = Hardware.cpu(**more)
+        found = what_if(*gpt2, machine)
+        names = {device.name: runs.seconds for device in machine.devices}
+        assert all(block.seconds == names for block in found)
+    assert len(runs.asked) == 1
+    with pytest.raises(HardwareError, match="computes as cpu0 does; leave profile out"):
+        what_if(*gpt2, Hardware.cpu(num_devices=2).with_(op_overhead_s=1e-3))
+
+
+def test_what_nearly_fits_is_found_by_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "run_on_this_machine", Runs(1.0, 1.0, 1.0))
+    model, batch = zoo_case("gpt2")
+    with pytest.raises(DoesNotFit, match=r"Tried, and fits: .* s a step") as miss:
+        penstock.compile(
+            model, Hardware.cpu(memory="40kB"), example_inputs=batch, optimizer=SGD, micro_batches=4, profile=tmp_path
+        )
+    assert miss.value.nearest["memory"]
 
 
 def test_a_plan_predicts_by_the_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
