@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..runtime import checkpoint
 from ..runtime.checkpoint import Checkpoint
-from ..runtime.commands import split
+from ..runtime.commands import Tensors, pack_state, unpack_state
 from ..runtime.drivers import Driver
 from ..runtime.model_names import named_tensors
 from ..runtime.plain_json import encode
 from ..runtime.program import Interface, StageSpec
 from ..runtime.rng_state import rng_state
+from ..runtime.stage_store import StageState, joined
 from ..runtime.weights import WeightSource
 
 Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
@@ -27,10 +28,18 @@ Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
 
 def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
     """One stage at a time: its spec, weights (fp32) and buffers."""
-    for stage, device in driver.setup.stage_devices.items():
-        _, tensors = driver.call("stage_state", device, {"stage": stage, "optimizer": False})
-        parts = split(tensors)
-        yield interface.stages[stage], parts.get("weights", {}), parts.get("buffers", {})
+    for stage in driver.setup.stage_devices:
+        state = whole_state(driver, interface.stages[stage], with_optimizer=False)
+        yield interface.stages[stage], state.weights, state.buffers
+
+
+def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StageState:
+    """What persists of a stage: its first device's, or put together where its devices have a shard each."""
+    args = {"stage": spec.name, "optimizer": with_optimizer}
+    if spec.name not in driver.setup.spread:
+        return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
+    answers = [driver.call("stage_state", device, args) for device in driver.setup.stage_holders[spec.name]]
+    return joined([unpack_state(*answer) for answer in answers], spec)
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:
@@ -94,7 +103,12 @@ def save_checkpoint(
         groups: dict[str, Any] = {}
         schedulers: dict[str, Any] = {}
         for stage, device in driver.setup.stage_devices.items():
-            answer, _ = driver.call("write_shard", device, {"stage": stage, "temporary": temporary, "ties": dict(ties)})
+            args = {"stage": stage, "temporary": temporary, "ties": dict(ties)}
+            tensors: Tensors = {}
+            if stage in driver.setup.spread:
+                header, tensors = pack_state(whole_state(driver, interface.stages[stage]))
+                args |= {"given": header}
+            answer, _ = driver.call("write_shard", device, args, tensors)
             shards.append(answer["record"])
             groups.update(answer["group"])
             schedulers.update(answer["scheduler"] or {})
@@ -132,14 +146,15 @@ def _progress(
 def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:
     """Every device takes its stages and counters from the checkpoint. Behind an error they hold a mixture."""
     progress = found.progress
-    for stage, device in driver.setup.stage_devices.items():
+    for stage, devices in driver.setup.stage_holders.items():
         args = {
             "stage": stage,
             "directory": str(directory),
             "group": dict(progress.optimizer),
             "scheduler": dict(progress.scheduler) or None,
         }
-        driver.call("read_shard", device, args)
+        for device in devices:
+            driver.call("read_shard", device, args)
     counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
     for device in range(interface.num_devices):
         driver.call("load_counters", device, counters)

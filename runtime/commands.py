@@ -52,9 +52,10 @@ def load_stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`."""
+    """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. With `given`
+    the header and `tensors` of a whole state, where this device has a shard only."""
     stage = args["stage"]
-    state = session.stage_state(stage)
+    state = unpack_state(args["given"], tensors) if "given" in args else session.stage_state(stage)
     found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
     names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
     optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .arena import weights_layout
 from .clipping import Grads, clip_factor, sum_of_squares
 from .errors import BudgetExceeded, PlanError
 from .execute import micro_batch_seed
 from .issue import Issue, Issues
 from .link import Link
-from .reduce import reduce_grads, reduce_norms
+from .reduce import reduce_grads, reduce_norms, reduce_whole
+from .shards import gathered, packed, unpacked
 from .streams import CudaStream, Event, Fault, Stream
 
 if TYPE_CHECKING:
@@ -152,7 +154,9 @@ class DeviceRuntime:
         self._next("resident")
         return Handle(self.session.resident[name.partition(".")[0]])
 
-    def fetch(self, name: str, begun: Handle | None = None, *, params: int | None = None) -> Handle:
+    def fetch(
+        self, name: str, begun: Handle | None = None, *, params: int | None = None, group: str | None = None
+    ) -> Handle:
         issue = self._next("fetch")
         if begun is not None:
             begun.release()
@@ -161,13 +165,14 @@ class DeviceRuntime:
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
         source, place = store.flat[start:end], self.session.arena.range(offset_bytes, end - start)
-        views = self.session.arena.views(stage, store.layout, issue.pieces)
+        # Of a shard nothing is computed: it goes on as it is.
+        value = place if group is not None else self.session.arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
             rest = self._pace(issue)
             place.copy_(source, non_blocking=True)
             rest()
-            return [views]
+            return [value]
 
         return self._launch(issue, [], run)[0]
 
@@ -303,13 +308,42 @@ class DeviceRuntime:
 
         def run() -> list[Any]:
             found = [box.value for box in boxes]
+            if isinstance(found[0], Grads) and not members[0][1]:
+                reduce_whole(found[0].tensors, link, group)
+                return found
             if isinstance(found[0], Grads):
-                specs = [self.face.stages[stage] for stage, _ in members]
+                specs = [self.stores[stage].part for stage, _ in members]
                 reduce_grads([g.tensors for g in found], specs, [param for _, param in members], link, group)
                 return found
             return [reduce_norms(found, link, group)] * len(found)
 
         return tuple(self._launch(issue, boxes, run))
+
+    def all_gather(self, shard: Handle, *, group: str) -> Handle:
+        issue = self._next("all_gather")
+        box, stage, link = shard.box, issue.stages[0], self.session.link
+        part = self.stores[stage].part
+        views = self.session.arena.views(f"{stage}, whole", weights_layout(self.face.stages[stage]), issue.pieces)
+
+        def run() -> list[Any]:
+            gathered([box.value] if link is None else link.gather(box.value, group), part, views)
+            return [views]
+
+        return self._launch(issue, [], run)[0]
+
+    def reduce_scatter(self, grads: Handle, *, group: str) -> Handle:
+        issue = self._next("reduce_scatter")
+        box, link = grads.box, self.session.link
+        part, count = self.stores[issue.stages[0]].part, len(self.face.members(group))
+        grads.release()
+
+        def run() -> list[Any]:
+            pieces: dict[str, Tensor] = {}
+            for rows, names in packed(box.value.tensors, count).values():
+                pieces |= unpacked(rows[0] if link is None else link.scatter_sum(rows, group), names, part)
+            return [Grads(pieces)]
+
+        return self._launch(issue, [box], run)[0]
 
     def _link(self) -> Link:
         if self.session.link is None:

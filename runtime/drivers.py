@@ -53,13 +53,25 @@ class Setup:
 
     @cached_property
     def stage_devices(self) -> dict[str, int]:
-        """The device that holds each stage."""
-        found: dict[str, int] = {}
+        """The device that holds each stage; the first of several."""
+        return {stage: devices[0] for stage, devices in self.stage_holders.items()}
+
+    @cached_property
+    def stage_holders(self) -> dict[str, list[int]]:
+        """All devices that hold each stage, or a shard of it, in their order."""
+        found: dict[str, list[int]] = {}
         for device, programs in enumerate(self.programs):
             for node in programs["step"].ops():
-                if node.target in (ops.fetch, ops.resident):
-                    found.setdefault(str(node.args[0]).partition(".")[0], device)
+                stage = str(node.args[0]).partition(".")[0] if node.target in (ops.fetch, ops.resident) else ""
+                if stage and device not in found.setdefault(stage, []):
+                    found[stage].append(device)
         return found
+
+    @cached_property
+    def spread(self) -> set[str]:
+        """The stages of which each device holds a shard."""
+        fetches = [n for programs in self.programs for n in programs["step"].ops() if n.target is ops.fetch]
+        return {str(node.args[0]).partition(".")[0] for node in fetches if node.kwargs.get("group")}
 
     def for_device(self, index: int) -> dict[str, Any]:
         """The device's part as plain data; `store` and `hostname` are the driver's to add."""
@@ -155,10 +167,11 @@ class Driver:
         return {function: sorted(found) for function, found in names.items()}
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set a stage's weights and buffers, wherever it is."""
+        """Set a stage's weights and buffers on all devices that hold it."""
         tensors = {f"weights/{name}": t for name, t in weights.items()}
         tensors |= {f"buffers/{name}": t for name, t in buffers.items()}
-        self.call("load_stage", self.setup.stage_devices[stage], {"stage": stage}, tensors)
+        for device in self.setup.stage_holders[stage]:
+            self.call("load_stage", device, {"stage": stage}, tensors)
 
     def timeline(self) -> Timeline:
         """What ran when in the last step, on all devices."""
@@ -220,7 +233,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
     moved_bytes: dict[str, int] = {}
     for result in results:
         for name, tensors in result.values.items():
-            values[name] = values.get(name) or tensors
+            values[name] = [*values.get(name, []), *tensors]  # devices that share a batch have it in their order
         for total, key in ((peak_bytes, "peak_bytes"), (moved_bytes, "moved_bytes")):
             for name, amount in result.report[key].items():
                 total[name] = total.get(name, 0) + amount

@@ -60,6 +60,7 @@ class Issues:
     arena_bytes: int
     persistent: Persistent
     homes: dict[str, str]  # per stage that runs here, the memory in which its weights lie
+    spread: dict[str, str]  # of these, the stages that lie here as one shard, with their group
     updated: set[str]  # the stages that a `step` trains
     streams: set[str] = field(default_factory=set)
 
@@ -82,7 +83,7 @@ def plan_issues(
     profile = profile_memory(program)
     offsets, arena_bytes = plan_arena(program)
     lines = line_numbers(program)
-    plan = Issues([], arena_bytes, profile.persistent, {}, set())
+    plan = Issues([], arena_bytes, profile.persistent, {}, {}, set())
     index_of: dict[fx.Node, int] = {}
     for node in program.ops():
         work = work_of(program, node)
@@ -92,6 +93,8 @@ def plan_issues(
         if node.target in (ops.resident, ops.fetch):
             stage = str(node.args[0]).partition(".")[0]
             plan.homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
+            if node.kwargs.get("group"):
+                plan.spread[stage] = str(node.kwargs["group"])
         elif node.target is ops.step:
             plan.updated.add(str(node.args[0]))
         if node.target not in (ops.free, ops.resident):

@@ -142,6 +142,28 @@ class Link:
         groups[group].allgather([found], [value]).wait()
         return found
 
+    def sum_all(self, values: Sequence[Tensor], group: str) -> None:
+        """As `sum`, for several values (contiguous, of one dtype) at once."""
+        if group not in self._single:
+            groups = self._nccl_groups if values[0].is_cuda else self._gloo_groups
+            groups[group].allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions()).wait()
+
+    def scatter_sum(self, rows: Tensor, group: str) -> Tensor:
+        """Of `rows`, one for each device of the group, the sum over the devices of this device's row, added up in the
+        group's order."""
+        if group in self._single:
+            return rows[0]
+        if rows.is_cuda:
+            own = torch.empty_like(rows[0])
+            self._nccl_groups[group]._reduce_scatter_base(own, rows, dist.ReduceScatterOptions()).wait()
+            return own
+        arrived = torch.empty_like(rows)
+        self._gloo_groups[group].alltoall_base(arrived, rows, [], [], dist.AllToAllOptions()).wait()
+        total = arrived[0].clone()
+        for row in arrived[1:]:
+            total += row
+        return total
+
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""
         options = dist.BroadcastOptions()
@@ -188,11 +210,11 @@ def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[st
 
 
 def group_memories(programs: Sequence[Program]) -> dict[str, str]:
-    """Per group that the programs reduce, the memory in which the values lie."""
+    """Per group in which the programs meet, the memory in which the values lie."""
     found: dict[str, str] = {}
     for program in programs:
         for node in program.ops():
-            if node.target is ops.all_reduce:
+            if node.target in (ops.all_reduce, ops.all_gather, ops.reduce_scatter):
                 work = work_of(program, node)
                 found[work.group] = ops.DRAM if ops.DRAM in (work.source, found.get(work.group)) else ops.DEVICE
     return found

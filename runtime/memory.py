@@ -20,7 +20,6 @@ from .errors import BudgetExceeded
 from .program import Program, StageSpec, aligned, donated, values_of, work_of
 from .units import format_bytes
 
-
 IN_ARENA = (ops.fetch, ops.all_gather)  # ops whose results lie in the arena
 
 

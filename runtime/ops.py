@@ -473,17 +473,30 @@ def _all_gather(ctx: Context, shard: Value, *, group: str) -> Value:
     return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
 
 
-def _once_round(group: str, num_bytes: int) -> Work:
-    return Work(COMM, moved_bytes=num_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1)
+def _once_round(group: str, num_bytes: int, workspace_bytes: int) -> Work:
+    where = {"source": DEVICE, "target": DEVICE, "group": group}
+    return Work(COMM, moved_bytes=num_bytes, **where, rounds=1, workspace_bytes=workspace_bytes)  # type: ignore[arg-type]
+
+
+def _gather_work(ctx: Context, shard: Value, *, group: str) -> Work:
+    """All shards arrive one behind the other, before their pieces are put in place."""
+    whole = ctx.stage(shard.stage).weight_bytes
+    return _once_round(group, whole, shard.bytes * len(ctx.interface.members(group)))
 
 
 all_gather = Op(
     "all_gather",
     (COMM,),
     _all_gather,
-    lambda ctx, shard, *, group: _once_round(group, ctx.stage(shard.stage).weight_bytes),
+    _gather_work,
     paper="Mobius eq. 2, MiCS 3.2: every device keeps a part of each stage and has it whole while it runs",
 )
+
+
+def _scatter_work(ctx: Context, grads: Value, *, group: str) -> Work:
+    """What is sent, member by member, and as much that arrives."""
+    members = len(ctx.interface.members(group))
+    return _once_round(group, grads.bytes, 2 * members * ctx.interface.part_of(grads.stage, group).grad_bytes)
 
 
 def _reduce_scatter(ctx: Context, grads: Value, *, group: str) -> Value:
@@ -498,7 +511,7 @@ reduce_scatter = Op(
     "reduce_scatter",
     (COMM,),
     _reduce_scatter,
-    lambda ctx, grads, *, group: _once_round(group, grads.bytes),
+    _scatter_work,
     donates=("grads",),
     paper="Mobius eq. 2, MiCS 3.4",
 )

@@ -246,12 +246,12 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     Results that replace what the op takes over in place count with the difference only.
     """
     if node.target is ops.free:
-        freed = (v.meta["type"] for v in node.args if v.target not in IN_ARENA)  # type: ignore[union-attr]
+        freed = [v.meta["type"] for v in operands(node) if v.target not in IN_ARENA]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
+    workspace = work.workspace_bytes if memory == work.workspace_memory else 0
     if node.target in IN_ARENA:
-        return 0, 0
+        return workspace, workspace
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
     grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)
-    workspace = work.workspace_bytes if memory == work.workspace_memory else 0
     return max(0, grown) + workspace, max(0, -grown) + workspace

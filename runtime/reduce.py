@@ -33,6 +33,24 @@ def reduce_grads(
     _settle(total)
 
 
+def reduce_whole(grads: dict[str, Tensor], link: Link | None, group: str) -> None:
+    """Replace a stage's gradients by their sums over the group. Which parameters get a gradient follows from the
+    graph, so that all devices hold the same names."""
+    if link is None:
+        return
+    for dtype in sorted({g.dtype for g in grads.values()}, key=str):
+        names = [name for name, g in grads.items() if g.dtype == dtype]
+        values = [grads[name].contiguous() for name in names]
+        if values[0].is_cuda and not link.on_device(group):
+            staged = [value.cpu() for value in values]
+            link.sum_all(staged, group)
+            values = [value.copy_(total) for value, total in zip(values, staged)]
+        else:
+            link.sum_all(values, group)
+        grads.update(zip(names, values))
+    _settle(next(iter(grads.values()), torch.zeros(())))
+
+
 def reduce_norms(values: Sequence[Tensor], link: Link | None, group: str) -> Tensor:
     """The sum of all members' values, added in the group's order, so that every device gets the same bits."""
     total = values[0]

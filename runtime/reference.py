@@ -27,7 +27,6 @@ from .reference_ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, W
 from .shards import whole_of
 from .text import excerpt, line_numbers, print_node
 
-
 ARENA_KINDS = ("weights", "part", "shard")  # these lie in the arena, which is charged as a whole
 
 

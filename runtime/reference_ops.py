@@ -212,7 +212,7 @@ class ReferenceRuntime:
         arrived = self._meet(group, values)
         members = self.world.interface.groups[group]
         own = [name for device, _, name in members if device == self.device]
-        if isinstance(values[0], Grads) and own == [""]:
+        if isinstance(values[0], StageGrads) and own == [""]:
             return (StageGrads(self._summed(arrived, group), stage=values[0].stage),)
         total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
         for name, value in zip(own, values):

@@ -18,7 +18,7 @@ from .arena import allocate, weights_layout
 from .device import Box, DeviceRuntime, Handle
 from .issue import Issue, Issues
 from .link_server import LinkClient
-from .program import StageSpec
+from .program import StageSpec, work_of
 from .session import DeviceSession, StepResult
 from .streams import Stream, ThreadStream
 
@@ -28,9 +28,9 @@ NOWHERE = torch.device("meta")
 class EmptyStore:
     """Stands for a stage's state: sizes, no memory."""
 
-    def __init__(self, spec: StageSpec):
-        self.spec, self.runner = spec, None
-        self.layout = weights_layout(spec)
+    def __init__(self, spec: StageSpec, part: StageSpec):
+        self.spec, self.part, self.runner = spec, part, None
+        self.layout = weights_layout(part)
         self.flat = allocate(self.layout.total_bytes, NOWHERE)
         self.weights: dict[str, Tensor] = {}
 
@@ -44,7 +44,7 @@ class RehearsedSession(DeviceSession):
     def __init__(self, *args: Any, waits_s: Sequence[float | None], link_server: LinkClient, **options: Any):
         super().__init__(*args, **options, link_server=link_server)
         self.waits_s = waits_s
-        self.group_of = [str(n.kwargs["group"]) if "group" in n.kwargs else "" for n in self.file.step.ops()]
+        self.group_of = [work_of(self.file.step, node).group for node in self.file.step.ops()]
 
     def _find_device(self) -> torch.device:
         return NOWHERE
@@ -53,7 +53,7 @@ class RehearsedSession(DeviceSession):
         return work.stream
 
     def _make_store(self, stage: str) -> Any:
-        return EmptyStore(self.face.stages[stage])
+        return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self.plans["step"].spread.get(stage, "")))
 
     def _stream(self, name: str) -> Stream:
         if name not in self._streams:

@@ -35,6 +35,7 @@ from .timeline import Span
 
 HOST_STREAMS = (ops.CPU, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
+NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
 LASTING = "all steps' "  # no value of a program has such a name
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
 
@@ -195,7 +196,16 @@ class DeviceSession:
             self.precision,
             master=self.face.master,
             optimizer=self.optimizer if trained else None,
+            piece=self._piece(stage),
         )
+
+    def _piece(self, stage: str) -> tuple[int, int] | None:
+        """Which of how many shards of a stage is here; None where it is whole."""
+        group = self.plans["step"].spread.get(stage)
+        if group is None:
+            return None
+        members = self.face.members(group)
+        return members.index(self.index), len(members)
 
     def _stream(self, name: str) -> Stream:
         """The stream of that name, made at its first use."""
@@ -386,7 +396,7 @@ class DeviceSession:
         names |= {f"device{i}": device.name for i, device in enumerate(self.hardware.devices)}
         moved: dict[str, int] = {}
         for issue in plan.ops:
-            if issue.moved_bytes and issue.op not in ("recv", "all_reduce"):
+            if issue.moved_bytes and issue.op not in NOT_COUNTED:
                 route = " -> ".join(names[end] for end in issue.route)
                 moved[route] = moved.get(route, 0) + issue.moved_bytes
         return moved

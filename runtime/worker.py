@@ -105,7 +105,7 @@ def describe_error(error: BaseException, session: DeviceSession | None) -> dict[
         "type": type(error).__name__,
         "message": str(error),
         "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
-        "waited": label is not None and label.op in ("send", "recv", "all_reduce"),
+        "waited": label is not None and label.op in ("send", "recv", "all_reduce", "all_gather", "reduce_scatter"),
         "traceback": "".join(traceback.format_exception(error)),
     }
 
