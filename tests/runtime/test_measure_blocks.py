@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,25 @@ def test_waits_for_others_do_not_count(shares_cores: bool, seconds: float, monke
     watch.start()
     watch.stop()
     assert watch.seconds() == seconds
+
+
+def test_weights_of_one_block_at_a_time_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    made: list[weakref.ref[torch.Tensor]] = []
+    weights, time_stage = measure_blocks._weights, measure_blocks.time_stage
+
+    def watched_weights(*args: Any) -> torch.Tensor:
+        tensor = weights(*args)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def watched_stage(*args: Any, **kwargs: Any) -> list[float]:
+        assert not any(reference() is not None for reference in made)
+        return time_stage(*args, **kwargs, slice_s=0.0)
+
+    monkeypatch.setattr(measure_blocks, "_weights", watched_weights)
+    monkeypatch.setattr(measure_blocks, "time_stage", watched_stage)
+    interface = Interface.from_json((folder / "interface.json").read_text())
+    assert list(measure_blocks.time_stages(str(folder), CPU, "fp32")) == list(interface.stages)
+    assert len(made) == sum(len(spec.params) for spec in interface.stages.values())
+    assert not any(reference() is not None for reference in made)
