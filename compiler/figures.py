@@ -10,8 +10,12 @@ from typing import Any
 
 from ..runtime.errors import PlanError
 
+FAMILIES = {  # shades of one colour for series whose names begin alike
+    "Mobius": ("#174a84", "#2f6db3", "#7aa9dc"),
+    "ZeRO-3": ("#a35a10", "#d9822b", "#f0b983"),
+    "paper": ("#c9ced6", "#a7aeb9", "#8a919c"),
+}
 PALETTE = ("#2f6db3", "#d9822b", "#3f9d64", "#8d68c9", "#cf4a5c", "#6b7683", "#b9a15a", "#4bb3c3")
-PAPER = "#c9ced6"
 SETTINGS: dict[Any, Any] = {
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e8ec",
     "axes.axisbelow": True, "legend.frameon": False, "figure.constrained_layout.use": True, "svg.fonttype": "none",
@@ -42,6 +46,7 @@ class Curves:
     ylabel: str
     curves: Mapping[str, Sequence[tuple[float, float]]]
     points: bool = False  # mark the points
+    steps: bool = False  # a staircase instead of straight lines
 
 
 Chart = Bars | Curves
@@ -76,15 +81,27 @@ def draw(chart: Chart, folder: Path) -> list[Path]:
     return paths
 
 
+def _colours(names: Sequence[str]) -> list[str]:
+    """Of series, in order: a family's shades in turn, else the palette."""
+    used: dict[str, int] = {}
+    found = []
+    for name in names:
+        family = next((word for word in FAMILIES if name.startswith(word)), "")
+        shades = FAMILIES.get(family, PALETTE)
+        found.append(shades[used.get(family, 0) % len(shades)])
+        used[family] = used.get(family, 0) + 1
+    return found
+
+
 def _bars(chart: Bars, axes: Any) -> None:
     width = 0.8 / len(chart.series)
     if chart.band is not None:
-        axes.axhspan(*chart.band, color=PAPER, alpha=0.6, zorder=0, label="paper, range")
+        axes.axhspan(*chart.band, color=FAMILIES["paper"][0], alpha=0.6, zorder=0, label="paper, range")
+    colours = _colours(list(chart.series))
     for number, (name, values) in enumerate(chart.series.items()):
         places = [i + (number - (len(chart.series) - 1) / 2) * width for i in range(len(values))]
         drawn = [(x, y) for x, y in zip(places, values) if y is not None]
-        colour = PAPER if name == "paper" else PALETTE[number % len(PALETTE)]
-        axes.bar([x for x, _ in drawn], [y for _, y in drawn], 0.92 * width, color=colour, label=name)
+        axes.bar([x for x, _ in drawn], [y for _, y in drawn], 0.92 * width, color=colours[number], label=name)
     axes.set_xticks(range(len(chart.groups)), chart.groups)
     axes.grid(visible=False, axis="x")
     axes.set_ylabel(chart.ylabel)
@@ -94,10 +111,9 @@ def _bars(chart: Bars, axes: Any) -> None:
 
 
 def _curves(chart: Curves, axes: Any) -> None:
-    for number, (name, points) in enumerate(chart.curves.items()):
-        paper = name.startswith("paper")
-        colour = "#8a919c" if paper else PALETTE[number % len(PALETTE)]
-        style = {"color": colour, "linestyle": "--" if paper else "-", "marker": "o" if chart.points else None}
+    for (name, points), colour in zip(chart.curves.items(), _colours(list(chart.curves))):
+        style: dict[str, Any] = {"color": colour, "linestyle": "--" if name.startswith("paper") else "-"}
+        style |= {"marker": "o" if chart.points else None, "drawstyle": "steps-post" if chart.steps else "default"}
         axes.plot([x for x, _ in points], [y for _, y in points], label=name, markersize=3.5, **style)
     axes.set_xlabel(chart.xlabel)
     axes.set_ylabel(chart.ylabel)

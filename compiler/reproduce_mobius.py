@@ -196,7 +196,9 @@ def fig7(lab: Lab, setup: Setup) -> Finding:
             if model == setup.scaled:
                 curves[f"Mobius, Topo {name}"] = _cdf(ours)
                 curves[f"ZeRO-3, Topo {name}"] = _cdf(theirs)
-    chart = Curves("fig7", f"Bandwidth of transfers, {setup.scaled}", "GB/s", "share of bytes at up to this", curves)
+    chart = Curves(
+        "fig7", f"Bandwidth of transfers, {setup.scaled}", "GB/s", "share of bytes at up to this", curves, steps=True
+    )
     return Finding(
         "fig7",
         "bandwidth at which bytes move",
