@@ -18,7 +18,7 @@ from torch import fx
 from ..runtime.errors import PassError, PlanError
 from ..runtime.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, shared_nodes, storage_root
-from .opgraph import OpGraph, build_module
+from .opgraph import OpGraph, build_module, value_tensors
 from .stage_costs import stage_costs
 
 COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -80,15 +80,29 @@ class _Cut:
             for name in graph.node_parameters(node):
                 name = self.ties.get(name, name)
                 self.first_use[name] = min(index, self.first_use.get(name, index))
-        self.useful = self._useful()
+        self.live = live_nodes(graph)
 
-    def _useful(self) -> set[int]:
-        """Stages that the loss depends on. Others exist for the model's further outputs: no gradient enters them."""
-        found = {self.home[self.graph.outputs["loss"]]} if self.graph.outputs["loss"] in self.home else set()
-        for index in reversed(range(len(self.partition))):
-            if index in found:
-                found.update(self.home[a] for n in self.nodes[index] for a in n.all_input_nodes if a in self.home)
-        return found
+
+def live_nodes(graph: OpGraph) -> set[fx.Node]:
+    """Nodes through which gradients of the loss flow. Others exist for the model's further outputs, or for nothing:
+    what only they read gets no gradient, rather than one of zeros, as in eager PyTorch."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for target in node.meta.get("mutates", ()):
+            writers.setdefault(storage_root(target), []).append(node)
+    found: set[fx.Node] = set()
+    stack = [graph.outputs["loss"]]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += writers.get(storage_root(node), ())
+            stack += (a for a in node.all_input_nodes if storage_root(a) in writers or _requires_grad(a))
+    return found
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in value_tensors(node.meta.get("val")))
 
 
 def _homes(blocks: Sequence[Block], partition: list[list[str]]) -> dict[fx.Node, int]:
@@ -199,14 +213,14 @@ class _Builder:
         loss: fx.Node | None,
         body: list[fx.Node],
     ) -> StageSpec:
-        useful = self.index in self.cut.useful
-        inputs = [*(_tensor(n, None if useful else False) for n in boundary), *(_tensor(n, False) for n in batch)]
+        trains = (None if self._is_live(n, inside=True) else False for n in boundary)
+        inputs = [*map(_tensor, boundary, trains), *(_tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
         return StageSpec(
             name=f"stage{self.index}",
             inputs=tuple(inputs),
-            outputs=tuple(_tensor(n, None if n is loss or self._is_trained(n) else False) for n in outputs),
+            outputs=tuple(_tensor(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs),
             extra_outputs=tuple(_tensor(n, False, name) for name, n in extra.items()),
             params=tuple(trained),
             buffers=tuple(buffers),
@@ -222,9 +236,10 @@ class _Builder:
             ),
         )
 
-    def _is_trained(self, node: fx.Node) -> bool:
-        """Whether a stage that the loss depends on reads the node, so that a gradient comes back."""
-        return any(self.home.get(user, self.index) in self.cut.useful - {self.index} for user in node.users)
+    def _is_live(self, node: fx.Node, inside: bool) -> bool:
+        """Whether a gradient of the node comes from its readers inside, or outside, this stage."""
+        readers = [user for user in node.users if (self.home.get(user, self.index) == self.index) == inside]
+        return any(user in self.cut.live for user in readers)
 
     def _owned(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
         """Parameters and buffers that the stage's nodes use, each object once, under its first name here."""
