@@ -31,6 +31,7 @@ from ..passes.partition_max_stage import PartitionMaxStage
 from ..passes.partition_metis import PartitionMetis
 from ..passes.partition_min_stage import PartitionMinStage
 from ..passes.partition_mip import PartitionMip
+from ..passes.partition_mixed import PartitionMixed
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
 from ..passes.schedule_data_parallel import ScheduleDataParallel
@@ -52,6 +53,7 @@ PASSES: dict[str, type[Pass]] = {
         PartitionPipedream,
         PartitionAcyclic,
         PartitionMetis,
+        PartitionMixed,
         MapRoundRobin,
         MapCross,
         MapSequential,
@@ -95,6 +97,8 @@ STRATEGIES: dict[str, str] = {
     "pipedream": CROSSED.replace("partition-balanced", "partition-pipedream"),
     "acyclic": CROSSED.replace("partition-balanced", "partition-acyclic"),
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),
+    "mixed": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
+    "mixed-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
 }
 
 

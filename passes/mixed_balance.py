@@ -1,9 +1,10 @@
 """Mixed-pipe, step 2: clusters to devices (FTPipe 4.1.2).
 
-In: clusters and what each needs. Out: the device of each. Longest processing time first: the most expensive cluster goes
-to the device that would be done first and has the memory. A second start takes the clusters in their order to the device
-that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places as long as that shortens the step. At last connected clusters of one device become one stage wherever that closes no
-cycle, which keeps the pipeline's depth small.
+In: clusters and what each needs. Out: the device of each. Longest processing time first: the most expensive cluster
+goes to the device that would be done first and has the memory. A second start takes the clusters in their order to the
+device that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places as long as
+that shortens the step. At last connected clusters of one device become one stage wherever that closes no cycle, which
+keeps the pipeline's depth small.
 """
 
 from __future__ import annotations

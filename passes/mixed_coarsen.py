@@ -1,10 +1,10 @@
 """Mixed-pipe, step 1: blocks to L clusters that are worth a stage (FTPipe 4.1.1).
 
 In: the graph of blocks. Out: `Clusters`. Blocks that compute nothing join their lightest neighbour; those whose values
-are above the 99th percentile in bytes, and take longer than they compute, join the neighbour they share most with; then blocks of one module join, innermost
-modules first, and clusters that could not hide their messages behind their computation (no CCO property) join a
-neighbour; at last the clusters grow around L centers until nothing else is left. No cluster outgrows a device, and no
-contraction closes a cycle.
+are above the 99th percentile in bytes, and take longer than they compute, join the neighbour they share most with; then
+blocks of one module join, innermost modules first, and clusters that could not hide their messages behind their
+computation (no CCO property) join a neighbour; at last the clusters grow around L centers until nothing else is left.
+No cluster outgrows a device, and no contraction closes a cycle.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _merge_until_hidden(clusters: Clusters, graph: BlockGraph, count: int, limit
     waiting = clusters.in_order()
     while waiting and len(clusters) > count:
         c = waiting.pop()
-        if c in clusters.members and not is_hidden(clusters, graph, c, limits):
-            if _merge_first(clusters, c, closest(clusters, graph, c), limits):
-                waiting.append(clusters.home[c])
+        talks = c in clusters.members and not is_hidden(clusters, graph, c, limits)
+        if talks and _merge_first(clusters, c, closest(clusters, graph, c), limits):
+            waiting.append(clusters.home[c])
 
 
 def is_hidden(clusters: Clusters, graph: BlockGraph, cluster: int, limits: Limits) -> bool:

@@ -79,7 +79,9 @@ def _seconds(blocks: Sequence[Block], hardware: Hardware, precision: str) -> tup
         look = device.name if any(device.name in block.seconds for block in blocks) else look
         if look not in known:
             forward = [round(NANO * forward_time_s(block, device, precision)) for block in blocks]
-            backward = [round(NANO * backward_time_s(block, device, precision, rematerialised=True)) for block in blocks]
+            backward = [
+                round(NANO * backward_time_s(block, device, precision, rematerialised=True)) for block in blocks
+            ]
             known[look] = forward, [f + b for f, b in zip(forward, backward)]
         rows.append(known[look])
     return [forward for forward, _ in rows], [load for _, load in rows]

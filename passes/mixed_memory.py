@@ -7,6 +7,7 @@ micro-batches and one rematerialised micro-batch of one stage; else they are swa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class StageNeed:
     workspace_bytes: int  # of one block
     inputs: dict[int, tuple[int, bool]]  # value -> bytes, has a gradient; inputs of the batch have negative numbers
     outputs: frozenset[int]
+    first: int  # its first block: stages are passed in this order
 
     @property
     def work_bytes(self) -> int:
@@ -100,22 +102,32 @@ class Footprints:
             max((self.workspace[i] for i in own), default=0),
             inputs,
             frozenset(outputs),
+            min(own, default=0),
         )
 
     def activation_bytes(self, stages: Sequence[StageNeed]) -> int:
-        """Inputs of all micro-batches, each value once; gradients that wait for a further stage of this device; those
-        of one input of one micro-batch, twice."""
-        values: dict[int, tuple[int, bool]] = {}
-        waiting: dict[int, int] = {}
+        """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them; gradients
+        of values that several stages read, or that are made here, until the last part; twice those of one input."""
+        backward = sorted(stages, key=lambda stage: -stage.first)
         made = {k for stage in stages for k in stage.outputs}
-        for stage in stages:
+        sizes = {k: row for stage in stages for k, row in stage.inputs.items()}
+        readers = Counter(k for stage in stages for k in stage.inputs)
+        held = peak = sum(size for size, _ in sizes.values())
+        waiting: set[int] = set()  # gradients
+        for stage in backward:
             for k, (size, has_gradient) in stage.inputs.items():
-                if has_gradient and (k in values or k in made):
-                    waiting[k] = size
-                values[k] = size, has_gradient
-        held = sum(size for size, _ in values.values()) + sum(waiting.values())
+                readers[k] -= 1
+                if has_gradient and k not in waiting and (readers[k] or k in made):
+                    waiting.add(k)
+                    held += size
+                if not readers[k]:
+                    held -= size
+                    if k in waiting and k not in made:
+                        held -= size
+            peak = max(peak, held)
+            held -= sum(sizes[k][0] for k in stage.outputs if k in waiting)
         passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
-        return self.micro_batches * held + 2 * passing
+        return self.micro_batches * peak + 2 * passing
 
     def resident_bytes(self, stages: Sequence[StageNeed]) -> int:
         """Of all these stages on one device, with everything that lasts on it."""
