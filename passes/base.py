@@ -88,6 +88,12 @@ class Pass:
         return {name: decided[name] for name in names} if self.fields else decided[self.decides]
 
 
+def require_own(p: Pass, field_name: str, decision: object, own: object) -> None:
+    """Raise `PassError` where a plan's decision is one that another pass makes."""
+    if decision != own:
+        raise PassError(f"{field_name} is {decision!r}, but {p.name} makes {own!r} only; name the other's pass")
+
+
 def check_contracts(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a pass needs what no earlier pass gives, or a pass comes twice."""
     given: set[str] = set()

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from ..runtime.hardware import Hardware
 from ..runtime.program import StageSpec
-from .base import Draft, Pass
+from .base import Draft, Pass, require_own
 from .schedule_pipeline import Durations, Emitter, Flow, Placed, Turn, interface_of
 
 ROUNDING = 1e-9  # of a ratio of seconds, before it is rounded up to whole micro-batches
@@ -36,6 +36,7 @@ class Schedule1F1B(Pass):
         return "1f1b"
 
     def rewrite(self, draft: Draft, decision: str) -> None:
+        require_own(self, "schedule", decision, self.plan(draft))
         face = interface_of(draft)
         ended = list_schedule(Flow(face, draft.devices), draft.hardware, draft.options.precision)
         devices = range(face.num_devices)

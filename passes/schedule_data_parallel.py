@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..runtime.errors import PassError
-from .base import REPLICAS, Draft, Pass
+from .base import REPLICAS, Draft, Pass, require_own
 from .schedule_pipeline import Emitter, interface_of, shared_flow
 
 
@@ -32,6 +32,7 @@ class ScheduleDataParallel(Pass):
         return "replicas-by-stage" if self.by_stage else "replicas"
 
     def rewrite(self, draft: Draft, decision: str) -> None:
+        require_own(self, "schedule", decision, self.plan(draft))
         _check_shares(draft)
         _check_buffers(draft)
         face = interface_of(draft)
@@ -39,7 +40,7 @@ class ScheduleDataParallel(Pass):
         draft.programs = []
         for device in range(face.num_devices):
             flow = shared_flow(face, device)
-            if decision == "replicas":
+            if not self.by_stage:
                 share = sorted({turn.micro_batch for turn in flow.turns[device]})
                 flow.turns[device] = [turn for m in share for turn in flow.fill_drain(device, [m])]
             draft.programs.append(Emitter(flow, device, []).step())

@@ -22,7 +22,7 @@ from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
-from .base import EVERYWHERE, SHARDS, Draft, Pass
+from .base import EVERYWHERE, SHARDS, Draft, Pass, require_own
 from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 from .insert_shard import gather_weights
 
@@ -38,9 +38,10 @@ class SchedulePipeline(Pass):
         return "fill-drain"
 
     def rewrite(self, draft: Draft, decision: str) -> None:
+        require_own(self, "schedule", decision, self.plan(draft))
         flow = Flow(interface_of(draft), draft.devices)
-        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        draft.programs = [Emitter(flow, device, ended).step() for device in range(flow.face.num_devices)]
+        order = deepest_first(flow)
+        draft.programs = [Emitter(flow, device, order).step() for device in range(flow.face.num_devices)]
 
 
 def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Program]:
@@ -131,6 +132,7 @@ class Flow:
     def __init__(self, face: Interface, devices: list[int], turns: Mapping[int, list[Turn]] | None = None):
         self.face = face
         self.specs: list[StageSpec] = list(face.stages.values())
+        self.place = {spec.name: i for i, spec in enumerate(self.specs)}
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
         self.maker = {out.name: spec.name for spec in self.specs for out in spec.outputs}
         self.readers: dict[str, list[str]] = defaultdict(list)
@@ -153,6 +155,9 @@ class Flow:
         home = self.device_of[self.maker[value]]
         return list(dict.fromkeys(d for r in self.readers[value] if (d := self.device_of[r]) != home))
 
+    def first_reader(self, value: str, device: int) -> str:
+        return next(r for r in self.readers[value] if self.device_of[r] == device)
+
     def gradient_stage(self, value: str, device: int) -> str | None:
         """The stage whose backward completes the gradient of `value` on a reading device: its first reader there
         that has one."""
@@ -170,12 +175,21 @@ class Flow:
         return [row for turn in self.turns[device] for row in self.sent_by(turn)]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
-        """(destination, message) of what leaves the device behind one turn."""
+        """(destination, message) of what leaves the device behind one turn: what is read first leaves first."""
         spec, m = self.face.stages[turn.stage], turn.micro_batch
         if not turn.is_backward:
-            return [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
+            sent = [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
+            return sorted(sent, key=lambda row: self.place[self.first_reader(row[1].value, row[0])])
         gone = self.gradients_sent(spec, self.device_of[spec.name])
-        return [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
+        back = [(self.device_of[self.maker[i.name]], Message(i.name, m, is_gradient=True)) for i in gone]
+        return sorted(back, key=lambda row: -self.place[self.maker[row[1].value]])
+
+    def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
+        """The turns that make what a turn reads of other stages, and what that is."""
+        spec, m = self.face.stages[turn.stage], turn.micro_batch
+        if turn.is_backward:
+            return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.learners[out.name]]
+        return [(Turn(self.maker[i.name], m), i) for i in spec.inputs if i.name in self.maker]
 
     def gradients_sent(self, spec: StageSpec, device: int) -> list[TensorSpec]:
         """Inputs of `spec` whose whole gradient on this device leaves for the producer after its backward."""
@@ -189,62 +203,26 @@ class Flow:
         ]
 
 
-class Durations:
-    """Expected seconds of turns and of the way of a value between devices."""
+def deepest_first(flow: Flow) -> list[Placed]:
+    """All turns with their devices, in an order in which each finds what it reads: of those that could be next always
+    the one that is farthest on the way through the pipeline and back, so that few messages wait for their reader."""
 
-    def __init__(self, flow: Flow, hardware: Hardware, precision: str):
-        self.flow, self.hardware = flow, hardware
-        self.names = [device.name for device in hardware.devices]
-        self.took_s = {spec.name: self.seconds(spec, precision) for spec in flow.specs}
+    def depth(device: int) -> int:
+        turn = waiting[device][0]
+        return 2 * len(flow.specs) - flow.place[turn.stage] if turn.is_backward else flow.place[turn.stage]
 
-    def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
-        """Of a forward and a backward."""
-        device = self.hardware.devices[self.flow.device_of[spec.name]]
-        for name, forward_s, _, backward_s in spec.seconds:
-            if name == device.name:
-                return forward_s, backward_s
-        forward_s = device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches)
-        if spec.name not in self.flow.trained:
-            return forward_s, 0.0
-        backward = (spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches)
-        return forward_s, device.compute_s(*backward)
-
-    def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
-        """The turns that make what a turn reads of other stages, and what that is."""
-        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
-        if turn.is_backward:
-            return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.flow.learners[out.name]]
-        return [(Turn(self.flow.maker[i.name], m), i) for i in spec.inputs if i.name in self.flow.maker]
-
-    def moving_s(self, src: int, dst: int, value: TensorSpec) -> float:
-        if src == dst:
-            return 0.0
-        a, b = self.names[src], self.names[dst]
-        return self.hardware.latency_s(a, b) + value.bytes / self.hardware.bandwidth(a, b)
-
-
-def ended_in_turn(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
-    """All turns with their devices, in the order in which they end if every device keeps to its own order."""
-    times, ended_s = Durations(flow, hardware, precision), dict[Turn, float]()
     waiting = {device: deque(turns) for device, turns in flow.turns.items() if turns}
-    free_s = dict.fromkeys(waiting, 0.0)
-    order: list[tuple[float, int, Placed]] = []
+    order: list[Placed] = []
+    done: set[Turn] = set()
     while waiting:
-        before = len(order)
-        for device, turns in list(waiting.items()):
-            while turns and all(made in ended_s for made, _ in times.needed(turns[0])):
-                turn = turns.popleft()
-                arrived_s = [
-                    ended_s[made] + times.moving_s(flow.device_of[made.stage], device, value)
-                    for made, value in times.needed(turn)
-                ]
-                free_s[device] = max([free_s[device], *arrived_s]) + times.took_s[turn.stage][turn.is_backward]
-                ended_s[turn] = free_s[device]
-                order.append((ended_s[turn], len(order), (device, turn)))
-            if not turns:
-                del waiting[device]
-        assert len(order) > before, "devices wait for each other's turns"
-    return [placed for _, _, placed in sorted(order, key=lambda row: row[:2])]
+        ready = [d for d, turns in waiting.items() if all(made in done for made, _ in flow.needed(turns[0]))]
+        assert ready, "devices wait for each other's turns"
+        device = max(ready, key=depth)
+        order.append((device, waiting[device].popleft()))
+        done.add(order[-1][1])
+        if not waiting[device]:
+            del waiting[device]
+    return order
 
 
 class Emitter:

@@ -95,6 +95,10 @@ def optimizer_of_nothing(document: dict[str, Any]) -> None:
     document["decisions"]["optimizer"].pop("stage0")
 
 
+def schedule_of_another_pass(document: dict[str, Any]) -> None:
+    document["decisions"]["schedule"] = "1f1b"
+
+
 def unknown_pass(document: dict[str, Any]) -> None:
     document["passes"] = document["passes"].replace("insert-remat", "insert-remate")
 
@@ -103,7 +107,7 @@ def unknown_pass(document: dict[str, Any]) -> None:
     "edit",
     [
         renamed_block, lost_block, no_such_device, too_few_devices, other_blocks, remat_of_nothing, fetch_of_nothing,
-        optimizer_of_nothing, unknown_pass,
+        optimizer_of_nothing, schedule_of_another_pass, unknown_pass,
     ],
 )  # fmt: skip
 def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], None], plan: Plan, tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], Non
         (lambda d: d.update(micro_batches=0), r"micro_batches: .*greater than 0"),
         (lambda d: d.update(micro_batch=4), r"micro_batch: .*not permitted"),
         (lambda d: d.pop("decisions"), r"decisions: .*required"),
-        (lambda d: d["decisions"].update(schedule="1f1b"), r"decisions\.schedule: .*fill-drain.*1f1b"),
+        (lambda d: d["decisions"].update(schedule="2f2b"), r"decisions\.schedule: .*fill-drain.*2f2b"),
         (lambda d: d["decisions"]["optimizer"].update(stage0="ssd"), r"decisions\.optimizer\.stage0.*ssd"),
     ],
 )

@@ -117,7 +117,7 @@ def test_gathers_come_one_phase_ahead_where_memory_allows() -> None:
 
 
 def test_what_cannot_be_shared() -> None:
-    with pytest.raises(PassError, match="5 micro-batches cannot be shared out equally among 3 .* is 6"):
+    with pytest.raises(PassError, match=r"5 micro-batches cannot be shared out equally among 3 .* is 6"):
         drafted("data-parallel", chain(), 3, 5)
     with pytest.raises(PassError, match="changes a buffer in every forward"):
         drafted("zero3-offload", traced("wide_resnet")[0])

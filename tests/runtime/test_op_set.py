@@ -12,7 +12,7 @@ from penstock.runtime.hardware import Hardware
 from penstock.runtime.program import place_frees
 from penstock.runtime.reference_ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
-from penstock.tests.runtime.two_stages import evaluation, interface_of, models, training
+from penstock.tests.runtime.two_stages import evaluation, interface_of, models, spread, training
 
 
 @pytest.mark.parametrize("op", ops.ALL.values(), ids=ops.ALL)
@@ -36,8 +36,10 @@ def test_the_simulator_times_every_op() -> None:
         total = evaluated[1].emit(ops.add, *results["loss"][:2])
     evaluated[1].returns({"loss": total})
     place_frees(evaluated[1])
-    assert {n.target.name for p in (*swapped, *evaluated) for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
+    shared = spread(face)
+    programs = (*swapped, *evaluated, *shared)
+    assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
     timed = set()
-    for programs in (swapped, evaluated):
+    for programs in (swapped, evaluated, shared):
         timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2)).spans}
     assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time

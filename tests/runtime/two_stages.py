@@ -182,6 +182,40 @@ def _update(program: Program, stage: str, grads: fx.Node, swap: bool, max_norm: 
     program.emit(ops.step, stage, grads, *(norm if scaled else []))
 
 
+def spread(face: Interface) -> list[Program]:
+    """Both devices run both stages, each on micro-batches of its own, and keep a shard of each in DRAM."""
+    face = replace(face, groups={"shards": ((0, "", ""), (1, "", ""))})
+    programs = []
+    for device in range(2):
+        program = Program(device, face)
+        mine = [m for m in range(face.micro_batches) if m % 2 == device]
+        whole = [_gathered(program, stage) for stage in face.stages]
+        losses, grads = [], dict.fromkeys(face.stages)
+        for m in mine:
+            (ids,) = program.emit(ops.load, program.batch, "ids", micro_batch=m)
+            (labels,) = program.emit(ops.load, program.batch, "labels", micro_batch=m)
+            h, kept0 = program.emit(ops.forward, "stage0", whole[0], ids, micro_batch=m)
+            loss, kept1 = program.emit(ops.forward, "stage1", whole[1], h, labels, micro_batch=m)
+            losses.append(loss)
+            last = ([h, labels], [1.0 / face.micro_batches], grads["stage1"])
+            dh, grads["stage1"] = program.emit(ops.backward, "stage1", whole[1], kept1, *last, micro_batch=m)
+            first = ([ids], [dh], grads["stage0"])
+            (grads["stage0"],) = program.emit(ops.backward, "stage0", whole[0], kept0, *first, micro_batch=m)
+        for stage, total in grads.items():
+            (own,) = program.emit(ops.reduce_scatter, total, group="shards", names=[f"{stage}_own"])
+            (own,) = program.emit(ops.offload, own, names=[f"{stage}_dram"])
+            program.emit(ops.step, stage, own)
+        program.returns({"loss": losses})
+        place_frees(program)
+        programs.append(program)
+    return programs
+
+
+def _gathered(program: Program, stage: str) -> fx.Node:
+    (shard,) = program.emit(ops.fetch, f"{stage}.weights", group="shards", names=[f"{stage}_shard"])
+    return program.emit(ops.all_gather, shard, group="shards", names=[f"{stage}_whole"])[0]
+
+
 def evaluation(face: Interface) -> list[Program]:
     first, second = Program(0, face, function="evaluate"), Program(1, face, function="evaluate")
     (w0,), (w1,) = first.emit(ops.resident, "stage0.weights"), second.emit(ops.resident, "stage1.weights")

@@ -1,0 +1,192 @@
+"""Stages spread over devices: pieces, what the verifier refuses, what the simulator counts, and gloo's sums."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime import ops
+from penstock.runtime.arena import allocate, weights_layout
+from penstock.runtime.errors import VerifyError
+from penstock.runtime.hardware import Hardware
+from penstock.runtime.link import LOOPBACK, Link
+from penstock.runtime.memory import persistent_bytes, profile_memory
+from penstock.runtime.program import Interface, ParamSpec, Program, StageSpec, place_frees
+from penstock.runtime.shards import gathered, packed, piece_of, unpacked, whole_of
+from penstock.runtime.simulate import simulate
+from penstock.runtime.text import parse_program, print_program
+from penstock.runtime.verify import verify
+from penstock.runtime.verify_case import Case
+from penstock.runtime.verify_training import check_gradients
+from penstock.tests.runtime.two_stages import interface_of, models, spread
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=st.lists(st.integers(1, 5), max_size=3), count=st.integers(1, 7))
+def test_pieces_make_the_whole(shape: list[int], count: int) -> None:
+    tensor = torch.randn(shape)
+    pieces = [piece_of(tensor, index, count) for index in range(count)]
+    assert {piece.numel() for piece in pieces} == {-(-tensor.numel() // count)}
+    assert torch.equal(whole_of(pieces, shape), tensor)
+
+
+@settings(max_examples=20, deadline=None)
+@given(numels=st.lists(st.integers(1, 40), min_size=1, max_size=4), count=st.integers(1, 5))
+def test_flat_shards_make_the_whole_stage(numels: list[int], count: int) -> None:
+    """Also with weights of two precisions."""
+    dtypes = ["float32" if i % 2 else "float16" for i in range(len(numels))]
+    params = tuple(ParamSpec(f"p{i}", (n,), dtype) for i, (n, dtype) in enumerate(zip(numels, dtypes)))
+    spec = StageSpec("stage0", (), (), params)
+    values = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in params}
+    part, flats = spec.shard(count), []
+    for index in range(count):
+        flat = allocate(weights_layout(part).total_bytes, torch.device("cpu"))
+        for name, view in weights_layout(part).views(flat).items():
+            view.copy_(piece_of(values[name], index, count))
+        flats.append(flat)
+    whole = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in params}
+    gathered(flats, part, whole)
+    assert all(torch.equal(whole[name], values[name]) for name in values)
+    for index in range(count):
+        rows = packed(values, count).values()
+        own = {name: piece for row, names in rows for name, piece in unpacked(row[index], names, part).items()}
+        assert all(torch.equal(own[name], piece_of(values[name], index, count)) for name in values)
+
+
+def face() -> Interface:
+    return interface_of(*models())
+
+
+def test_the_text_says_what_is_spread_and_reads_back() -> None:
+    program = spread(face())[0]
+    text = print_program(program, comments=True)
+    assert 'stage0_shard = rt.fetch("stage0.weights", group="shards")' in text
+    assert print_program(parse_program(text, program.interface, 0), comments=True) == text
+
+
+def test_each_device_keeps_its_part() -> None:
+    programs = spread(face())
+    verify(programs, Hardware.cpu(num_devices=2))
+    whole = sum(spec.trained_params for spec in programs[0].interface.stages.values())
+    states = [persistent_bytes(program).dram["states"] for program in programs]
+    assert whole * 8 <= sum(states) <= whole * 8 + 8 * 2 * 10  # 8 bytes each, and zeros behind each parameter
+    assert profile_memory(programs[0]).arena_bytes >= sum(s.weight_bytes for s in programs[0].interface.stages.values())
+
+
+Edit = Callable[[str], str]
+
+
+def edited(edits: dict[int, Edit]) -> list[Program]:
+    programs = spread(face())
+    shown = [print_program(program) for program in programs]
+    texts = [edits.get(device, str)(text) for device, text in enumerate(shown)]
+    assert texts != shown
+    return [parse_program(text, programs[0].interface, device) for device, text in enumerate(texts)]
+
+
+def unscattered(text: str) -> str:
+    """The gradients of stage 1 go on as they are."""
+    found = re.search(r'    stage1_own = rt.reduce_scatter\((\w+), group="shards"\)\n', text)
+    assert found is not None
+    return text.replace(found[0], "").replace("stage1_own", found[1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t.replace('fetch("stage1.weights", group="shards")', 'fetch("stage1.weights")'), "must be shard"),
+        (unscattered, "stage1 is spread over 'shards' here, but these gradients are whole"),
+        (lambda t: t.replace('rt.step("stage0", stage0_dram)', 'rt.step("stage1", stage0_dram)'), "belong to stage0"),
+        (lambda t: t.replace('group="shards"', 'group="others"', 1), "no group 'others'; there are shards"),
+    ],
+)
+def test_what_one_device_may_not_leave_out(edit: Edit, said: str) -> None:
+    with pytest.raises(VerifyError, match=said):
+        verify(edited({1: edit}))
+
+
+def test_devices_must_meet_in_the_same_order() -> None:
+    def crossed(text: str) -> str:
+        rows = text.split("\n")
+        at = [i for i, row in enumerate(rows) if "reduce_scatter" in row]
+        return "\n".join([*rows[: at[0]], *rows[at[1] : at[1] + 5], *rows[at[0] : at[1]], *rows[at[1] + 5 :]])
+
+    with pytest.raises(VerifyError, match="meets grads of stage0 to reduce_scatter here and grads of stage1"):
+        verify(edited({0: crossed}))
+
+
+def test_gradients_that_no_group_adds_up() -> None:
+    """Both devices train the stage, and each would keep what its own micro-batches say."""
+    whole = replace(face(), groups={"pair": ((0, "", ""), (1, "", ""))})
+    programs = []
+    for device, micro_batches in enumerate(([0, 1], [2])):
+        program = Program(device, whole)
+        losses, grads = [], None
+        (weights,) = program.emit(ops.resident, "stage0.weights")
+        for m in micro_batches:
+            (ids,) = program.emit(ops.load, program.batch, "ids", micro_batch=m)
+            h, kept = program.emit(ops.forward, "stage0", weights, ids, micro_batch=m)
+            losses.append(h)
+            grads = program.emit(ops.backward, "stage0", weights, kept, [ids], [h], grads, micro_batch=m)[0]
+        program.emit(ops.step, "stage0", grads)
+        program.returns({"h": losses})
+        programs.append(program)
+    for program in programs:
+        place_frees(program)
+        program.with_interface(stages={"stage0": whole.stages["stage0"]})
+    with pytest.raises(VerifyError, match="gradients of stage0 were not summed with those of device 1"):
+        check_gradients(Case(programs))
+
+
+def test_a_gather_moves_what_is_not_there_yet() -> None:
+    """(N - 1) / N of the weights go over each link, without P2P through DRAM: up from one, down to the next."""
+    members = tuple((device, "", "") for device in range(4))
+    spec = StageSpec("stage0", (), (), (ParamSpec("w", (1024, 1024), "float32"),))
+    shared = Interface({"stage0": spec}, {}, 4, groups={"shards": members})
+    programs = []
+    for device in range(4):
+        program = Program(device, shared)
+        (shard,) = program.emit(ops.fetch, "stage0.weights", group="shards")
+        (weights,) = program.emit(ops.all_gather, shard, group="shards")
+        program.emit(ops.free, shard)
+        program.emit(ops.free, weights)
+        program.returns({})
+        programs.append(program)
+    hardware = Hardware.preset("mobius-topo4")
+    timeline = simulate(programs, hardware)
+    down, up = timeline.moved_bytes["gpu2.down"], timeline.moved_bytes["gpu2.up"]
+    assert (down, up) == (4 << 20, 3 << 20)  # its shard and the others'; passed on, what three others lack
+    rate = hardware.links()["rc0.0.down"].bandwidth
+    assert timeline.step_s == pytest.approx(4 * (4 << 20) / rate, rel=0.3)  # all four share the root complex
+
+
+def test_gloo_adds_rows_up_in_the_order_of_devices() -> None:
+    store = dist.HashStore()
+    rows = [torch.randn(3, 5) for _ in range(3)]
+    found: dict[int, torch.Tensor] = {}
+    sums: dict[int, list[torch.Tensor]] = {}
+
+    def device(index: int) -> None:
+        link = Link(store, index, 3, {"all": [0, 1, 2]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30)
+        link.connect({}, {"all": ops.DEVICE})
+        found[index] = link.scatter_sum(rows[index].clone(), "all")
+        sums[index] = [rows[index][0].clone(), rows[index][1].clone()]
+        link.sum_all(sums[index], "all")
+
+    threads = [Thread(target=device, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(3):
+        assert torch.equal(found[index], rows[0][index] + rows[1][index] + rows[2][index])
+        assert torch.equal(sums[index][1], sums[0][1])
+        torch.testing.assert_close(sums[index][0], rows[0][0] + rows[1][0] + rows[2][0])
