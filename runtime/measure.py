@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from .heap import keep_freed_memory
 from .measure_links import fetch_latency_s, message_rates
+from .waiting import waited_s
 from .worker import SWITCH_S
 
 SLICE_S = 0.4  # time for one figure
+LEAST_S = 1e-7  # no clock here tells less from nothing
 MIB = 2**20
 MESSAGE_BYTES = 8 * MIB
 
@@ -33,15 +35,17 @@ MESSAGE_BYTES = 8 * MIB
 def steady_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
     """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
 
-    Not the median, since whatever else the machine does can only make runs longer.
+    Not the median, since whatever else the machine does can only make runs longer; what the thread waited for a core
+    does not count at all.
     """
     work()
     times: list[float] = []
     end = time.perf_counter() + slice_s
     while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
+        waited_before_s, start = waited_s(), time.perf_counter()
         work()
-        times.append(time.perf_counter() - start)
+        took_s = time.perf_counter() - start
+        times.append(max(took_s - (waited_s() - waited_before_s), LEAST_S))
     return sorted(times)[len(times) // 4]
 
 

@@ -31,6 +31,7 @@ from .device_file import INTERFACE_FILE, DeviceFile, open_device_file
 from .execute import StageRunner
 from .heap import keep_freed_memory
 from .program import Interface, ParamSpec, StageSpec, TensorSpec
+from .waiting import waited_s
 
 ROWS_FILE = "rows.json"
 SLICE_S = 0.5  # time for one stage, after one warm-up
@@ -69,13 +70,6 @@ class Watch:
             return max(self.end_s - self.start_s - self.waited_s, CLOCK_S)
         self.last.synchronize()
         return max(self.first.elapsed_time(self.last) / 1e3, CLOCK_S)
-
-
-def waited_s(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
-    """Seconds that this thread has been ready to run while something else had the core; 0 where the kernel keeps no
-    such account."""
-    fields = statistics.read_text().split() if statistics.is_file() else []
-    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def time_stage(

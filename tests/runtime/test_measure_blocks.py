@@ -101,14 +101,6 @@ def test_an_error_names_the_block(tmp_path: Path) -> None:
         measure_blocks.time_stages(str(folder), CPU, "fp32")
 
 
-def test_waiting_for_a_core_is_told_by_the_kernel(tmp_path: Path) -> None:
-    account = tmp_path / "schedstat"
-    account.write_text("1230000 2500000000 17\n")
-    assert measure_blocks.waited_s(account) == 2.5
-    assert measure_blocks.waited_s(tmp_path / "none") == 0.0
-    assert measure_blocks.waited_s() >= 0.0
-
-
 @pytest.mark.parametrize(("shares_cores", "seconds"), [(False, 3.0), (True, 10.0)])
 def test_waits_for_others_do_not_count(shares_cores: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waits = iter([100.0, 110.0]), iter([5.0, 12.0])
