@@ -183,11 +183,23 @@ def num_params(model: nn.Module) -> int:
 
 
 def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Transfer]:
-    """Every transfer of a simulated step with its bytes. A member of a collective has one of its own."""
+    """Every transfer of a simulated step with its bytes. A member of a collective has one of its own, with the bytes
+    that it sends to its neighbour in the ring."""
     nodes = [(p, node) for p in programs for node in p.ops() if node.target not in (ops.free, ops.resident)]
     for (program, node), span in zip(nodes, timeline.spans, strict=True):
         if span.stream in MOVES:
-            yield Transfer(span.device, span.op, work_of(program, node).moved_bytes, span.start_s, span.end_s)
+            work = work_of(program, node)
+            yield Transfer(
+                span.device, span.op, round(work.moved_bytes * _laps(program, work)), span.start_s, span.end_s
+            )
+
+
+def _laps(program: Program, work: ops.Work) -> float:
+    """How often a transfer's bytes leave a device: once, or a collective's rounds without the member's own share."""
+    if not work.group:
+        return 1.0
+    members = len(program.interface.members(work.group))
+    return work.rounds * (members - 1) / members
 
 
 def exposed_share(trial: Trial) -> float:
