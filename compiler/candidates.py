@@ -16,6 +16,7 @@ from .strategies import PASSES, STRATEGIES
 
 FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
 MOST_ORDERS = 6  # of unequal devices
+SLOW = "partition-mixed"  # takes longer than all others together, so it comes behind them
 PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
 
 
@@ -48,6 +49,10 @@ class Recipe:
         usual = self.schedule == PLAIN[2]
         parts = [self.partition, self.mapping, *([] if usual else [self.schedule]), *(["swapped"] if self.swap else [])]
         return ", ".join(parts)
+
+    @property
+    def is_slow(self) -> bool:
+        return SLOW in self.line
 
     def but(self, **changes: object) -> Recipe:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from .trial import Bench, Candidate, Dump, prove
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
-SEARCH_S = 40.0  # of computation
+SEARCH_S = 30.0  # of computation
 LEADERS = 3  # partitions whose schedules and tiers are tried
 
 
@@ -129,11 +129,12 @@ class Sweep:
     def sweep(self, count: int) -> None:
         """Everything with this number of micro-batches, in order of what may not be left out when time is short: the
         named strategies, every partitioner, every mapping, schedules and tiers; then what is between."""
-        base = self.bench(count).base
-        cuts, maps = list(partitions(base)), mappings(self.hardware)
-        self.look(count, [Recipe(named=name) for name in STRATEGIES])
-        self.look(count, [Recipe(cut, maps[0]) for cut in cuts])
+        cuts, maps = list(partitions(self.bench(count).base)), mappings(self.hardware)
+        named = [Recipe(named=name) for name in STRATEGIES]
+        self.look(count, [recipe for recipe in named if not recipe.is_slow])
+        self.look(count, [recipe for cut in cuts if not (recipe := Recipe(cut, maps[0])).is_slow])
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
+        self.look(count, [*named, *(Recipe(cut, maps[0]) for cut in cuts)])
         for row in self.leaders(count):
             options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))
             self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
@@ -198,7 +199,7 @@ class Sweep:
                 found = Tried(recipe, count, candidate.step_s, all_swapped=swapped)
                 self.keep(candidate, recipe)
             self.seen[key] = found
-        except (DoesNotFit, PassError) as error:
+        except (DoesNotFit, PassError, PlanError) as error:
             return Tried(recipe, count, error=error.with_traceback(None))
         return found
 

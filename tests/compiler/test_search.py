@@ -10,7 +10,7 @@ from torch import nn
 import penstock
 from penstock.compiler import search as module
 from penstock.compiler.plan import Plan
-from penstock.compiler.search import micro_batch_counts, stage_counts
+from penstock.compiler.candidates import micro_batch_counts, stage_counts
 from penstock.compiler.trace import trace
 from penstock.passes.base import Draft, Options
 from penstock.passes.coarsen import Coarsen
