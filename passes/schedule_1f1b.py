@@ -114,5 +114,5 @@ class _Pipeline(Durations):
         here = device_of[turn.stage]
         return [
             self.ended_s.get(made, math.inf) + self.moving_s(device_of[made.stage], here, value)
-            for made, value in self.needed(turn)
+            for made, value in self.flow.needed(turn)
         ]

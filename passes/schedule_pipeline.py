@@ -40,7 +40,7 @@ class SchedulePipeline(Pass):
     def rewrite(self, draft: Draft, decision: str) -> None:
         require_own(self, "schedule", decision, self.plan(draft))
         flow = Flow(interface_of(draft), draft.devices)
-        order = deepest_first(flow)
+        order = ended_in_turn(flow, draft.hardware, draft.options.precision)
         draft.programs = [Emitter(flow, device, order).step() for device in range(flow.face.num_devices)]
 
 
@@ -56,8 +56,9 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
         programs = [Emitter(flow, device, []).evaluate() for device, flow in enumerate(flows)]
     else:
         flow = Flow(face, draft.devices)
-        ended = [row for row in ended_in_turn(flow, draft.hardware, draft.options.precision) if not row[1].is_backward]
-        programs = [Emitter(flow, device, ended).evaluate() for device in range(face.num_devices)]
+        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
+        order = [row for row in ended if not row[1].is_backward]
+        programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
     if SHARDS in face.groups:
         for program in programs:
             gather_weights(program, fetch or {}, face.members(SHARDS))
@@ -73,7 +74,7 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
 
 
 def shared_flow(face: Interface, device: int) -> Flow:
-    """Of one of several devices that each run the whole model: fill and drain of an equal share of the micro-batches."""
+    """Of one of several devices that each run the whole model: fill and drain of an equal share of micro-batches."""
     flow = Flow(face, [device] * len(face.stages))
     count = face.micro_batches // face.num_devices
     flow.turns[device] = flow.fill_drain(device, range(device * count, (device + 1) * count))
@@ -203,32 +204,61 @@ class Flow:
         ]
 
 
-def deepest_first(flow: Flow) -> list[Placed]:
-    """All turns with their devices, in an order in which each finds what it reads: of those that could be next always
-    the one that is farthest on the way through the pipeline and back, so that few messages wait for their reader."""
+class Durations:
+    """Expected seconds of turns and of the way of a value between devices."""
 
-    def depth(device: int) -> int:
-        turn = waiting[device][0]
-        return 2 * len(flow.specs) - flow.place[turn.stage] if turn.is_backward else flow.place[turn.stage]
+    def __init__(self, flow: Flow, hardware: Hardware, precision: str):
+        self.flow, self.hardware = flow, hardware
+        self.names = [device.name for device in hardware.devices]
+        self.took_s = {spec.name: self.seconds(spec, precision) for spec in flow.specs}
 
+    def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
+        """Of a forward and a backward."""
+        device = self.hardware.devices[self.flow.device_of[spec.name]]
+        for name, forward_s, _, backward_s in spec.seconds:
+            if name == device.name:
+                return forward_s, backward_s
+        forward_s = device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches)
+        if spec.name not in self.flow.trained:
+            return forward_s, 0.0
+        backward = (spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches)
+        return forward_s, device.compute_s(*backward)
+
+    def moving_s(self, src: int, dst: int, value: TensorSpec) -> float:
+        if src == dst:
+            return 0.0
+        a, b = self.names[src], self.names[dst]
+        return self.hardware.latency_s(a, b) + value.bytes / self.hardware.bandwidth(a, b)
+
+
+def ended_in_turn(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
+    """All turns with their devices, in the order in which they end if every device keeps to its own order."""
+    times, ended_s = Durations(flow, hardware, precision), dict[Turn, float]()
     waiting = {device: deque(turns) for device, turns in flow.turns.items() if turns}
-    order: list[Placed] = []
-    done: set[Turn] = set()
+    free_s = dict.fromkeys(waiting, 0.0)
+    order: list[tuple[float, int, Placed]] = []
     while waiting:
-        ready = [d for d, turns in waiting.items() if all(made in done for made, _ in flow.needed(turns[0]))]
-        assert ready, "devices wait for each other's turns"
-        device = max(ready, key=depth)
-        order.append((device, waiting[device].popleft()))
-        done.add(order[-1][1])
-        if not waiting[device]:
-            del waiting[device]
-    return order
+        before = len(order)
+        for device, turns in list(waiting.items()):
+            while turns and all(made in ended_s for made, _ in flow.needed(turns[0])):
+                turn = turns.popleft()
+                arrived_s = [
+                    ended_s[made] + times.moving_s(flow.device_of[made.stage], device, value)
+                    for made, value in flow.needed(turn)
+                ]
+                free_s[device] = max([free_s[device], *arrived_s]) + times.took_s[turn.stage][turn.is_backward]
+                ended_s[turn] = free_s[device]
+                order.append((ended_s[turn], len(order), (device, turn)))
+            if not turns:
+                del waiting[device]
+        assert len(order) > before, "devices wait for each other's turns"
+    return [placed for _, _, placed in sorted(order, key=lambda row: row[:2])]
 
 
 class Emitter:
-    """Writes one device's program. `ended`: all turns, in the order in which messages come in."""
+    """Writes one device's program. `order`: all turns of all devices; messages come in as their turns come there."""
 
-    def __init__(self, flow: Flow, device: int, ended: Sequence[Placed]):
+    def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
         self.flow, self.device = flow, device
         self.face = flow.face
         self.program = Program(device, flow.face)
@@ -239,7 +269,7 @@ class Emitter:
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
         self.extras: dict[str, list[fx.Node]] = defaultdict(list)
-        sent = [(src, *row) for src, turn in ended for row in flow.sent_by(turn)]
+        sent = [(src, *row) for src, turn in order for row in flow.sent_by(turn)]
         self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
 
     def step(self) -> Program:
@@ -307,12 +337,14 @@ class Emitter:
 
     def outputs(self, spec: StageSpec, nodes: list[fx.Node], m: int) -> None:
         for out, node in zip(spec.outputs, nodes):
-            message = Message(out.name, m)
-            self.values[message] = node
+            self.values[Message(out.name, m)] = node
             if out.name == spec.loss:
                 self.losses.append(node)
-            for dst in self.flow.reading_devices(out.name):
-                self.program.emit(ops.send, node, dst=dst, tag=message.tag)
+        self.send(Turn(spec.name, m))
+
+    def send(self, turn: Turn) -> None:
+        for dst, message in self.flow.sent_by(turn):
+            self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
 
     def receive(self, src: int, wanted: Message) -> fx.Node:
         """Take in everything that comes before `wanted`, from whichever device."""
@@ -340,10 +372,7 @@ class Emitter:
         )
         for i, node in zip(wanted, dinputs):
             self.contribute(Message(i.name, m, is_gradient=True), node)
-        for i in self.flow.gradients_sent(spec, self.device):
-            message = Message(i.name, m, is_gradient=True)
-            dst = self.flow.device_of[self.flow.maker[i.name]]
-            self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
+        self.send(Turn(spec.name, m, is_backward=True))
 
     def contribute(self, message: Message, node: fx.Node) -> None:
         """Add one reader's gradient to those of the later readers on this device."""
