@@ -108,11 +108,13 @@ class LocalWorkers(Driver):
         self.scratch = tempfile.mkdtemp(prefix="penstock-")
         self.workers: list[Worker] = []
         self.link_server: LinkServer | None = None
-        self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self.scratch)
+        self._servers: list[LinkServer] = []
+        self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self._servers, self.scratch)
         try:
             for device in range(setup.interface.num_devices):
                 self.workers.append(self._start(device))
             self.link_server = self._serve_links()
+            self._servers += [] if self.link_server is None else [self.link_server]
             requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
             requests = {w.device: ("set_up", self._for_device(w.device), {}) for w in self.workers}
             answers = self._exchange(requests)
@@ -268,8 +270,6 @@ class LocalWorkers(Driver):
     def _abandon(self) -> None:
         self.closed = True
         self._stop()
-        if self.link_server is not None:
-            self.link_server.close()
 
     def close(self) -> None:
         if self.closed:
@@ -323,7 +323,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         return  # the caller looks at `poll`
 
 
-def _stop_all(owner: int, workers: Iterable[Worker], scratch: str) -> None:
+def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer], scratch: str) -> None:
     """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends, but not in forks of it."""
     if os.getpid() != owner:
         return
@@ -332,4 +332,6 @@ def _stop_all(owner: int, workers: Iterable[Worker], scratch: str) -> None:
     for worker in workers:
         worker.process.wait()
         worker.channel.close()
+    for server in servers:
+        server.close()
     shutil.rmtree(scratch, ignore_errors=True)

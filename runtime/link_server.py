@@ -120,7 +120,11 @@ class LinkClient:
         channel.sendall(_REQUEST.pack(self.device, index))
 
         def wait() -> None:
-            if not channel.recv(1):
+            try:
+                answer = channel.recv(1)
+            except ConnectionResetError:
+                answer = b""
+            if not answer:
                 raise WorkerError(f"device {self.device}: the process that shares out the links is gone")
 
         return wait

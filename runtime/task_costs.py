@@ -79,14 +79,21 @@ class CostModel:
         owner = self.hardware.devices[device]
         use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
         if use in self.links:  # by cores, none of which knows what is urgent
-            return Cost(latency_s, (((*path, use), work.moved_bytes),))
+            path, priority = (*path, use), URGENT
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 
     def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
         if len(members) == 1:  # all members lie on one device: added up in place
             return Cost()
-        memories = [self.memory(device, work.source) for device, work in members]
-        routes = [self.route(memories[i - 1], memory) for i, memory in enumerate(memories)]
+        owners = [self.hardware.devices[device] for device, _ in members]
+        # Host memory of CPU devices is that of processes: what they add up goes from one to another as messages do.
+        names = [ops.DEVICE if owner.kind == "cpu" else work.source for owner, (_, work) in zip(owners, members)]
+        memories = [self.memory(device, name) for (device, _), name in zip(members, names)]
+        routes = []
+        for i, memory in enumerate(memories):
+            path, latency_s = self.route(memories[i - 1], memory)
+            use = messaging(owners[i - 1])
+            routes.append(((*path, use) if use in self.links else path, latency_s))
         rounds = members[0][1].rounds * (len(members) - 1)
         amount = max(work.moved_bytes for _, work in members) * rounds / len(members)
         return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))

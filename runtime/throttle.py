@@ -1,7 +1,8 @@
 """CPU devices held down to slow links: which of their transfers meet others on a link.
 
 A transfer that has its links to itself whatever runs beside it only has to take long enough, which its device sees to.
-One that may have to share goes through the `LinkServer` of whoever starts the devices.
+One that may have to share goes through the `LinkServer` of whoever starts the devices. Under torchrun nobody does, and
+every transfer has its links to itself.
 """
 
 from __future__ import annotations
