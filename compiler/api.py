@@ -17,7 +17,7 @@ from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
-from ..runtime.errors import DoesNotFit, PlanError, VerifyError
+from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer import OptimizerSpec
@@ -99,6 +99,11 @@ def compile(
         found = _find(model, capture, machine, wishes)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
+    if made.decisions.shards and not spec.is_elementwise():
+        raise PassError(
+            f"insert-shard: every device updates a piece of each parameter, but {spec.path} looks at whole parameters. "
+            'Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
+        )
     settings = Settings(
         optimizer=spec.to_json(),
         precision=precision,

@@ -86,6 +86,21 @@ class OptimizerSpec:
         states = (s for s in optimizer.state[param].values() if isinstance(s, Tensor) and s.numel() > 1)
         return sum(s.numel() * s.element_size() for s in states) / param.numel()
 
+    def is_elementwise(self) -> bool:
+        """Whether two steps update each element by its own gradients alone, so that a parameter may be updated in
+        pieces: tried on a matrix, whole and as two rows."""
+        made = torch.Generator().manual_seed(0)
+        whole = nn.Parameter(torch.randn(4, 6, generator=made))
+        pieces = [nn.Parameter(piece.detach().clone()) for piece in whole.flatten().split(12)]
+        optimizers = [self.build([whole]), self.build(pieces)]
+        for _ in range(2):
+            whole.grad = torch.randn(4, 6, generator=made)
+            for piece, grad in zip(pieces, whole.grad.flatten().split(12)):
+                piece.grad = grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        return torch.allclose(torch.cat(list(pieces)), whole.flatten(), rtol=1e-5, atol=1e-7)
+
     def _has_fused(self, like: Tensor) -> bool:
         cls = _resolve(self.path)
         if "fused" not in inspect.signature(cls).parameters:

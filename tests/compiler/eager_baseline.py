@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from penstock.compiler.job import Job
-from penstock.runtime.commands import unpack_state
+from penstock.compiler.job_state import whole_state
 from penstock.runtime.execute import micro_batch_seed, seeded
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer import OptimizerSpec
@@ -104,8 +104,8 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
 def optimizer_states(job: Job) -> dict[tuple[str, str], dict[str, Tensor]]:
     """(stage, parameter) to the tensors of its optimizer state, as the devices hold them: a tied one in each stage."""
     found: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for stage, device in job.driver.setup.stage_devices.items():
-        state = unpack_state(*job.driver.call("stage_state", device, {"stage": stage}))
+    for stage in job.driver.setup.stage_devices:
+        state = whole_state(job.driver, job.folder.interface.stages[stage])
         if state.optimizer is not None:
             found.update({(stage, name): row for name, row in state.optimizer["states"].items()})
     return found
