@@ -26,6 +26,10 @@ from penstock.bench.peers import models, rows
 
 TAU_TARGET, ERROR_TARGET = 0.8, 0.20
 WARM_UP = 2
+SWAPPED = (
+    "coarsen, partition-balanced{stages=%d}, map-round-robin, schedule-pipeline, insert-remat, "
+    "insert-fetch{swap=true}, insert-optimizer"
+)
 
 
 @dataclass
@@ -87,20 +91,19 @@ def slow_rate(here: penstock.Hardware, layers: int, width: int, size: int) -> fl
 def cases(here: penstock.Hardware, slow: float) -> list[Case]:
     """Plans whose step times lie apart; `slow` bytes/s is a link that a step notices."""
     two, four = (here.with_(num_devices=n, memory="1GB", dram="4GB") for n in (2, 4))
-    held_two = two.with_(throttled=True, h2d_bandwidth=2 * slow, d2h_bandwidth=2 * slow)
-    held_four = four.with_(
-        throttled=True, h2d_bandwidth=slow, d2h_bandwidth=slow, root_complex_bandwidth=slow, nvlink_bandwidth=slow
+    messages = [m.with_(throttled=True, nvlink_bandwidth=rate) for m, rate in ((two, slow / 5), (four, slow / 12))]
+    weights = two.with_(throttled=True, h2d_bandwidth=slow / 2, d2h_bandwidth=slow / 2)
+    shared = four.with_(
+        throttled=True, h2d_bandwidth=slow / 2.5, d2h_bandwidth=slow / 2.5, root_complex_bandwidth=slow / 2.5
     )
-    swapped = "coarsen, partition-balanced{stages=%d}, map-round-robin, schedule-pipeline, insert-remat, insert-fetch{swap=true}, insert-optimizer"
-    resident: dict[str, Any] = {"strategy": "gpipe"}
     return [
-        Case("2 devices, resident, 4 micro-batches", two, {**resident, "micro_batches": 4}),
-        Case("2 devices, resident, 1 micro-batch", two, {**resident, "micro_batches": 1}),
-        Case("2 devices, swapped, 4 stages", two, {"strategy": swapped % 4, "micro_batches": 4}),
-        Case("2 devices, swapped, 4 stages, slow links", held_two, {"strategy": swapped % 4, "micro_batches": 4}),
-        Case("4 devices, resident, slow messages", held_four, {**resident, "micro_batches": 4}),
-        Case("4 devices, swapped, 8 stages, one slow root complex", held_four, {"strategy": swapped % 8, "micro_batches": 4}),
-    ]  # fmt: skip
+        Case("4 devices, resident", four, {"strategy": "gpipe", "micro_batches": 4}),
+        Case("2 devices, swapped, 1 micro-batch", two, {"strategy": SWAPPED % 4, "micro_batches": 1}),
+        Case("2 devices, resident, slow messages", messages[0], {"strategy": "gpipe", "micro_batches": 4}),
+        Case("2 devices, swapped, slow links", weights, {"strategy": SWAPPED % 4, "micro_batches": 4}),
+        Case("4 devices, resident, slower messages", messages[1], {"strategy": "gpipe", "micro_batches": 4}),
+        Case("4 devices, swapped, one slow root complex", shared, {"strategy": SWAPPED % 8, "micro_batches": 4}),
+    ]
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
