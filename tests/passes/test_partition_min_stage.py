@@ -1,0 +1,31 @@
+"""`partition-min-stage`: a block a stage, on the devices in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.passes.partition_min_stage import PartitionMinStage
+from penstock.runtime.errors import DoesNotFit
+from penstock.tests.passes.test_partition_max_stage import draft_on
+
+
+def test_each_block_is_a_stage_of_the_next_device() -> None:
+    draft = draft_on("10MB", "10MB", "10MB", depth=6)
+    found = PartitionMinStage().plan(draft)
+    assert found["stages"] == [[block.name] for block in draft.blocks]
+    assert found["planned_for"] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_device_takes_what_it_holds_and_is_passed_over_else() -> None:
+    """The head is small, a layer is not."""
+    found = PartitionMinStage().plan(draft_on("20kB", "10MB", depth=3))
+    assert found["planned_for"] == [1, 1, 1, 0]
+
+
+def test_more_devices_than_blocks() -> None:
+    assert PartitionMinStage().plan(draft_on(*["10MB"] * 5, depth=1))["planned_for"] == [0, 1]
+
+
+def test_a_block_larger_than_every_device_is_named() -> None:
+    with pytest.raises(DoesNotFit, match="block 'layers.0' alone needs"):
+        PartitionMinStage().plan(draft_on("20kB"))
