@@ -1,8 +1,8 @@
 """What sets of blocks need on a device: stages that need not be runs of neighbours, and several of them at once.
 
 In: a draft with blocks. Out: `StageNeed` of any set of blocks, and whether a device holds several of these. A device
-keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of all
-micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without their states.
+keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of
+all micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without states.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Footprints:
         )
 
     def activation_bytes(self, stages: Sequence[StageNeed]) -> int:
-        """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them; gradients
-        of values that several stages read, or that are made here, until the last part; twice those of one input."""
+        """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them;
+        gradients of values that several stages read, or that are made here, until the last part is there; and twice
+        the gradients of one input."""
         backward = sorted(stages, key=lambda stage: -stage.first)
         made = {k for stage in stages for k in stage.outputs}
         sizes = {k: row for stage in stages for k, row in stage.inputs.items()}

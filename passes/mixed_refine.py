@@ -1,8 +1,8 @@
 """Mixed-pipe, step 3: blocks change to a neighbouring stage (FTPipe 4.1.3).
 
 In: stages in topological order on their devices, and units that move as one: first the clusters of step 1, then single
-blocks. Out: the same stages with other members. A unit moves to a stage it is connected to if that evens out the load of
-the two devices, or lowers communication without making the slowest device slower; memory must hold it, the order of
+blocks. Out: the same stages with other members. A unit moves to a stage it is connected to if that evens out the load
+of the two devices, or lowers communication without making the slowest device slower; memory must hold it, the order of
 stages must stay topological, and what it leaves must stay connected.
 """
 

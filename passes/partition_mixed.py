@@ -144,7 +144,7 @@ class _Problem:
                 seen.add(step_ns)
                 yield self.finished(count, clusters, devices, units, swapped)
 
-    def coarsened(self, count: int, grain: int, swapped: bool) -> Clusters:
+    def coarsened(self, count: int, grain: float, swapped: bool) -> Clusters:
         """Clusters of blocks of one type."""
         loads = [max(row[i] for row in self.graph.load_ns) for i in range(self.graph.num_blocks)]
         clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))

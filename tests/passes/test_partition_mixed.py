@@ -1,4 +1,4 @@
-"""`partition-mixed`: stages of any blocks, connected, convex and in order, within each device's memory; training as eager."""
+"""`partition-mixed`: stages of any blocks, connected, convex and in order, within each device's memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_resident_plan_keeps_what_it_promises() -> None:
     for device, program in enumerate(draft.programs):
         mine = [s for s, d in zip(decision["stages"], decision["planned_for"]) if d == device]
         need = memory.resident_bytes([memory.stage([place[name] for name in stage]) for stage in mine])
-        assert 0.98 * need <= 1.15 * profile_memory(program).peak_bytes[ops.DEVICE] <= 1.17 * need
+        assert need == pytest.approx(1.1 * profile_memory(program).peak_bytes[ops.DEVICE], rel=0.12)
 
 
 def test_unequal_devices_get_what_they_can_do_and_hold() -> None:
