@@ -93,7 +93,11 @@ class CountModel:
     def stage_sums(self) -> None:
         p = self.p
         firsts = [at for at, _ in self.runs]
-        self.tf, self.tb, self.w, self.g, self.q = [], [], [], [], []
+        self.tf: list[Any] = []
+        self.tb: list[Any] = []
+        self.w: list[Any] = []
+        self.g: list[Any] = []
+        self.q: list[Any] = []
 
         def of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
             return mip.xsum((sums[firsts[r] + 1] - sums[firsts[r]]) / unit * x for r, x in mine.items())
@@ -157,15 +161,18 @@ class CountModel:
         return p.message_latency_s[d][e] + a * p.message_s[d][e], shared
 
     def upload(self, j: int, messages: float, freed: Any) -> Any:
+        """No stage from j on begins before the uploads up to j have passed the root complex, however they share it."""
         unit = self.p.units[j % self.n]
         latency_s = unit.latency_s if j >= self.idle else 0.0
-        there = self.real()
-        previous, passing = self.last_up.get(unit.complex, (0.0, 0.0))
-        self.row(there, previous + GB * unit.shared_fetch_s * (self.w[j] + passing) + latency_s)
+        passed, there = self.real(), self.real()
+        work_s = GB * unit.shared_fetch_s * (self.w[j] + messages)
+        self.row(passed, self.last_up.get(unit.complex, 0.0) + work_s)
+        self.row(there, passed + latency_s)
         self.row(there, self.own_up.get(j % self.n, 0.0) + GB * unit.fetch_s * self.w[j] + latency_s)
         if freed is not None:
+            self.row(passed, freed + work_s)
             self.row(there, freed + GB * unit.fetch_s * self.w[j] + latency_s)
-        self.last_up[unit.complex] = (there, messages)
+        self.last_up[unit.complex] = passed
         self.own_up[j % self.n] = there
         return there
 
@@ -176,8 +183,10 @@ class CountModel:
 
     def forward(self) -> None:
         n, m = self.n, self.m
-        self.f, self.l, self.ends = [], [], []
-        self.last_up: dict[int, tuple[Any, float]] = {}
+        self.f: list[Any] = []
+        self.l: list[Any] = []
+        self.ends: list[Any] = []
+        self.last_up: dict[int, Any] = {}
         self.own_up: dict[int, Any] = {}
         for j in range(self.count):
             f, last, t = self.real(), self.real(), self.tf[j]
@@ -190,7 +199,7 @@ class CountModel:
             if j >= n:
                 self.row(f, self.ends[j - n])
             if not self.resident[j % n]:
-                there = self.upload(j, messages, self.ends[j - 2 * n] if j >= 2 * n else None)
+                there = self.upload(j, messages if j >= n else 0.0, self.ends[j - 2 * n] if j >= 2 * n else None)
                 self.row(f, there)
                 if j >= n:
                     self.late(j, f, self.ends[j - n], self.w[j - n])
@@ -225,7 +234,7 @@ class CountModel:
                 own = GB * unit.shared_offload_s
                 self.row(out, h + t + GB * max(unit.offload_s, unit.shared_offload_s) * self.g[j] + latency_s)
                 if unit.complex in left:
-                    self.row(out, left[unit.complex] + own * (self.g[j] + messages) + latency_s)
+                    self.row(out, left[unit.complex] + own * self.g[j] + latency_s)
                 if d in own_left:
                     self.row(out, own_left[d] + GB * unit.offload_s * self.g[j] + latency_s)
                 left[unit.complex] = own_left[d] = self.ready[j] = out

@@ -2,8 +2,8 @@
 
 In: a draft with blocks. Out: a `Problem`, of which `mip_recurrence`, `mip_local_search`, `mip_bounds` and `mip_solve`
 know nothing but these numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of
-its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G, its
-links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one number (`kinds`).
+its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G,
+its links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
 """
 
 from __future__ import annotations
@@ -168,12 +168,8 @@ def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
     known: dict[tuple[object, ...], int] = {}
     found = []
     for i, block in enumerate(blocks):
-        key = (
-            block.hash or i,
-            block.cost,
-            block.param_bytes,
-            tuple(sorted(block.seconds.items(), key=lambda row: row[0])),
-        )
+        seconds = repr(sorted(block.seconds.items()))
+        key = (block.hash or i, block.cost, block.param_bytes, seconds)
         found.append(known.setdefault(key, len(known)))
     return tuple(found)
 

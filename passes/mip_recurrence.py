@@ -19,8 +19,11 @@ stages all fit stay resident: no uploads, and their updates run on the device.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .mip_problem import Problem, Unit
 
@@ -29,7 +32,8 @@ def fits(p: Problem, cuts: Sequence[int]) -> bool:
     """Whether every stage fits its device (eq. 4)."""
     units, n = p.units, len(p.units)
     rounds = -(-(len(cuts) - 1) // n)
-    return all(p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in enumerate(zip(cuts, cuts[1:])))
+    stages = enumerate(itertools.pairwise(cuts))
+    return all(p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in stages)
 
 
 def contended_s(p: Problem, cuts: Sequence[int]) -> float:
@@ -52,7 +56,7 @@ def literal_s(p: Problem, cuts: Sequence[int]) -> float:
         return math.inf
     n, count, m = len(p.units), len(cuts) - 1, p.micro_batches
     forward, backward, w, s = [], [], [], []
-    for j, (a, b) in enumerate(zip(cuts, cuts[1:])):
+    for j, (a, b) in enumerate(itertools.pairwise(cuts)):
         d = j % n
         forward.append(p.forward_s[d][b] - p.forward_s[d][a])
         backward.append(p.backward_s[d][b] - p.backward_s[d][a] + p.again_s[d][b] - p.again_s[d][a])
@@ -87,13 +91,54 @@ def literal_s(p: Problem, cuts: Sequence[int]) -> float:
     return sweep(backward, range(count - 1, -1, -1), -1, ends)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A transfer: seconds alone, when it may begin, and what the same device sends behind it."""
+
+    begin_s: float
+    work_s: float
+    name: int
+    next_begin_s: float = 0.0
+    next_work_s: float = 0.0
+
+
+def evenly(jobs: Sequence[Job]) -> list[tuple[float, int]]:
+    """(end, name) of each job, where those under way share one resource evenly, also with what follows them."""
+    if len(jobs) == 1:
+        return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
+    waiting = [(job.begin_s, i) for i, job in enumerate(jobs)]
+    heapq.heapify(waiting)
+    now_s = served_s = 0.0  # what each one under way has had since the resource was last idle
+    under_way: list[tuple[float, int]] = []
+    found: list[tuple[float, int]] = []
+    count = len(jobs)
+    while len(found) < count:
+        if not under_way:
+            now_s, served_s = max(now_s, waiting[0][0]), 0.0
+        while waiting and waiting[0][0] <= now_s:
+            i = heapq.heappop(waiting)[1]
+            heapq.heappush(under_way, (served_s + (jobs[i].work_s if i < count else jobs[i - count].next_work_s), i))
+        left_s = (under_way[0][0] - served_s) * len(under_way)
+        if waiting and waiting[0][0] < now_s + left_s:
+            served_s += (waiting[0][0] - now_s) / len(under_way)
+            now_s = waiting[0][0]
+            continue
+        now_s += left_s
+        served_s, i = heapq.heappop(under_way)
+        if i < count:
+            found.append((now_s, jobs[i].name))
+            if jobs[i].next_work_s:
+                heapq.heappush(waiting, (max(now_s, jobs[i].next_begin_s), count + i))
+    return found
+
+
 def residents(p: Problem, cuts: Sequence[int]) -> tuple[bool, ...]:
     """Per device whether its stages stay there across steps."""
     return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
 
 
 class _Step:
-    """One evaluation. Lists are per stage; `free` and `freed` per device: when the last phase and the one before ended."""
+    """One evaluation. Lists are per stage; `free`, `freed` per device: when the last phase and the one before ended."""
 
     def __init__(self, p: Problem, cuts: Sequence[int]):
         self.p, self.cuts = p, cuts
@@ -187,91 +232,128 @@ class _Step:
     def seconds(self) -> float:
         self.free = [0.0] * self.n  # end of the device's last phase
         self.freed = [0.0] * self.n  # end of the one before
-        complexes = 1 + max(unit.complex for unit in self.p.units)
-        self.up = [0.0] * complexes  # end of the last upload through each root complex
+        self.there = [0.0] * self.n  # when the weights of its next phase are there
         self.own_up = [0.0] * self.n
+        self.own_out = [0.0] * self.n
+        complexes = 1 + max(unit.complex for unit in self.p.units)
+        self.up, self.out = [0.0] * complexes, [0.0] * complexes
         self.forward()
         self.backward()
         return self.update()
 
-    def upload(self, j: int, before: float, messages: float) -> float:
-        """When the weights of stage j are there; `before`: bytes of the weights of the device's phase before."""
-        d = j % self.n
-        room = self.ahead_bytes[d]
-        if room == math.inf:
+    def uploads(self, stages: Sequence[int], before: int) -> None:
+        """When the weights of these stages, of one device each, are there; `before` leads to the phase before.
+
+        Through a root complex pass all of them, and what begins together shares it evenly.
+        """
+        jobs: dict[int, list[Job]] = {}
+        at_least = {}
+        for j in stages:
+            d = j % self.n
+            room = self.ahead_bytes[d]
+            if room == math.inf:
+                self.there[d] = 0.0
+                continue
+            unit, w = self.p.units[d], self.w[j]
+            c, k = unit.complex, j + before
+            work_s = (w + (self.messages(j, before) if k >= 0 else 0.0)) * unit.shared_fetch_s
+            floor_s = self.up[c] = max(self.up[c], self.freed[d]) + work_s
+            begin_s = max(self.own_up[d], self.freed[d])
+            if k >= 0 and room < w + self.w[k]:
+                late = min(w, w + self.w[k] - room)
+                floor_s = max(floor_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
+            at_least[d] = max(floor_s, begin_s + w * unit.fetch_s)
+            follows = self.following(j, before)
+            behind_s = self.w[follows] * unit.shared_fetch_s if follows is not None else 0.0
+            jobs.setdefault(c, []).append(Job(begin_s, work_s, d, self.free[d], behind_s))
+        for shared in jobs.values():
+            for end_s, d in evenly(self.with_rest(shared)):
+                if d < 0:
+                    continue
+                self.there[d] = self.own_up[d] = max(end_s, at_least[d]) + self.p.units[d].latency_s
+
+    def following(self, j: int, before: int) -> int | None:
+        """The stage whose weights the device of stage j fetches next."""
+        if before > 0:
+            return j - self.n if j >= self.n else None
+        if j + self.n < self.count:
+            return j + self.n
+        return j - self.n if j >= self.n else None  # the last one stays: backward begins with the one before it
+
+    def with_rest(self, jobs: list[Job]) -> list[Job]:
+        """These uploads, and what is still under way from the round before when the first of them begins."""
+        begin_s = min(job.begin_s for job in jobs)
+        rest = [
+            Job(begin_s, (self.own_up[job.name] - begin_s) / len(jobs), -1)
+            for job in jobs
+            if self.own_up[job.name] > begin_s
+        ]
+        return jobs + rest
+
+    def messages(self, j: int, before: int) -> float:
+        """Bytes that stage j receives through its root complex in this direction."""
+        k = j - 1 if before < 0 else j + 1
+        if k < 0 or not self.p.message_shares[k % self.n][j % self.n]:
             return 0.0
-        unit, w = self.p.units[d], self.w[j]
-        ahead = w if not self.free[d] and not before else max(0.0, min(w, room - before))
-        begin = self.up[unit.complex]
-        end = max(begin + w * unit.shared_fetch_s, max(self.own_up[d], self.freed[d]) + w * unit.fetch_s)
-        if ahead < w:
-            end = max(end, self.free[d] + (w - ahead) * unit.fetch_s + unit.latency_s)
-        end += unit.latency_s
-        self.own_up[d] = end
-        self.up[unit.complex] = end + messages * unit.shared_fetch_s
-        return end
+        return self.p.micro_batches * self.p.message_bytes[self.cuts[max(j, k)]]
 
     def forward(self) -> None:
         p, n, m, tf = self.p, self.n, self.p.micro_batches, self.tf
         first = last = c = 0.0
-        self.l = []
         for j in range(self.count):
             d, e = j % n, (j - 1) % n
-            messages = 0.0
+            if not d:
+                self.uploads(range(j, min(j + n, self.count)), -n)
             if j:
-                a = p.message_bytes[self.cuts[j]]
-                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j]] * p.message_s[e][d]
                 first, last = first + tf[j - 1] + c, max(last + tf[j - 1], first + tf[j - 1] + (m - 1) * c) + c
-                messages = m * a if p.message_shares[e][d] else 0.0
-            there = self.upload(j, self.w[j - n] if j >= n else 0.0, messages)
-            first = max(first, self.free[d], there)
+            first = max(first, self.free[d], self.there[d])
             last = max(last, first + (m - 1) * tf[j])
             self.freed[d], self.free[d] = self.free[d], last + tf[j]
-            self.l.append(last)
 
     def backward(self) -> None:
         p, n, m, tb = self.p, self.n, self.p.micro_batches, self.tb
         first = last = 0.0
-        units = p.units
-        out = [0.0] * len(self.up)
-        own_out = [0.0] * n
         self.ready = [0.0] * self.count  # gradients in DRAM, or complete on a resident device
         for j in reversed(range(self.count)):
             d, e = j % n, (j + 1) % n
-            unit = units[d]
-            messages = 0.0
+            swapped_again = j < self.count - n  # the weights of the last stage of each device are still there
+            if swapped_again and not (self.count - 1 - j) % n:
+                self.uploads(range(j, max(j - n, -1), -1), n)
             if j < self.count - 1:
-                a = p.message_bytes[self.cuts[j + 1]]
-                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j + 1]] * p.message_s[e][d]
                 first, last = first + tb[j + 1] + c, max(last + tb[j + 1], first + tb[j + 1] + (m - 1) * c) + c
-                messages = m * a if p.message_shares[e][d] else 0.0
-            if j >= self.count - n:
-                begin = self.free[d]
-                first = max(first, begin)
-                last = max(last, first + (m - 1) * tb[j])
-                self.free[d] = last + tb[j]
-            else:
-                there = self.upload(j, self.w[j + n], messages)
-                first = max(first, self.free[d], there)
-                last = max(last, first + (m - 1) * tb[j])
-                self.freed[d], self.free[d] = self.free[d], last + tb[j]
-            end = self.free[d]
+            first = max(first, self.free[d], self.there[d] if swapped_again else 0.0)
+            last = max(last, first + (m - 1) * tb[j])
+            if swapped_again:
+                self.freed[d] = self.free[d]
+            self.free[d] = self.ready[j] = last + tb[j]
+        for top in range(self.count, 0, -n):
+            self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
+
+    def offloads(self, stages: Sequence[int]) -> None:
+        """When the gradients of these stages, of one device each, are in DRAM."""
+        jobs: dict[int, list[Job]] = {}
+        for j in stages:
+            d = j % self.n
             if self.ahead_bytes[d] != math.inf:
-                g = self.g[j]
-                end = max(end, out[unit.complex] + messages * unit.shared_offload_s, 0.0)
-                end = max(end + g * unit.shared_offload_s, own_out[d] + g * unit.offload_s) + unit.latency_s
-                out[unit.complex] = own_out[d] = end
-            self.ready[j] = end
+                unit, done_s = self.p.units[d], self.ready[j]
+                work_s = self.g[j] * unit.shared_offload_s
+                self.out[unit.complex] = max(self.out[unit.complex], done_s) + work_s
+                begin_s = max(done_s, self.own_out[d])
+                self.ready[j] = max(self.out[unit.complex], begin_s + self.g[j] * unit.offload_s) + unit.latency_s
+                jobs.setdefault(unit.complex, []).append(Job(begin_s, work_s, j))
+        for shared in jobs.values():
+            for end_s, j in evenly(shared):
+                unit = self.p.units[j % self.n]
+                self.ready[j] = self.own_out[j % self.n] = max(self.ready[j], end_s + unit.latency_s)
 
     def update(self) -> float:
         p, n, ready = self.p, self.n, self.ready
         hosts = [0.0] * len(p.update.params_s)
-        done = max(ready)
-        tied = set()
         for a, b, size in p.ties:
             first, last = self.stage_of(a), self.stage_of(b)
             if first != last:
-                tied |= {first, last}
                 d, e = first % n, last % n
                 if self.ahead_bytes[d] == math.inf:
                     same = p.message_shares[d][e] and p.units[d].complex == p.units[e].complex
@@ -281,19 +363,19 @@ class _Step:
                 ready[first] = ready[last] = max(ready[first], ready[last]) + took
         barrier = max(ready) if p.update.barrier else 0.0
         done = max(ready)
-        compute = list(self.free)
-        for j in sorted(range(self.count), key=ready.__getitem__):
-            d = j % n
-            unit, q = p.units[d], self.q[j]
-            begin = max(ready[j], barrier)
+        for d in range(min(n, self.count)):  # on a device in the order of its text, behind the last backward
             if self.ahead_bytes[d] == math.inf:
-                tensors = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
-                compute[d] = max(compute[d], begin) + q * unit.step_s + tensors * unit.call_s + unit.own_s
-                done = max(done, compute[d])
-            else:
-                clip = 2 * self.g[j] * p.update.bytes_s[unit.host] if p.update.barrier else 0.0
-                hosts[unit.host] = max(hosts[unit.host], begin) + q * p.update.params_s[unit.host] + clip
-                done = max(done, hosts[unit.host])
+                unit, now_s = p.units[d], self.free[d]
+                for j in range(d, self.count, n):
+                    tensors = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
+                    now_s = max(now_s, ready[j], barrier) + self.q[j] * unit.step_s + tensors * unit.call_s + unit.own_s
+                done = max(done, now_s)
+        for j in sorted(range(self.count), key=ready.__getitem__):
+            if self.ahead_bytes[j % n] != math.inf:
+                host = p.units[j % n].host
+                clip = 2 * self.g[j] * p.update.bytes_s[host] if p.update.barrier else 0.0
+                hosts[host] = max(hosts[host], ready[j], barrier) + self.q[j] * p.update.params_s[host] + clip
+                done = max(done, hosts[host])
         return done
 
     def stage_of(self, block: int) -> int:

@@ -10,7 +10,6 @@ what the machine adds: shared root complexes, first uploads, gradients, the opti
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
