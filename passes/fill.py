@@ -12,8 +12,9 @@ from .slices import Slices
 def fill(slices: Slices, rounds: int, most_s: float = math.inf, most_blocks: int | None = None) -> list[list[int]]:
     """[first block, block behind the last, turn] of each stage, or [] if some block finds no place.
 
-    The devices come in turn, `rounds` times: turn t is `slices.order[t mod N]`'s. Each takes the next blocks, as many as fit its memory, take at most
-    `most_s` and are at most `most_blocks`; one that cannot take the next block is passed over.
+    The devices come in turn, `rounds` times: turn t is that of `slices.order[t mod N]`. Each takes the next blocks, as
+    many as fit its memory, take at most `most_s` and are at most `most_blocks`; one that cannot take the next block is
+    passed over.
     """
     length, count = len(slices.blocks), len(slices.order)
     stages: list[list[int]] = []

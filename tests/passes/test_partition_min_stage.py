@@ -27,5 +27,5 @@ def test_more_devices_than_blocks() -> None:
 
 
 def test_a_block_larger_than_every_device_is_named() -> None:
-    with pytest.raises(DoesNotFit, match="block 'layers.0' alone needs"):
+    with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs"):
         PartitionMinStage().plan(draft_on("20kB"))

@@ -87,7 +87,7 @@ def test_more_devices_than_blocks_and_one_device() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     draft = apply(draft_of(chain(width=32), Hardware.cpu(num_devices=2, memory="20kB")), Coarsen())
-    with pytest.raises(DoesNotFit, match="block 'layers.0' alone needs"):
+    with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs"):
         PartitionPipedream().plan(draft)
     draft = apply(draft_of(chain(depth=7, width=32), Hardware.cpu(num_devices=2, memory="90kB"), stages=2), Coarsen())
     with pytest.raises(DoesNotFit, match="no contiguous partition into 2 stages fits"):
