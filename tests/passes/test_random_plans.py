@@ -1,4 +1,4 @@
-"""Random models under random plans train as eager PyTorch does: losses, every gradient, every updated weight and buffer.
+"""Random models under random plans train as eager PyTorch does: losses, gradients, updated weights and buffers.
 
 A plan is drawn from every partitioner, mapping and schedule that is registered, or cut by hand: any list of stages of
 which none reads a later one, on any devices. Machines are unequal and have any root complexes; any stages are swapped,
