@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from ..passes.base import Draft
 from ..passes.mapping import equal_devices
 from ..passes.partition_balanced import PartitionBalanced
-from ..runtime.errors import DoesNotFit
+from ..passes.partition_mip import PartitionMip, candidates
+from ..runtime.errors import DoesNotFit, PassError, PlanError
 from ..runtime.hardware import Hardware
 from .strategies import PASSES, STRATEGIES
 
 FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
 MOST_ORDERS = 6  # of unequal devices
+MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 SLOW = "partition-mixed"  # takes longer than all others together, so it comes behind them
 PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
 
@@ -114,6 +116,15 @@ def partitions(draft: Draft) -> Iterator[str]:
     for count, order in itertools.product(stage_counts(draft), device_orders(draft.hardware)):
         more = f", order={order}" if order else ""
         yield f"partition-balanced{{stages={count}{more}}}"
+
+
+def more_of_mip(draft: Draft) -> list[str]:
+    """Partitions of `partition-mip` into other numbers of stages, whose predicted steps come next."""
+    try:
+        found = candidates(draft, PartitionMip(deadline_s=MIP_S))[1 : 1 + MORE_OF_MIP]
+    except (DoesNotFit, PassError, PlanError):
+        return []
+    return [f"partition-mip{{stages={len(row.decision['stages'])}, deadline_s={MIP_S / 2:g}}}" for row in found]
 
 
 def mappings(hardware: Hardware) -> list[str]:

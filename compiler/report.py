@@ -114,9 +114,9 @@ def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) 
 
 def _gain(change: str, step_s: float | None, own_s: float, reason: str = "") -> Iterator[str]:
     if step_s is None:
-        yield from _wrapped(f"  {change:32} ", [reason])
+        yield from _wrapped(f"  {change:34} ", [reason])
     else:
-        yield f"  {change:32} {format_seconds(step_s)} a step, {1 - step_s / own_s:.0%} less"
+        yield f"  {change:34} {format_seconds(step_s)} a step, {1 - step_s / own_s:.0%} less"
 
 
 def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from ..passes.opgraph import OpGraph
 from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError
 from ..runtime.hardware import Hardware
 from ..runtime.units import format_bytes, format_seconds
-from .candidates import Recipe, mappings, micro_batch_counts, partitions, schedules, scouts
+from .candidates import Recipe, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .plan import SAME_PLAN, Plan, Rival
 from .strategies import STRATEGIES
 from .trial import Bench, Candidate, Dump, prove
@@ -134,6 +134,8 @@ class Sweep:
         self.look(count, [recipe for recipe in named if not recipe.is_slow])
         self.look(count, [recipe for cut in cuts if not (recipe := Recipe(cut, maps[0])).is_slow])
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
+        if not self.is_late:
+            self.look(count, [Recipe(cut, maps[0]) for cut in more_of_mip(self.bench(count).base)])
         self.look(count, [*named, *(Recipe(cut, maps[0]) for cut in cuts)])
         for row in self.leaders(count):
             options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))

@@ -9,12 +9,23 @@ from torch import nn
 
 import penstock
 from penstock.compiler import search as module
+from penstock.compiler import trial
+from penstock.compiler.bounds import machine_bound
+from penstock.compiler.candidates import (
+    Recipe,
+    device_orders,
+    mappings,
+    micro_batch_counts,
+    partitions,
+    stage_counts,
+)
 from penstock.compiler.plan import Plan
-from penstock.compiler.candidates import micro_batch_counts, stage_counts
+from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.compiler.trace import trace
+from penstock.compiler.trial import Bench
 from penstock.passes.base import Draft, Options
 from penstock.passes.coarsen import Coarsen
-from penstock.runtime.errors import DoesNotFit, PlanError
+from penstock.runtime.errors import DoesNotFit, PassError, PlanError
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
 
@@ -62,24 +73,138 @@ def test_no_rival_is_faster_in_the_simulator(memory: str) -> None:
     options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD}
     job = penstock.compile(model, cpu(2, memory), micro_batches=4, **options)
     assert job.plan.predicted is not None and job.plan.predicted.step_s == pytest.approx(job.simulate().step_s)
-    rivals = [rival for rival in job.plan.rivals if rival.step_s is not None]
-    assert len(rivals) >= 2
+    rivals = [r for r in job.plan.rivals if r.step_s is not None and not r.reason.startswith("the same plan")]
+    assert len(rivals) >= 5
     for rival in rivals:
-        stages, micro_batches = (int(part.split()[0]) for part in rival.name.split(", "))
-        line = job.plan.passes.replace(
-            f"partition-balanced{{stages={len(job.plan.decisions.stages)}}}", f"partition-balanced{{stages={stages}}}"
+        again = penstock.compile(
+            model, cpu(2, memory), strategy=rival.passes, micro_batches=rival.micro_batches, **options
         )
-        again = penstock.compile(model, cpu(2, memory), strategy=line, micro_batches=micro_batches, **options)
         assert again.simulate().step_s == pytest.approx(rival.step_s)
         assert again.simulate().step_s >= job.plan.predicted.step_s
         assert "slower" in rival.reason or "as fast" in rival.reason
+
+
+def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out() -> None:
+    """With the chosen number of micro-batches; what is ruled out has a reason that can be checked."""
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(3, "250kB"), example_inputs=batch, optimizer=SGD).plan
+    looked_at = [r for r in plan.rivals if r.micro_batches == plan.micro_batches]
+    seen = {part.partition("{")[0] for r in looked_at for part in r.passes.split(", ")}
+    seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
+    assert {name for name, kind in PASSES.items() if kind.decides in ("stages", "devices", "schedule")} <= seen
+    assert {f"{name}, {plan.micro_batches} micro-batches" for name in STRATEGIES} <= {r.name for r in looked_at} | {
+        f"{plan.strategy}, {plan.micro_batches} micro-batches"
+    }
+    for rival in looked_at:
+        assert (
+            rival.step_s is not None
+            or rival.reason.startswith(("pruned", "does not fit", "the same plan"))
+            or ("cannot" in rival.reason or "need" in rival.reason)
+        ), rival
+
+
+MACHINES = {
+    "two equal": lambda: cpu(2, "500kB"),
+    "roomy": lambda: cpu(3, "64MB"),
+    "one": lambda: cpu(1, "500kB"),
+    "unequal": lambda: unequal("300kB", "64MB"),
+    "two root complexes": lambda: penstock.Hardware.preset("mobius-topo2+2"),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> None:
+    """Whatever partition, mapping, schedule and tier."""
+    made, batch = zoo_case(model)
+    graph = trace(made, batch)
+    bench = Bench(graph, MACHINES[machine](), Options(micro_batches=4))
+    count = 0
+    for cut in list(partitions(bench.base)):
+        for schedule, swap in (("schedule-pipeline", False), ("schedule-1f1b", False), ("schedule-pipeline", True)):
+            recipe = Recipe(cut, mappings(bench.hardware)[0], schedule, swap)
+            try:
+                started = bench.start(recipe.line)
+                bound = started.bound()
+                step_s = bench.finish("", started).step_s
+            except (DoesNotFit, PassError, PlanError):
+                continue
+            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (recipe, bound)
+            assert machine_bound(started.draft).seconds <= step_s * (1 + 1e-9)
+            count += 1
+    assert count >= 3
+
+
+def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, search_s=0.0).plan
+    untried = [rival for rival in plan.rivals if rival.reason == "not tried: out of time"]
+    assert untried and len(untried) == len(plan.rivals) and plan.predicted is not None
+
+
+def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = zoo_case("gpt2")
+    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": 4}
+    first = penstock.compile(model, cpu(2, "250kB"), **options).plan
+    prove, refused = module.prove, []
+
+    def stubborn(candidate: Any) -> Any:
+        if not refused:
+            refused.append(candidate.name)
+            raise DoesNotFit("memories are too tight")
+        return prove(candidate)
+
+    monkeypatch.setattr(module, "prove", stubborn)
+    second = penstock.compile(model, cpu(2, "250kB"), **options).plan
+    assert first.predicted is not None and second.predicted is not None
+    assert second.hash != first.hash and second.predicted.step_s >= first.predicted.step_s
+    reason = next(rival.reason for rival in second.rivals if rival.name == refused[0])
+    assert reason == "does not fit: memories are too tight"
+
+
+def unequal(*memories: str) -> penstock.Hardware:
+    """CPU devices of these memories; each is half as fast as the one before it."""
+    base = cpu(len(memories))
+    devices = [
+        device.model_copy(
+            update={
+                "memory_bytes": penstock.Hardware.cpu(memory=memory).devices[0].memory_bytes,
+                "peak_flops": {dtype: rate / 2**i for dtype, rate in device.peak_flops.items()},
+            }
+        )
+        for i, (device, memory) in enumerate(zip(base.devices, memories))
+    ]
+    return penstock.Hardware.model_validate({**base.model_dump(), "devices": [d.model_dump() for d in devices]})
+
+
+def test_orders_of_unequal_devices() -> None:
+    assert device_orders(cpu(4)) == [""]
+    assert set(device_orders(unequal("64MB", "32MB"))) == {"", "1 0"}
+    many = device_orders(unequal("64MB", "32MB", "16MB", "8MB"))
+    assert many[0] == "" and "3 2 1 0" in many and len(many) == 6
+    assert len({tuple(sorted(order.split())) for order in many[1:]}) == 1
+
+
+def test_a_reason_is_short_where_bytes_say_it_all_and_else_whole() -> None:
+    short = DoesNotFit("a long story\nof many lines", memory="gpu0", missing_bytes=3 * 2**30)
+    assert module.why_not(short) == "does not fit: gpu0 lacks 3.00 GiB"
+    assert module.why_not(PassError("a pass\n  refused")) == "a pass refused"
+
+
+def test_more_devices_than_blocks_and_one_block() -> None:
+    """Devices beyond the blocks stay idle; nothing breaks."""
+    model, batch = zoo_case("mlp")
+    plan = penstock.compile(model, cpu(7), example_inputs=batch, optimizer=SGD).plan
+    assert len(plan.decisions.stages) <= len(plan.decisions.blocks)
+    assert plan.predicted is not None and plan.predicted.step_s > 0
 
 
 def test_candidates_that_do_not_fit_are_listed_with_the_reason() -> None:
     model, batch = zoo_case("gpt2")
     plan = penstock.compile(model, cpu(1, "260kB"), example_inputs=batch, optimizer=SGD).plan
     missed = [rival for rival in plan.rivals if rival.step_s is None]
-    assert missed and all("cpu0" in rival.reason or "needs" in rival.reason for rival in missed)
+    short = [rival for rival in missed if rival.reason.startswith("does not fit")]
+    assert short and all("cpu0 lacks" in rival.reason or "needs" in rival.reason for rival in short)
 
 
 def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +220,12 @@ def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.timeline, name)
 
-    simulate = module.simulate
-    monkeypatch.setattr(module, "simulate", lambda *args, **kwargs: Same(simulate(*args, **kwargs)))
+    simulate = trial.simulate
+    monkeypatch.setattr(trial, "simulate", lambda *args, **kwargs: Same(simulate(*args, **kwargs)))
     plan = penstock.compile(model, cpu(1), example_inputs=batch, optimizer=SGD).plan
     assert len(plan.decisions.stages) == 1 and plan.micro_batches == 1
-    assert {rival.reason for rival in plan.rivals} == {"as fast, tried later"}
+    reasons = {rival.reason for rival in plan.rivals if rival.step_s and not rival.reason.startswith("the same plan")}
+    assert reasons == {"as fast, tried later"}
 
 
 def test_enough_memory_for_everything_makes_the_plan_faster() -> None:
@@ -134,12 +260,12 @@ def test_a_plan_is_replayed_without_a_search() -> None:
 
 
 def test_the_nearest_miss_is_reported() -> None:
-    """Of all candidates that miss, the one that misses by the fewest bytes: less with more memory."""
+    """By fewer bytes with more memory."""
     model, batch = zoo()["gpt2"](dropout=0.0)
     graph = trace(model, batch)
     missing_bytes = []
     for memory in ("100kB", "150kB"):
         with pytest.raises(DoesNotFit) as caught:
-            module.search(lambda _: graph, cpu(2, memory), module.Wishes("auto", 4, 8, Options()))
+            module.search(lambda _: graph, cpu(2, memory), module.Wishes("mobius", 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0
