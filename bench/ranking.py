@@ -1,4 +1,4 @@
-"""Six plans of one GPT-2 on CPU devices of this machine: does the simulator rank them as they run, and how far is it off?
+"""Six plans of one GPT-2 on CPU devices of this machine: are they simulated in the order in which they run?
 
 Two and four devices, weights resident or swapped, more and fewer micro-batches, links as they are or held down, one
 root complex shared. The machine and the model's blocks are measured first. All plans then run in turns, so that what

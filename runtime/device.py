@@ -317,7 +317,7 @@ class DeviceRuntime:
                 return found
             return [reduce_norms(found, link, group)] * len(found)
 
-        return tuple(self._launch(issue, boxes, run))
+        return tuple(self._launch(issue, boxes, self._together(issue, group, run)))
 
     def all_gather(self, shard: Handle, *, group: str) -> Handle:
         issue = self._next("all_gather")
@@ -329,7 +329,7 @@ class DeviceRuntime:
             gathered([box.value] if link is None else link.gather(box.value, group), part, views)
             return [views]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, [], self._together(issue, group, run))[0]
 
     def reduce_scatter(self, grads: Handle, *, group: str) -> Handle:
         issue = self._next("reduce_scatter")
@@ -343,7 +343,22 @@ class DeviceRuntime:
                 pieces |= unpacked(rows[0] if link is None else link.scatter_sum(rows, group), names, part)
             return [Grads(pieces)]
 
-        return self._launch(issue, [box], run)[0]
+        return self._launch(issue, [box], self._together(issue, group, run))[0]
+
+    def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+        """A collective; over slower links it begins when all members are there, and lasts as long as those need."""
+        link = self.session.link
+        if link is None or not issue.least_s:
+            return run
+
+        def held() -> list[Any]:
+            link.meet_all(group)
+            rest = self._pace(issue)
+            found = run()
+            rest()
+            return found
+
+        return held
 
     def _link(self) -> Link:
         if self.session.link is None:

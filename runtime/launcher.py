@@ -155,8 +155,13 @@ class LocalWorkers(Driver):
 
     def _paces(self, device: int) -> dict[str, Any]:
         """What a worker must know of links that are held down."""
-        shared = self.setup.shared_transfers
-        return {"shared": {name: list(rows.items()) for name, rows in shared.numbers[device].items()} if shared else {}}
+        found = self.setup.shared_transfers
+        if not self.setup.hardware.throttled:
+            return {}
+        return {
+            "shared": {name: list(rows.items()) for name, rows in found.numbers[device].items()},
+            "collective_s": {name: list(rows.items()) for name, rows in found.collective_s[device].items()},
+        }
 
     def _serve_links(self) -> LinkServer | None:
         """Where transfers are held down and some share links, who shares those out."""

@@ -59,7 +59,8 @@ class DeviceSession:
     `link` joins it to the other devices (None when there is only one). `num_threads` of a CPU device's computation:
     None takes the calling thread's. `board` is where streams write the line they are at. `dram_budget_bytes` is this
     device's share of its host's DRAM; None takes all of it. `link_server` times the transfers that share links with
-    others where links are held down; `shared` gives, per program, their ops' numbers there.
+    others where links are held down; `shared` gives, per program, their ops' numbers there, `collective_s` what
+    collectives take at least.
 
     Raises `BudgetExceeded` where what persists is already too much.
     """
@@ -79,10 +80,11 @@ class DeviceSession:
         dram_budget_bytes: int | None = None,
         link_server: LinkClient | None = None,
         shared: Mapping[str, Mapping[int, int]] | None = None,
+        collective_s: Mapping[str, Mapping[int, float]] | None = None,
     ):
         self.index, self.hardware, self.optimizer = index, hardware, optimizer
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
-        self.link_server, self._shared = link_server, shared or {}
+        self.link_server, self._shared, self._collective_s = link_server, shared or {}, collective_s or {}
         self.face: Interface = file.programs["step"].interface
         self.spec = hardware.devices[index]
         self.device = self._find_device()
@@ -121,10 +123,11 @@ class DeviceSession:
         return plan_issues(program, self.spec.budget_bytes, self.dram_budget_bytes, self._stream_of)
 
     def _plan(self, name: str, program: Program) -> Issues:
-        plan, shared = self._issues(program), self._shared.get(name, {})
+        plan, shared, collective_s = self._issues(program), self._shared.get(name, {}), self._collective_s.get(name, {})
         if self.throttled:
             for issue in plan.ops:
-                issue.least_s, issue.shared = self._transfer_s(issue), shared.get(issue.index)
+                issue.least_s = collective_s.get(issue.index, self._transfer_s(issue))
+                issue.shared = shared.get(issue.index)
         return plan
 
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:

@@ -1,6 +1,7 @@
 """CPU devices held down to slow links: which of their transfers meet others on a link.
 
-A transfer that has its links to itself whatever runs beside it only has to take long enough, which its device sees to.
+A transfer that has its links to itself whatever runs beside it only has to take long enough, which its device sees to;
+so does a collective, which all members do at the same time.
 One that may have to share goes through the `LinkServer` of whoever starts the devices. Under torchrun nobody does, and
 every transfer has its links to itself.
 """
@@ -24,10 +25,11 @@ ROUNDING = 1e-6
 @dataclass
 class SharedTransfers:
     """`costs`: per device those of all ops, one program behind the other. `numbers`: per device and program, which of
-    its ops share links, and where their cost is."""
+    its ops share links, and where their cost is. `collective_s`: the same for collectives, what each takes."""
 
     costs: list[list[Cost]] = field(default_factory=list)
     numbers: list[dict[str, dict[int, int]]] = field(default_factory=list)
+    collective_s: list[dict[str, dict[int, float]]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(rows for by_name in self.numbers for rows in by_name.values())
@@ -45,15 +47,19 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
     for device, own in enumerate(programs):
         rows: list[Cost] = []
         numbers: dict[str, dict[int, int]] = {}
+        collective_s: dict[str, dict[int, float]] = {}
         for name in names:
-            numbers[name] = {}
+            numbers[name], collective_s[name] = {}, {}
             for index, node in enumerate(own[name].ops()):
                 cost = costs[name][device][index]
                 if node.target in TRANSFERS and full & _resources(cost, model.links):
                     numbers[name][index] = len(rows) + index
+                elif work_of(own[name], node).group:
+                    collective_s[name][index] = _alone_s(cost, model.links)
             rows += costs[name][device]
         found.costs.append(rows)
         found.numbers.append(numbers)
+        found.collective_s.append(collective_s)
     return found
 
 
@@ -74,6 +80,13 @@ def _contended(
                         users = wanted.setdefault(links[link].simplex or link, {})
                         users[user] = max(users.get(user, 0.0), rate / links[link].bandwidth)
     return {resource for resource, users in wanted.items() if sum(users.values()) > 1 + ROUNDING and len(users) > 1}
+
+
+def _alone_s(cost: Cost, links: dict[str, Link]) -> float:
+    """Seconds of flows that share their links with nothing, not even each other."""
+    return cost.fixed_s + max(
+        (amount / min(links[n].bandwidth for n in path) for path, amount in cost.flows), default=0.0
+    )
 
 
 def _resources(cost: Cost, links: dict[str, Link]) -> set[str]:

@@ -92,8 +92,9 @@ def build_session(
     if rehearsed:
         return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
     optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])
-    shared = {name: dict(rows) for name, rows in setup.get("shared", {}).items()}
-    return DeviceSession(index, file, hardware, optimizer=optimizer, shared=shared, **options)
+    for what in ("shared", "collective_s"):
+        options[what] = {name: dict(rows) for name, rows in setup.get(what, {}).items()}
+    return DeviceSession(index, file, hardware, optimizer=optimizer, **options)
 
 
 def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
