@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compiler.strategies import PASSES
+from penstock.compiler.strategies import PASSES, parse_pipeline
 from penstock.runtime import ops, presets
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +58,13 @@ def test_the_examples_of_the_recipes_are_real() -> None:
     assert {"laptop-16gb", "rtx4090x4-2rc"} <= set(presets.preset_names())
 
 
-def test_the_passes_of_the_walk_are_the_pipeline() -> None:
+def test_the_passes_of_the_walk_are_those_of_the_baselines() -> None:
+    """Partitioners and mappings that do the same otherwise are left to `compiler/strategies.py`."""
     walk = section("A call to `compile`, file by file")
-    assert {name for name in re.findall(r"`([a-z]+(?:-[a-z]+)*)`", walk) if name in PASSES} == set(PASSES)
+    named = {name for name in re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)*)`", walk) if name in PASSES}
+    lines = ("mobius", "gpipe", "1f1b", "data-parallel", "zero3-offload")
+    passes = {p.name for line in lines for p in parse_pipeline(line, num_devices=2)}
+    assert named >= {name for name in passes if not name.startswith("partition-")} | {"partition-balanced"}
 
 
 def test_every_class_that_the_walk_names_exists() -> None:
