@@ -6,7 +6,6 @@ trials have in common (a model's op graph, its blocks with their costs, equal tr
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +126,6 @@ class Lab:
         if key not in self.trials:
             self.say(f"{case.model}, {case.micro_batches} x {case.micro_batch}, {hardware.name}: {line}")
             self.trials[key] = self._try(case, hardware, parse_pipeline(line, hardware.num_devices))
-            gc.collect()
         return self.trials[key]
 
     def draft(self, case: Case, hardware: Hardware, coarsen: Pass) -> Draft:
