@@ -51,7 +51,7 @@ def test_stages_need_not_be_runs_of_blocks() -> None:
     found = PartitionAcyclic().plan(draft)
     assert found["stages"][0][:2] == ["inlet", "branches.1"] and found["planned_for"] == [0, 1]
     assert found["stages"][1][:2] == ["branches.0", "branches.2"]
-    assert busiest_s(draft, found) < 0.9 * busiest_s(draft, PartitionBalanced().plan(draft))
+    assert busiest_s(draft, found) < 0.95 * busiest_s(draft, PartitionBalanced().plan(draft))
     apply(draft, PartitionAcyclic())  # builds the stages, which is refused where one reads a later one
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,3 +266,33 @@ def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -
     dram = sum(profile_memory(program).peak_bytes[ops.DRAM] for program in draft.programs)
     assert 0.85 * dram <= machine.accounts["dram"].peak_bytes <= dram
     assert any(n.target is ops.fetch for p in draft.programs for n in p.ops()) == tight
+
+
+class DeadEnds(nn.Module):
+    """Layers whose results lead nowhere: one that is read by another such layer only, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.layers[0](x))
+        self.norm(self.layers[2](self.layers[1](h)))
+        return self.head(torch.tanh(self.layers[3](h))).sum()
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2], [2, 3], [1, 2, 3, 4]])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_layers_that_lead_nowhere_get_no_gradient(cuts: list[int], swapped: bool) -> None:
+    """None, not zeros: weight decay would change their weights. They still run: running statistics are updated."""
+    graph, batches = traced_model(DeadEnds(), [{"x": torch.randn(3, 4)} for _ in range(2)], double=True)
+    names = names_of_blocks(graph)
+    assert names[:4] == ["layers.0", "layers.1", "layers.2", "norm"]
+    draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2)
+    apply(draft, *all_passes()[:4], decisions={"stages": cut(names, cuts)})
+    stages = [s.spec.name for s in draft.stages if swapped]
+    apply(draft, *all_passes()[4:], decisions={"rematerialise": stages, "fetch": dict.fromkeys(stages, {})})
+    decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    assert_trains_like_eager(draft, batches, ROUNDING, optimizer=decaying)
