@@ -49,7 +49,10 @@ def test_the_text(golden: Golden, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
-@pytest.mark.parametrize(("name", "num_devices", "max_norm"), [("gpt2", 3, None), ("gpt2", 3, 0.5), ("t5", 3, None)])
+@pytest.mark.parametrize(
+    ("name", "num_devices", "max_norm"),
+    [("gpt2", 3, 0.5), *(pytest.param(name, 3, None, marks=pytest.mark.slow) for name in ("gpt2", "t5"))],
+)
 def test_training_is_eagers(strategy: str, name: str, num_devices: int, max_norm: float | None) -> None:
     """Both models have tied weights; with dropout."""
     graph, batches = traced(name)
