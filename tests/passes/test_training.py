@@ -293,6 +293,6 @@ def test_layers_that_lead_nowhere_get_no_gradient(cuts: list[int], swapped: bool
     draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2)
     apply(draft, *all_passes()[:4], decisions={"stages": cut(names, cuts)})
     stages = [s.spec.name for s in draft.stages if swapped]
-    apply(draft, *all_passes()[4:], decisions={"rematerialise": stages, "fetch": dict.fromkeys(stages, {})})
+    apply(draft, *all_passes()[4:], decisions={"rematerialise": stages, "fetch": {name: {} for name in stages}})
     decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     assert_trains_like_eager(draft, batches, ROUNDING, optimizer=decaying)
