@@ -41,8 +41,7 @@ def compare(machine: str, plan: tuple[str, str, str], seconds: float, runs: int)
     name = SMALLER.get((machine, name), name)
     model = find_model(name)
     job = penstock.compile(
-        model.on_meta(), machine, example_inputs=model.batch_spec(SMALLER = {("mobius-v100", "mobius-15b"): "mobius-8b"}  # whose host has too little DRAM
-ROWS, SEQUENCE), strategy=strategy,
+        model.on_meta(), machine, example_inputs=model.batch_spec(ROWS, SEQUENCE), strategy=strategy,
         micro_batches=MICRO_BATCHES, precision="fp16",
     )  # fmt: skip
     simulated_s = job.simulate().step_s
