@@ -83,11 +83,12 @@ STRATEGIES: dict[str, str] = {
         "schedule-pipeline", "schedule-1f1b"
     ),
     "data-parallel": (
-        "coarsen, partition-balanced, map-everywhere, schedule-data-parallel, insert-remat, insert-fetch, insert-optimizer"
+        "coarsen, partition-balanced, map-everywhere, schedule-data-parallel, insert-remat, insert-fetch, "
+        "insert-optimizer"
     ),
     "zero3-offload": (
-        "coarsen, partition-min-stage, map-everywhere, schedule-data-parallel{by_stage=true}, insert-remat{always=true}, "
-        "insert-shard, insert-optimizer"
+        "coarsen, partition-min-stage, map-everywhere, schedule-data-parallel{by_stage=true}, "
+        "insert-remat{always=true}, insert-shard, insert-optimizer"
     ),
     "balanced-cross": CROSSED,
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),

@@ -50,7 +50,7 @@ class Draft:
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device, or EVERYWHERE
     programs: list[Program] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark for people: a proven gap, a solver that failed
+    notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
     def stage_of(self, name: str) -> Stage:
         return next(s for s in self.stages if s.spec.name == name)
