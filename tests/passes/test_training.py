@@ -166,9 +166,7 @@ class EarlyLoss(nn.Module):
 
 def early_loss_batches() -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    return [
-        {"x": torch.randn(2, 8), "labels": torch.randint(4, (2,)), "unused": torch.zeros(2)} for _ in range(2)
-    ]
+    return [{"x": torch.randn(2, 8), "labels": torch.randint(4, (2,)), "unused": torch.zeros(2)} for _ in range(2)]
 
 
 def test_stages_behind_the_loss_get_no_gradient() -> None:
