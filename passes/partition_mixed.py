@@ -3,13 +3,16 @@
 In: blocks with costs, best single operators (`coarsen{level=operator}`). Out: stages that are connected and convex, in
 topological order, and the device of each. Three steps, each in a file of its own: coarsening to L clusters
 (`mixed_coarsen`), longest processing time first under every device's memory (`mixed_balance`), and refinement on
-un-coarsened blocks (`mixed_refine`). L is tried at N, 2N and 3N for N devices, with several centers each. The attempts
-compete by an estimate of the step (`mixed_estimate`), in which the slowest device's load
+un-coarsened blocks (`mixed_refine`). L is tried at N, 2N, 3N, 4N and 6N for N devices, with several centers each: fill
+and drain gains from more stages than the paper's asynchronous schedule, which L = 2N suits best.
 
-    T_max = max_d sum of T_i over d's stages,  T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)   (eq. 1)
+The paper minimises the longest period of a device, with T_i of the stages on it and C_i = forward + backward,
 
-weighs once per micro-batch; of equals, the one with the fewest bytes between devices, then the least depth.
-A device keeps all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
+    T_max = max_d sum_i T_i,    T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)              (eq. 1)
+
+which a step of many micro-batches tends to. Here the attempts compete by the whole step, filling and draining included
+(`mixed_estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
+all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
 """
 
 from __future__ import annotations
@@ -41,13 +44,14 @@ CENTERS = (heaviest, evenly_by_load, evenly_by_both)
 GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a stage's load
 SLACK = 2  # clusters may have this much more memory than the mean of all stages
 ROUNDS = (1, 2, 3, 4, 6)  # L over the number of devices
-REFINED = 2  # attempts of each L that go on to the costly steps
+FINER = (8, 12)  # where none of these fits
+REFINED = 3  # attempts of each L that go on to the costly steps
 
 
 @dataclass(frozen=True)
 class PartitionMixed(Partition):
-    """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries N, 2N, 3N
-    for N devices. Connected clusters of one device become one stage, so that there may be fewer stages than L."""
+    """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries several
+    multiples of the number of devices. Connected clusters of one device become one stage, so there may be fewer."""
 
     name: ClassVar[str] = "partition-mixed"
     stages: int = 0
@@ -65,10 +69,10 @@ class PartitionMixed(Partition):
         problem = _Problem.of(draft)
         found = problem.best(counts, swapped=False) or problem.best(counts, swapped=True)
         if found is None and not asked:  # smaller stages, so that any two of them fit
-            found = problem.best([min(n * num_devices, len(draft.blocks)) for n in (4, 6, 8)], swapped=True)
+            found = problem.best([min(n * num_devices, len(draft.blocks)) for n in FINER], swapped=True)
         if found is None:
             raise problem.does_not_fit(counts)
-        draft.notes[self.name] = found.remark(len(counts) > 1)
+        draft.notes[self.name] = found.remark(f" of {', '.join(map(str, counts))}" if len(counts) > 1 else "")
         names = [block.name for block in draft.blocks]
         return {"stages": [[names[i] for i in own] for own in found.members], "planned_for": found.device_of}
 
@@ -90,10 +94,10 @@ class _Attempt:
     def rank(self) -> tuple[int, int, int]:
         return self.step_ns, self.cut_bytes, self.depth
 
-    def remark(self, tried: bool) -> str:
+    def remark(self, tried: str) -> str:
         mean_ns = sum(self.loads_ns) / len(self.loads_ns)
         return (
-            f"L={self.count}{' of N, 2N, 3N' if tried else ''}, {len(self.members)} stages of depth {self.depth}; "
+            f"L={self.count}{tried}, {len(self.members)} stages of depth {self.depth}; "
             f"busiest device {max(self.loads_ns) / mean_ns:.3f} of the mean, {format_bytes(self.cut_bytes)} between "
             f"devices per micro-batch, step estimated {format_seconds(self.step_ns / NANO)}"
             + ("; stages are swapped" if self.swapped else "")

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.passes.base import Draft
-from penstock.passes.coarsen import Coarsen
-from penstock.runtime.errors import PlanError
+from penstock.passes.coarsen import Coarsen, find_blocks
+from penstock.runtime.errors import PassError, PlanError
+from penstock.runtime.hardware import Hardware
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import (
     all_passes,
     apply,
     assert_trains_like_eager,
     chain,
+    cut,
     draft_of,
     traced,
     traced_model,
@@ -187,3 +189,90 @@ def test_blocks_are_consecutive_and_cover_a_chain() -> None:
     for before, after in pairwise(draft.blocks[:3]):
         assert set(before.outputs) == set(after.inputs)
     assert draft.blocks[1].hash == draft.blocks[2].hash != draft.blocks[0].hash  # no gradient for the first input
+
+
+def operators_of(model: nn.Module, batch: dict[str, Tensor]) -> Draft:
+    draft = draft_of(traced_model(model, [batch])[0])
+    coarsen = Coarsen(level="operator")
+    coarsen.rewrite(draft, coarsen.plan(draft))
+    return draft
+
+
+def assert_in_order(draft: Draft) -> None:
+    """No block reads what a later one makes, and all nodes of the layers are there once."""
+    made = {node: i for i, block in enumerate(draft.blocks) for node in block.nodes}
+    assert sum(len(block.nodes) for block in draft.blocks) == len(made)
+    assert all(made[n] < i for i, block in enumerate(draft.blocks) for n in block.inputs if n in made)
+    assert made.keys() == {node for block in find_blocks(draft.graph) for node in block.nodes}
+
+
+@pytest.mark.parametrize("name", zoo())
+def test_operators_are_blocks_that_share_hashes_and_know_their_layer(name: str) -> None:
+    graph = traced(name)[0]
+    blocks = find_blocks(graph, "operator")
+    layers = {block.name: block for block in find_blocks(graph)}
+    assert len({block.name for block in blocks}) == len(blocks) > len(layers)
+    assert {block.layer for block in blocks} <= layers.keys()
+    made = {node: i for i, block in enumerate(blocks) for node in block.nodes}
+    assert all(made[n] < i for i, block in enumerate(blocks) for n in block.inputs if n in made)
+    assert made.keys() == {node for block in layers.values() for node in block.nodes}
+
+
+def test_equal_operators_of_equal_layers_have_one_hash() -> None:
+    model, batch = gpt2(num_layers=3)
+    draft = operators_of(model, batch)
+    second, third = ([b.hash for b in draft.blocks if b.layer == f"transformer.h.{i}"] for i in (1, 2))
+    assert second == third and len(second) > 10
+    assert_in_order(draft)
+
+
+class Writes(nn.Module):
+    """`before` reads what is then written in place, `after` reads the result through a view made earlier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.before, self.after, self.last = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        flat = x.flatten()
+        kept = self.before(x.detach().clone()) + x.sum()
+        x.mul_(2.0)
+        return self.last(torch.tanh(self.after(flat.reshape(-1, 6)) + kept)).square().mean()
+
+
+def test_what_reads_a_storage_before_its_last_write_stays_with_it() -> None:
+    draft = operators_of(Writes(), {"x": torch.randn(3, 6)})
+    assert_in_order(draft)
+    home = {node.name: block.name for block in draft.blocks for node in block.nodes}
+    writer = next(n for n in draft.graph.nodes if n.meta.get("mutates"))
+    assert home["first"] == home["flatten"] == home["sum_1"] == home[writer.name] != home["last"]
+    assert home["before"] != home["first"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "in_place"])
+def test_operators_cut_anywhere_train_like_eager(name: str) -> None:
+    double = name != "in_place"  # it casts its buffers itself
+    graph, batches = traced(name, double=double)
+    draft = draft_of(graph, Hardware.cpu(num_devices=3), micro_batches=2)
+    coarsen = Coarsen(level="operator")
+    coarsen.rewrite(draft, coarsen.plan(draft))
+    names = [block.name for block in draft.blocks]
+    cuts = sorted({len(names) * i // 7 for i in range(1, 7)} - {0})
+    apply(draft, *all_passes()[1:], decisions={"stages": cut(names, cuts)})
+    assert_trains_like_eager(draft, batches[:2], 1e-12 if double else 1e-6)
+
+
+def test_a_stage_prints_whole_layers_as_classes_and_parts_in_its_own_text() -> None:
+    draft = operators_of(*gpt2(num_layers=2))
+    names = [block.name for block in draft.blocks]
+    layers = [block.layer for block in draft.blocks]
+    middle = (layers.index("transformer.h.1") + len(layers) - layers[::-1].index("transformer.h.1")) // 2
+    apply(draft, *all_passes()[1:], decisions={"stages": cut(names, [middle])})
+    printed = [{n.meta["block"] for n in s.graph.graph.nodes if n.meta.get("block")} for s in draft.stages]
+    assert "transformer.h.0" in printed[0] and "transformer.h.1" not in printed[0] | printed[1]
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(PassError, match="level='layers'; allowed are layer, operator"):
+        Coarsen(level="layers").plan(draft_of(traced("mlp")[0]))
