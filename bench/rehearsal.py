@@ -26,9 +26,7 @@ ROWS, SEQUENCE, MICRO_BATCHES = 16, 512, 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="what a rehearsal is stretched to (default 10)")
-    parser.add_argument(
-        "--runs", type=int, default=2, help="the fastest counts (default 2)"
-    )
+    parser.add_argument("--runs", type=int, default=2, help="the fastest counts (default 2)")
     parser.add_argument("--machines", nargs="*", default=MACHINES)
     args = parser.parse_args()
     errors = [compare(machine, plan, args.seconds, args.runs) for machine in args.machines for plan in PLANS]
