@@ -1,10 +1,10 @@
 """Good partitions by local search: several starts for every number of stages, then small moves while they help.
 
 In: a `Problem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
-stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights; all in proportion
-to the stages' devices. Moves: a cut one block to either side, a block handed on from a stage to a later or earlier
-one, a stage cut in two, two stages joined. One start alone can be several times slower than the best; that is why
-there are many, and why the best starts of many numbers of stages are followed.
+stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights, all in proportion
+to the stages' devices, and some devices with no more than stays on them. Moves: a cut one block to either side, a
+block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times slower
+than the best; that is why there are many, and why the best starts of many numbers of stages are followed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .mip_problem import Problem
 
 Cuts = tuple[int, ...]
 Objective = Callable[[Problem, Sequence[int]], float]
-FOLLOWED = 6  # numbers of stages whose best start is improved
+RESIDENT_PART = 0.85  # of a resident device's memory is for weights, gradients and states
+FOLLOWED = 10  # numbers of stages whose best start is improved
 
 
 class Search:
-    """`best`: number of stages to (seconds, cuts). Stops at `until_s` (of `time.monotonic`) or when nothing helps."""
+    """`best`: number of stages to (seconds, cuts). Stops at `until_s` (of `process_time`) or when nothing helps."""
 
     def __init__(self, problem: Problem, objective: Objective, until_s: float = math.inf):
         self.problem, self.objective, self.until_s = problem, objective, until_s
@@ -53,7 +54,7 @@ class Search:
         return min(self.best.values(), default=None)
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.until_s
+        return time.process_time() > self.until_s
 
     def seconds(self, cuts: Cuts) -> float:
         found = self.known.get(cuts)
@@ -65,18 +66,17 @@ class Search:
         return found
 
     def climb(self, cuts: Cuts, counts: set[int]) -> None:
-        """Take every move that helps, until none does."""
+        """Take every move that helps, going on behind it, until none of all does."""
         now_s = self.seconds(cuts)
-        helped = True
-        while helped and not self.is_late():
-            helped = False
-            for near in self.moves(cuts, counts):
-                took_s = self.seconds(near)
-                if took_s < now_s * (1 - 1e-9):
-                    cuts, now_s, helped = near, took_s, True
-                    break
-                if self.is_late():
-                    return
+        near = list(self.moves(cuts, counts))
+        at = missed = 0
+        while missed < len(near) and not self.is_late():
+            tried = near[at % len(near)]
+            at, missed = at + 1, missed + 1
+            took_s = self.seconds(tried)
+            if took_s < now_s * (1 - 1e-9):
+                cuts, now_s, missed = tried, took_s, 0
+                near = list(self.moves(cuts, counts))
 
     def moves(self, cuts: Cuts, counts: set[int]) -> Iterator[Cuts]:
         last = len(cuts) - 1
@@ -85,7 +85,7 @@ class Search:
                 if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
                     yield (*cuts[:i], cuts[i] + step, *cuts[i + 1 :])
         for i in range(1, last - 1):  # hand a block on over several stages: all cuts between move
-            for k in range(i + 2, min(last, i + 2 * len(self.problem.units)) + 1):
+            for k in range(i + 2, min(last, i + 1 + len(self.problem.units)) + 1):
                 for step in (1, -1):
                     moved = tuple(c + step for c in cuts[i:k])
                     if cuts[i - 1] < moved[0] and moved[-1] < cuts[k]:
@@ -114,9 +114,27 @@ def starts(problem: Problem, count: int) -> list[Cuts]:
                 tuple(length - c for c in reversed(per_block)),
                 _cut(seconds, [rates[j % n] for j in range(count)]),
                 _cut(p.weight_bytes, [rooms[j % n] for j in range(count)]),
+                *(_cut(p.weight_bytes, shares) for shares in resident_shares(p, count)),
             )
         )
     )
+
+
+def resident_shares(p: Problem, count: int) -> list[list[float]]:
+    """Weights per stage where some devices, evenly spread, hold no more than stays on them, and the others the rest."""
+    n = len(p.units)
+    whole = p.weight_bytes[-1]
+    lasting = whole + p.grad_bytes[-1] + p.update.state_bytes * p.params[-1]
+    found = []
+    for number in range(1, n if count > n and whole else 1):
+        stays = [(d + 1) * number // n > d * number // n for d in range(n)]
+        on = [len(range(d, count, n)) for d in range(n)]
+        most = [RESIDENT_PART * p.units[d].budget_bytes * whole / lasting for d in range(n)]
+        rest = whole - sum(most[d] for d in range(n) if stays[d])
+        others = sum(on[d] for d in range(n) if not stays[d])
+        if rest > 0:
+            found.append([most[d] / on[d] if stays[d] else rest / others for d in (j % n for j in range(count))])
+    return found
 
 
 def _columns(p: Problem) -> list[tuple[list[float], list[float]]]:

@@ -44,8 +44,8 @@ class Candidate:
 @dataclass(frozen=True)
 class PartitionMip(Partition):
     """`stages`: how many; 0 takes the draft's option, and failing that leaves it to the search. `literal`: the paper's
-    own objective and constraints. `deadline_s`: for search and proof together. `order`: the devices of the first
-    stages, such as "1 0"; without it, neighbours lie under different root complexes."""
+    own objective and constraints. `deadline_s`: of computation, for search and proof together. `order`: the devices of
+    the first stages, such as "1 0"; without it, neighbours lie under different root complexes."""
 
     name: ClassVar[str] = "partition-mip"
     stages: int = 0
@@ -81,15 +81,13 @@ class _Found:
 
     @staticmethod
     def of(draft: Draft, options: PartitionMip) -> _Found:
-        begin_s = time.monotonic()
+        begin_s = time.process_time()
         if not options.deadline_s > 0:
             raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
         length, devices = len(draft.blocks), draft.hardware.num_devices
         asked = options.stages or draft.options.stages or 0
         if not 0 <= asked <= length:
-            raise PassError(
-                f"stages={asked}, but {length} blocks allow 1 to {length} stages; 0 leaves it to the search"
-            )
+            raise PassError(f"stages={asked}, but {length} blocks allow at most {length}; 0 leaves it to the search")
         order = device_order(options.order, devices) if options.order else cross_order(draft.hardware, length)
         slices = Slices(draft, order)
         problem = problem_of(draft, slices)
