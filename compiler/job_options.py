@@ -52,7 +52,7 @@ class JobOptions:
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
     strategy: Annotated[str, typer.Option(help="auto, mobius, gpipe, or a pipeline of passes as text")] = "auto"
     search_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="computation after which auto tries nothing new; default 30")
+        float | None, typer.Option(min=0.0, help="computation after which auto tries nothing new; default 33")
     ] = None
     plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
     profile: Annotated[

@@ -116,7 +116,8 @@ def _gain(change: str, step_s: float | None, own_s: float, reason: str = "") -> 
     if step_s is None:
         yield from _wrapped(f"  {change:34} ", [reason])
     else:
-        yield f"  {change:34} {format_seconds(step_s)} a step, {1 - step_s / own_s:.0%} less"
+        gain = 1 - step_s / own_s
+        yield f"  {change:34} {format_seconds(step_s)} a step, {abs(gain):.0%} {'less' if gain > -0.005 else 'more'}"
 
 
 def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ from .trial import Bench, Candidate, Dump, prove
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
-SEARCH_S = 30.0  # of computation
+SEARCH_S = 33.0  # of computation
 LEADERS = 3  # partitions whose schedules and tiers are tried
 
 
@@ -136,7 +136,7 @@ class Sweep:
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
         if not self.is_late:
             self.look(count, [Recipe(cut, maps[0]) for cut in more_of_mip(self.bench(count).base)])
-        self.look(count, [*named, *(Recipe(cut, maps[0]) for cut in cuts)])
+        self.look(count, [*(Recipe(cut, maps[0]) for cut in cuts), *named])
         for row in self.leaders(count):
             options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))
             self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
