@@ -18,7 +18,7 @@ from penstock.runtime.hardware import Hardware
 
 GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
 CPU = ["--hardware", "cpu", "--set", "num_devices=1", "--batch", "4", "--sequence", "16", "--micro-batches", "2"]
-COMMANDS = ("plan", "simulate", "explain", "profile", "check", "train", "hardware")
+COMMANDS = ("plan", "simulate", "explain", "profile", "check", "train", "hardware", "reproduce")
 
 Run = Callable[..., tuple[int, str, str]]
 
