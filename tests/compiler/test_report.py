@@ -70,7 +70,7 @@ def test_bounds_are_bounds_and_what_if_questions_are_simulated() -> None:
     floor = re.search(r"is faster than ([\d.]+) ms \(.*\): at\s+most (\d+)% could still be gained", text)
     assert floor and float(floor[1]) <= timeline.step_s * 1e3 * 1.01 and 0 <= int(floor[2]) < 100
     saved = {
-        what.strip(): int(percent) for what, percent in re.findall(r"  (\S.*?) +[\d.]+ \w+ a step, (-?\d+)% less", text)
+        what.strip(): int(percent) for what, percent in re.findall(r"  (\S.*?) +[\d.]+ \w+ a step, (\d+)% (?:less|more)", text)
     }
     assert set(saved) == {
         "one more device", "one more root complex", "64 GB more DRAM", "links to DRAM 2x as fast",

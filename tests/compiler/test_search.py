@@ -106,7 +106,7 @@ def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out()
 MACHINES = {
     "two equal": lambda: cpu(2, "500kB"),
     "roomy": lambda: cpu(3, "64MB"),
-    "one": lambda: cpu(1, "500kB"),
+    "one": lambda: cpu(1, "2MB"),
     "unequal": lambda: unequal("300kB", "64MB"),
     "two root complexes": lambda: penstock.Hardware.preset("mobius-topo2+2"),
 }
