@@ -115,7 +115,7 @@ def test_an_encoder_decoder_is_balanced_where_neighbours_cannot_be() -> None:
 
 
 def test_a_resident_plan_keeps_what_it_promises() -> None:
-    """The need of a device, foreseen for sets of blocks, is that of the programs if all stages rematerialise."""
+    """The need of a device, foreseen for sets of blocks, is little above that of programs that rematerialise all."""
     hardware = Hardware.preset("ftpipe-2080ti").with_(num_devices=4)
     draft = coarsened(t5_graph(64), hardware, "operator", micro_batches=16, state_bytes_per_param=0.0)
     decision = PartitionMixed(stages=8).plan(draft)
@@ -128,7 +128,8 @@ def test_a_resident_plan_keeps_what_it_promises() -> None:
     for device, program in enumerate(draft.programs):
         mine = [s for s, d in zip(decision["stages"], decision["planned_for"]) if d == device]
         need = memory.resident_bytes([memory.stage([place[name] for name in stage]) for stage in mine])
-        assert need == pytest.approx(1.1 * profile_memory(program).peak_bytes[ops.DEVICE], rel=0.12)
+        peak = profile_memory(program).peak_bytes[ops.DEVICE]
+        assert peak <= 1.02 * need <= 1.35 * peak
 
 
 def test_unequal_devices_get_what_they_can_do_and_hold() -> None:
