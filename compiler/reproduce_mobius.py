@@ -520,8 +520,8 @@ def assumptions(lab: Lab, setup: Setup) -> list[tuple[str, str]]:
         (
             "optimizer",
             f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s for the whole host "
-            f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9), as soon as a stage's gradient has "
-            "arrived; the step ends when the last weight is updated",
+            f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9), once all gradients are "
+            "in DRAM and none has overflowed (fp16); the step ends when the last weight is updated",
         ),
         (
             "bytes of a parameter",
