@@ -50,7 +50,12 @@ class JobOptions:
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
     micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
-    strategy: Annotated[str, typer.Option(help="auto, mobius, gpipe, or a pipeline of passes as text")] = "auto"
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="auto, mobius, ftpipe, gpipe, 1f1b, data-parallel, zero3-offload ..., or a pipeline of passes as text"
+        ),
+    ] = "auto"
     search_seconds: Annotated[
         float | None, typer.Option(min=0.0, help="computation after which auto tries nothing new; default 33")
     ] = None

@@ -234,15 +234,20 @@ class Sweep:
 
 
 def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candidate | PenstockError:
-    """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages."""
+    """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages, and of
+    models that are not large stages of single operators."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
     count = wishes.micro_batches or usual[0]
-    if wishes.micro_batches is None and len(trace(count).nodes) <= LARGE_GRAPH_NODES:
+    is_large = len(trace(count).nodes) > LARGE_GRAPH_NODES
+    if wishes.micro_batches is None and not is_large:
         count = max(usual + last_resort)
     sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
-    recipe = scouts(sweep.bench(count).base)[-1] if wishes.strategy == "auto" else Recipe(named=wishes.strategy)
-    tried = sweep.attempt(count, recipe)
-    return sweep.best or tried.error or PlanError(tried.reason)
+    recipes = [Recipe(named=wishes.strategy)]
+    if wishes.strategy == "auto":
+        recipes = [scouts(sweep.bench(count).base)[-1], *([] if is_large else [Recipe(named="ftpipe")])]
+    sweep.look(count, recipes)
+    errors = [row.error for row in sweep.tried if row.error is not None]
+    return sweep.best or _nearest(errors)
 
 
 def _rival(row: Tried, best_s: float) -> Rival:

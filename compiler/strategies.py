@@ -77,7 +77,9 @@ CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
 BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside braces
 STRATEGIES: dict[str, str] = {
-    "mobius": PIPELINE,
+    "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
+    "ftpipe": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
+    "balanced": PIPELINE,
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
     "1f1b": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}").replace(
         "schedule-pipeline", "schedule-1f1b"
@@ -94,12 +96,10 @@ STRATEGIES: dict[str, str] = {
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
     "max-stage": CROSSED.replace("partition-balanced", "partition-max-stage"),
     "min-stage": CROSSED.replace("partition-balanced", "partition-min-stage"),
-    "mip": CROSSED.replace("partition-balanced", "partition-mip"),
     "pipedream": CROSSED.replace("partition-balanced", "partition-pipedream"),
     "acyclic": CROSSED.replace("partition-balanced", "partition-acyclic"),
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),
-    "mixed": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
-    "mixed-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
+    "ftpipe-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
 }
 
 

@@ -36,7 +36,7 @@ def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_hardware_by_preset_path_and_default(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     machine().save(tmp_path / "machine.yaml")
-    options: dict[str, Any] = {"example_inputs": batch, "strategy": "mobius", "micro_batches": MICRO_BATCHES}
+    options: dict[str, Any] = {"example_inputs": batch, "strategy": "balanced", "micro_batches": MICRO_BATCHES}
     for given, devices in (("mobius-topo2+2", 4), (tmp_path / "machine.yaml", 2), (str(tmp_path / "machine.yaml"), 2)):
         assert penstock.compile(model, given, **options).hardware.num_devices == devices
     assert penstock.compile(model, **options).hardware.num_devices >= 1
@@ -114,7 +114,7 @@ def test_an_optimizer_of_every_kind_is_planned_with_its_states() -> None:
             example_inputs=batch,
             optimizer=partial(optimizer, lr=0.1),
             micro_batches=2,
-            strategy="mobius",
+            strategy="balanced",
         )
         assert job.plan.predicted is not None
         peaks[len(peaks)] = job.plan.predicted.peak_bytes["cpu0"]

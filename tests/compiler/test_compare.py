@@ -16,7 +16,7 @@ from penstock.runtime.hardware import Hardware
 
 GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
 BATCH, SEQUENCE = 4, 16
-MODEL = ["plan", "--model", GPT, "--batch", str(BATCH), "--sequence", str(SEQUENCE), "--strategy", "mobius"]
+MODEL = ["plan", "--model", GPT, "--batch", str(BATCH), "--sequence", str(SEQUENCE), "--strategy", "balanced"]
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -45,7 +45,7 @@ def job_of(name: str, num_devices: int = 1, memory: str = "64MB", **options: Any
     model, batch = zoo_case(name)
     link = options.pop("link", None)
     hardware = penstock.Hardware.cpu(num_devices=num_devices, memory=memory, link=link)
-    chosen = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius", **options}
+    chosen = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced", **options}
     return penstock.compile(model, hardware, example_inputs=batch, **chosen), batch
 
 

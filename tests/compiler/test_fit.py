@@ -26,7 +26,7 @@ def swapped() -> Draft:
     """A whole compilation on two devices whose weights live in DRAM."""
     model, batch = zoo()["gpt2"](dropout=0.0)
     draft = Draft(trace(model, batch), Hardware.cpu(num_devices=2, memory="220kB"), Options(micro_batches=4))
-    run_passes(draft, parse_pipeline("mobius", num_devices=2))
+    run_passes(draft, parse_pipeline("balanced", num_devices=2))
     return draft
 
 

@@ -15,7 +15,7 @@ from penstock.compiler.job import Job
 from penstock.runtime.errors import HardwareError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, part_of, zoo_case
 
-OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius"}
+OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}
 
 
 def job_of(model: nn.Module, batch: Any, memory: str = "64MB", **options: Any) -> Job:

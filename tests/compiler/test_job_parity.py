@@ -53,7 +53,7 @@ def compiled(name: str, num_devices: int, memory: str, **options: Any) -> tuple[
         model,
         penstock.Hardware.cpu(num_devices=num_devices, memory=memory, dram="1GB"),
         example_inputs=batch,
-        **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius", **options},
+        **{"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced", **options},
     )
     return job, model, batch
 
@@ -122,7 +122,7 @@ def test_dropout_repeats_eager_with_the_same_seeds_and_does_not_care_for_tiers()
             example_inputs=batch,
             optimizer=SGD,
             micro_batches=MICRO_BATCHES,
-            strategy=STRATEGIES["mobius"].replace("partition-balanced", text),
+            strategy=STRATEGIES["balanced"].replace("partition-balanced", text),
             seed=3,
         )
         with job:
@@ -196,7 +196,7 @@ def test_frozen_shared_and_unused_parameters(stages: int) -> None:
         example_inputs=batch,
         optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         micro_batches=MICRO_BATCHES,
-        strategy=STRATEGIES["mobius"].replace("partition-balanced", f"partition-balanced{{stages={stages}}}"),
+        strategy=STRATEGIES["balanced"].replace("partition-balanced", f"partition-balanced{{stages={stages}}}"),
     )
     before = copy.deepcopy(model.state_dict())
     with job:

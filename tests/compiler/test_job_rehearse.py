@@ -15,7 +15,7 @@ def test_tied_weights_over_two_gpus() -> None:
         model.on_meta(),
         penstock.Hardware.preset("mobius-topo2+2", num_devices=2),
         example_inputs=model.batch_spec(4, 1024),
-        strategy="mobius",
+        strategy="balanced",
         micro_batches=2,
         precision="fp16",
         max_grad_norm=1.0,

@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "optimizer": partial(torch.optim.AdamW, lr=1e-2),
     "lr_scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10),
     "micro_batches": MICRO_BATCHES,
-    "strategy": "mobius",
+    "strategy": "balanced",
 }
 
 
@@ -99,7 +99,7 @@ def test_save_pretrained_is_loaded_by_transformers(name: str, tmp_path: Path) ->
     assert_close(again.state_dict(), state, 0.0)
 
 
-FOUR, TWO = (STRATEGIES["mobius"].replace("balanced", f"balanced{{stages={n}}}") for n in (4, 2))
+FOUR, TWO = (STRATEGIES["balanced"].replace("balanced", f"balanced{{stages={n}}}") for n in (4, 2))
 RESUMED: dict[str, dict[str, Any]] = {
     "the same": {"strategy": FOUR},
     "another partition": {"strategy": TWO},

@@ -24,7 +24,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "example_inputs": batch,
         "optimizer": SGD,
         "micro_batches": MICRO_BATCHES,
-        "strategy": "mobius",
+        "strategy": "balanced",
     }
     plan = penstock.compile(model, hardware, **options).plan
     assert plan.predicted is not None and plan.decisions.fetch

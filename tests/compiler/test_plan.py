@@ -14,7 +14,7 @@ from penstock.compiler.plan import Plan
 from penstock.runtime.errors import PassError, PenstockError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
-OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "mobius"}
+OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}
 HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="250kB", dram="1GB")
 
 

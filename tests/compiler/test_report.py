@@ -48,7 +48,7 @@ def job_on(hardware: Any, **options: Any) -> penstock.Job:
 
 def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
     (tmp_path / "machine.yaml").write_text(MACHINE)
-    line = STRATEGIES["mobius"].replace("balanced", "balanced{stages=2}")
+    line = STRATEGIES["balanced"].replace("balanced", "balanced{stages=2}")
     job = job_on(tmp_path / "machine.yaml", strategy=line)
     rivals = [
         Rival(name="8 stages, 4 micro-batches", reason="cpu0 has 1.00 MiB and needs 2.00 MiB"),
@@ -60,7 +60,7 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
 
 
 def test_bounds_are_bounds_and_what_if_questions_are_simulated() -> None:
-    job = job_on(penstock.Hardware.cpu(num_devices=2, memory="250kB"), strategy="mobius")
+    job = job_on(penstock.Hardware.cpu(num_devices=2, memory="250kB"), strategy="balanced")
     text = job.explain()
     timeline = job.simulate()
     found = re.search(r"this one takes ([\d.]+)x the larger", text)
@@ -88,7 +88,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
             model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES, strategy=strategy
         )
 
-    job = planned(penstock.Hardware.cpu(num_devices=2), "mobius")
+    job = planned(penstock.Hardware.cpu(num_devices=2), "balanced")
     assert job._helps is None
     text = job.explain()
     found = job._helps
@@ -103,7 +103,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
 def test_what_cannot_be_planned_says_why() -> None:
     lonely = penstock.Hardware.cpu(num_devices=1)
     assert dict(changed_machines(lonely))["one more root complex"] is None
-    job = job_on(lonely, strategy="mobius")
+    job = job_on(lonely, strategy="balanced")
     row = next(line for line in job.explain().splitlines() if "one more root complex" in line)
     assert "no such change" in row
 
@@ -125,7 +125,7 @@ def test_changed_machines_are_whole_documents() -> None:
 
 def test_lines_are_short_and_reasons_whole() -> None:
     """However many links and however long a reason."""
-    job = job_on("mobius-8gpu", strategy="mobius")
+    job = job_on("mobius-8gpu", strategy="balanced")
     reason = "cpu0 has 1.00 MiB and needs 2.00 MiB; " * 8 + "the end"
     rivals = [Rival(name="partition-balanced{stages=8}, 4 micro-batches", reason=reason)]
     plan = job.plan.model_copy(update={"rivals": rivals, "notes": {"partition-mip": "proven within 1.2%"}})
@@ -146,7 +146,7 @@ def test_an_auto_plan_lists_its_rivals_fastest_first() -> None:
 
 
 def test_a_loaded_job_explains_itself_without_its_passes(tmp_path: Any) -> None:
-    job = job_on(penstock.Hardware.cpu(num_devices=1), strategy="mobius")
+    job = job_on(penstock.Hardware.cpu(num_devices=1), strategy="balanced")
     model, _ = zoo_case("gpt2")
     again = penstock.load(job.write(tmp_path), model).explain()
     assert "with these programs as they are" in again and "computation 2x as fast" in again and "passes" not in again

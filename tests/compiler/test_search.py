@@ -266,6 +266,6 @@ def test_the_nearest_miss_is_reported() -> None:
     missing_bytes = []
     for memory in ("100kB", "150kB"):
         with pytest.raises(DoesNotFit) as caught:
-            module.search(lambda _: graph, cpu(2, memory), module.Wishes("mobius", 4, 8, Options()))
+            module.search(lambda _: graph, cpu(2, memory), module.Wishes("balanced", 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0

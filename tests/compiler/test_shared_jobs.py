@@ -38,7 +38,7 @@ def test_a_job_is_eagers(strategy: str, tmp_path: Path) -> None:
         gone_on = float(job.step(batch))
         job.resume(tmp_path / "saved")
         assert float(job.step(batch)) == gone_on == pytest.approx(float(eager.step(batch)), rel=1e-6)
-    with penstock.compile(model, penstock.Hardware.cpu(), strategy="mobius", **options) as alone:
+    with penstock.compile(model, penstock.Hardware.cpu(), strategy="balanced", **options) as alone:
         alone.resume(tmp_path / "saved")  # whatever devices it was saved from
         assert float(alone.step(batch)) == pytest.approx(gone_on, rel=1e-6)
 
@@ -50,7 +50,7 @@ def test_half_precision_follows_one_device(strategy: str, precision: str) -> Non
     """Gradients of half precision are added in another order: losses agree to what that rounds."""
     model, batch = zoo_case("gpt2")
     losses = []
-    for name, devices in (("mobius", 1), (strategy, 2)):
+    for name, devices in (("balanced", 1), (strategy, 2)):
         job = penstock.compile(
             model, penstock.Hardware.cpu(num_devices=devices), example_inputs=batch, optimizer=SGD, micro_batches=4,
             strategy=name, precision=precision,

@@ -12,7 +12,7 @@ from penstock.runtime.errors import PassError
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
 
-LINE = STRATEGIES["mobius"]
+LINE = STRATEGIES["balanced"]
 
 
 @pytest.mark.parametrize("text", [*STRATEGIES, LINE, LINE.replace("balanced", "balanced{stages=4}"), "coarsen"])
@@ -64,7 +64,7 @@ def test_passes_are_recorded_dumped_and_replayed() -> None:
     model, batch = zoo()["gpt2"](dropout=0.0)
     graph, hardware = trace(model, batch), penstock.Hardware.cpu(num_devices=2, memory="250kB")
     draft, seen = Draft(graph, hardware, Options(micro_batches=2)), []
-    passes = parse_pipeline("mobius", num_devices=2)
+    passes = parse_pipeline("balanced", num_devices=2)
     decisions, records = run_passes(draft, passes, dump=lambda name, _: seen.append(name), record=True)
     assert seen == [r.name for r in records] == [p.name for p in passes]
     assert set(decisions) == {name for p in passes for name in p.fields or (p.decides,)}

@@ -71,7 +71,7 @@ def test_several_micro_batches_a_device(strategy: str) -> None:
 def test_replicas_stay_equal_and_evaluate_alike(strategy: str) -> None:
     graph, batches = traced("gpt2", dropout=0.0)
     alone = draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=2)
-    apply(alone, *parse_pipeline("mobius", 1))
+    apply(alone, *parse_pipeline("balanced", 1))
     draft, outputs = drafted(strategy, graph), []
     for case in (alone, draft):
         fetch = {s.spec.name: {} for s in draft.stages} if case is draft and strategy == "zero3-offload" else {}

@@ -114,7 +114,7 @@ def test_compiled_plans_with_tied_weights_and_clipping(
     document["devices"][0] |= {"kind": "cuda"}
     job = penstock.compile(
         model, Hardware.from_any(document), example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=1e-2),
-        strategy=STRATEGIES["mobius"].replace("partition-balanced", "partition-balanced{stages=2}"),
+        strategy=STRATEGIES["balanced"].replace("partition-balanced", "partition-balanced{stages=2}"),
         micro_batches=2, precision=precision, max_grad_norm=1.0,
     )  # fmt: skip
     face = job.folder.interface
