@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 
 from ..passes.base import Draft, Options, Pass
 from ..passes.blocks import Block, block_time_s
-from ..passes.insert_fetch import InsertFetch
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime import ops
@@ -155,12 +154,10 @@ class Lab:
 
     def _try(self, case: Case, hardware: Hardware, passes: Sequence[Pass]) -> Trial:
         draft = self.draft(case, hardware, passes[0])
-        options = draft.options
         made = Trial(case, hardware, num_params(draft.graph.model))
         try:
             for p in passes[1:]:
                 begin_s = time.process_time()
-                draft.options = _told(options, passes) if p.decides == "stages" else options
                 run_passes(draft, [p])
                 made.planning_cpu_s[p.name] = time.process_time() - begin_s
             check_fit(draft)
@@ -176,13 +173,6 @@ class Lab:
         made.stages, made.devices, made.notes = draft.partition, draft.devices, draft.notes
         made.transfers = list(transfers(draft.programs, made.timeline))
         return made
-
-
-def _told(options: Options, passes: Sequence[Pass]) -> Options:
-    """What a partitioner is told: it takes stages for resident where their optimizer states fit the devices as well.
-    With `insert-fetch{swap=true}` all come from DRAM, so the states are said to fit nowhere."""
-    swaps = any(isinstance(p, InsertFetch) and p.swap for p in passes)
-    return replace(options, state_bytes_per_param=1e6) if swaps else options
 
 
 def num_params(model: nn.Module) -> int:

@@ -78,6 +78,8 @@ class Problem:
     update: Update
     ties: tuple[tuple[int, int, float], ...] = ()  # first and last block that use a trained parameter, its bytes
     order: tuple[int, ...] = field(default=())
+    swap: bool = False  # weights come from DRAM also where they could stay
+    ordered: bool = False  # fetches through a root complex go by turn instead of sharing it
 
     @property
     def num_blocks(self) -> int:

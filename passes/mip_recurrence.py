@@ -171,7 +171,7 @@ class _Step:
         """Per device whether it is resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
         for d in range(min(self.n, self.count)):
             stages = range(d, self.count, self.n)
-            if self.resident(self.p.units[d], stages):
+            if not self.p.swap and self.resident(self.p.units[d], stages):
                 self.ahead_bytes[d] = math.inf
             else:
                 self.swap(d, stages)
@@ -244,7 +244,7 @@ class _Step:
     def uploads(self, stages: Sequence[int], before: int) -> None:
         """When the weights of these stages, of one device each, are there; `before` leads to the phase before.
 
-        Through a root complex pass all of them, and what begins together shares it evenly.
+        Through a root complex pass all of them, by turns or, where fetches are not ordered, sharing it evenly.
         """
         jobs: dict[int, list[Job]] = {}
         at_least = {}
@@ -263,6 +263,9 @@ class _Step:
                 late = min(w, w + self.w[k] - room)
                 floor_s = max(floor_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
             at_least[d] = max(floor_s, begin_s + w * unit.fetch_s)
+            if self.p.ordered:
+                self.there[d] = self.own_up[d] = at_least[d] + unit.latency_s
+                continue
             follows = self.following(j, before)
             behind_s = self.w[follows] * unit.shared_fetch_s if follows is not None else 0.0
             jobs.setdefault(c, []).append(Job(begin_s, work_s, d, self.free[d], behind_s))

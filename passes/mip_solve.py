@@ -77,6 +77,8 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
 def _choices(p: Problem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
     """Which devices may stay resident: all that could hold their share of the fewest stages, or as they do now."""
     n = len(p.units)
+    if p.swap:
+        return [(False,) * n], ""
     smallest = sorted(
         p.weight_bytes[i + 1]
         - p.weight_bytes[i]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..runtime.errors import PassError
@@ -45,13 +45,15 @@ class Candidate:
 class PartitionMip(Partition):
     """`stages`: how many; 0 takes the draft's option, and failing that leaves it to the search. `literal`: the paper's
     own objective and constraints. `deadline_s`: of computation, for search and proof together. `order`: the devices of
-    the first stages, such as "1 0"; without it, neighbours lie under different root complexes."""
+    the first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
+    `insert-fetch{swap=true}`, weights come from DRAM also where they could stay."""
 
     name: ClassVar[str] = "partition-mip"
     stages: int = 0
     literal: bool = False
     deadline_s: float = 6.0
     order: str = ""
+    swap: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
@@ -90,7 +92,9 @@ class _Found:
             raise PassError(f"stages={asked}, but {length} blocks allow at most {length}; 0 leaves it to the search")
         order = device_order(options.order, devices) if options.order else cross_order(draft.hardware, length)
         slices = Slices(draft, order)
-        problem = problem_of(draft, slices)
+        problem = replace(
+            problem_of(draft, slices), swap=options.swap, ordered=all(h.ordered_fetches for h in draft.hardware.hosts)
+        )
         fewest = slices.fewest()
         counts = [asked] if asked else list(range(fewest or 1, length + 1))
         search = Search(

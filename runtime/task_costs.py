@@ -8,12 +8,17 @@
 - All that CPU devices do also takes cores of their host (`cpu_costs.py`).
 
 Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
-computation waits for the former, while the latter are asked for ahead of time.
+computation waits for the former, while the latter are asked for ahead of time. On a host with `ordered_fetches` the
+weights that come through one root complex come in chunks, those of the stage that runs first before all others (Mobius
+3.3); elsewhere they share it.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+
+from torch import fx
 
 from . import ops
 from .cpu_costs import copying, core_flow, core_links, messaging, update_s
@@ -24,6 +29,7 @@ from .program import Program
 from .sharing import Cost
 
 URGENT, AHEAD = 0, 1
+LAST_TURN = 1 << 20  # more than any number of stages
 OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD}
 
@@ -36,7 +42,7 @@ class CostModel:
         self.precision = precision
         self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
         self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
-        self.known: dict[tuple[int, ops.Work], Cost] = {}
+        self.known: dict[tuple[int, ops.Work, int], Cost] = {}
 
     def cost(self, task: Task) -> Cost:
         device, node, work = task.parts[0]
@@ -44,9 +50,12 @@ class CostModel:
             return self.collective([(d, w) for d, _, w in task.parts])
         if work.stream in (ops.SEND, ops.RECV):
             return self.transfer(device, work, URGENT)
-        key = (device, work)
+        priority = PRIORITY.get(node.target, URGENT)  # type: ignore[call-overload]
+        if node.target is ops.fetch and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
+            priority += turn_of(node)
+        key = (device, work, priority)
         if key not in self.known:
-            self.known[key] = self.single(device, work, PRIORITY.get(node.target, URGENT))  # type: ignore[call-overload]
+            self.known[key] = self.single(device, work, priority)
         return self.known[key]
 
     def single(self, device: int, work: ops.Work, priority: int) -> Cost:
@@ -110,6 +119,15 @@ class CostModel:
             path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
             self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
         return self.routes[source, target]
+
+
+def turn_of(fetch: fx.Node) -> int:
+    """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
+    user = fetch
+    while user.target is ops.fetch or user.target is operator.getitem or user.target is ops.all_gather:
+        user = next(u for u in user.users if u.target is not ops.free)
+    stage = int(str(fetch.args[0]).partition(".")[0].removeprefix("stage"))
+    return 2 * LAST_TURN - stage if user.target is ops.backward else stage
 
 
 def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:

@@ -39,7 +39,8 @@ def text(tmp_path: Path) -> Path:
 def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
     """One CPU device in this process."""
     given = {
-        "model": GPT, "data": data, "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4, "sequence": 16,
+        "model": GPT, "data": data, "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
+        "sequence": 16,
         "micro_batches": 2, "lr": 1e-2, "max_steps": 6, **changes,
     }  # fmt: skip
     return TrainOptions(**given)
