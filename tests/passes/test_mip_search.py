@@ -26,8 +26,8 @@ def brute_force(p: Problem, objective: Objective = contended_s) -> float:
     )
 
 
-@settings(max_examples=30, deadline=None)
-@given(small_problems())
+@settings(max_examples=20, deadline=None)
+@given(small_problems(most_blocks=12))
 def test_all_partitions_of_few_blocks_are_tried(p: Problem) -> None:
     for objective in (contended_s, literal_s):
         found = Search(p, objective).run_all(range(1, p.num_blocks + 1))
