@@ -28,7 +28,7 @@ from torch import Tensor
 from . import errors, ops
 from .commands import Answer, Tensors
 from .drivers import Driver, InProcessDriver, Setup, result_of
-from .errors import PenstockError, PlanError, WorkerError
+from .errors import HardwareError, PenstockError, PlanError, WorkerError
 from .link import LOOPBACK
 from .link_server import LinkServer
 from .session import STREAM_SLOTS, StepResult
@@ -45,8 +45,15 @@ RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no lo
 def start_driver(setup: Setup) -> Driver:
     """The driver that fits: in this process, this rank of a torchrun, or local workers.
 
-    Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size.
+    Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size; `HardwareError`
+    where the document promises an order of fetches that nobody keeps here.
     """
+    hardware = setup.hardware
+    if hardware.num_devices > 1 and not hardware.throttled and any(host.ordered_fetches for host in hardware.hosts):
+        raise HardwareError(
+            f"hosts.ordered_fetches: True on {hardware.name}; only links that are held down (throttled=True) and "
+            "rehearsals order the fetches of several devices. To run here: hardware.with_(ordered_fetches=False)"
+        )
     if TorchrunDriver.is_present():
         return TorchrunDriver(setup)
     if setup.interface.num_devices == 1:

@@ -123,11 +123,11 @@ class CostModel:
 
 def turn_of(fetch: fx.Node) -> int:
     """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
-    user = fetch
-    while user.target is ops.fetch or user.target is operator.getitem or user.target is ops.all_gather:
-        user = next(u for u in user.users if u.target is not ops.free)
+    user: fx.Node | None = fetch
+    while user is not None and user.target in (ops.fetch, operator.getitem, ops.all_gather):
+        user = next((u for u in user.users if u.target is not ops.free), None)
     stage = int(str(fetch.args[0]).partition(".")[0].removeprefix("stage"))
-    return 2 * LAST_TURN - stage if user.target is ops.backward else stage
+    return 2 * LAST_TURN - stage if user is not None and user.target is ops.backward else stage
 
 
 def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.runtime.drivers import InProcessDriver, Setup, without_waiting
-from penstock.runtime.errors import BatchError, CheckpointError, PlanError, WorkerError
+from penstock.runtime.errors import BatchError, CheckpointError, HardwareError, PlanError, WorkerError
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.launcher import LocalWorkers, start_driver, worker_environment
 from penstock.runtime.optimizer import OptimizerSpec
@@ -56,6 +56,12 @@ def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
     with pytest.raises(WorkerError, match="have been stopped"):
         driver.step(batch_of(0))
+
+
+def test_an_order_of_fetches_that_nobody_keeps_is_refused(programs) -> None:
+    machine = Hardware.cpu(2, memory="8MB").with_(ordered_fetches=True)
+    with pytest.raises(HardwareError, match=r"ordered_fetches: True .* To run here"):
+        start_driver(Setup([], programs[0].interface, machine, ADAMW))
 
 
 def is_running(pid: int) -> bool:

@@ -18,7 +18,7 @@ from penstock.runtime.memory import profile_memory
 from penstock.runtime.order import build_order
 from penstock.runtime.program import Interface, Program, TensorSpec, place_frees
 from penstock.runtime.simulate import simulate
-from penstock.runtime.task_costs import OWN_CALLS, CostModel
+from penstock.runtime.task_costs import OWN_CALLS, CostModel, turn_of
 from penstock.runtime.timeline import Span, Timeline
 from penstock.runtime.verify_case import Case
 from penstock.tests.runtime.handmade import linear_stages, pipeline
@@ -72,6 +72,21 @@ def test_fetches_under_one_root_complex_share_it() -> None:
     timeline = simulate(fetching(3), machine(3))
     assert timeline.step_s == pytest.approx(3 * WEIGHT_BYTES / 1e9)
     assert timeline.bottleneck() == ("rc0.0.down", pytest.approx(1.0))
+
+
+def test_fetches_go_by_turns_where_the_host_orders_them() -> None:
+    """The stage that runs first has the root complex to itself; in backward that is the last one."""
+    ordered = machine(2).with_(ordered_fetches=True)
+    spans = spans_of(simulate(fetching(2), ordered), "fetch")
+    assert [span.end_s for span in spans] == pytest.approx([WEIGHT_BYTES / 1e9, 2 * WEIGHT_BYTES / 1e9])
+    turns = {}
+    for program in pipeline(2, 4):
+        for node in program.ops():
+            if node.target is ops.fetch:
+                turns.setdefault(str(node.args[0]), []).append(turn_of(node))
+    forward = [turns[f"stage{i}.weights"][0] for i in range(4)]
+    backward = [turns[f"stage{i}.weights"][1] for i in (1, 0)]  # the last of each device are still there
+    assert [*forward, *backward] == sorted([*forward, *backward]) and forward == [0, 1, 2, 3]
 
 
 def test_devices_may_begin_late() -> None:
