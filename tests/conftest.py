@@ -1,14 +1,18 @@
 """What holds for all tests: their helpers can be imported (`from zoo import zoo`), and they compute on one thread.
 
 A sum that is split over threads is added up in another order, and many tests compare bit for bit with workers, which
-have one thread each.
+have one thread each. Ctrl-C reaches the scripts that tests start, also where whoever started the tests ignores it, as
+a shell's background jobs do.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 import torch
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which processes inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 torch.get_num_threads()  # the first use would else overwrite the number set next
 torch.set_num_threads(1)
