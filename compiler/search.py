@@ -269,8 +269,10 @@ def why_not(error: PenstockError) -> str:
 
 
 def _nearest(errors: list[PenstockError]) -> PenstockError:
-    """The miss by the fewest bytes, or the first one that is not about memory."""
+    """The miss by the fewest bytes, or the first one that is not about memory. A plan that lacks DRAM has passed every
+    device, and no other plan needs much less: what a worse cut lacks on a device would mislead."""
     if not errors:
         return PlanError("no candidate could be built for this model and hardware")
     short = [error for error in errors if isinstance(error, DoesNotFit)]
+    short = [error for error in short if error.memory.startswith("dram")] or short
     return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else errors[0]

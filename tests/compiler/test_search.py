@@ -269,3 +269,14 @@ def test_the_nearest_miss_is_reported() -> None:
             module.search(lambda _: graph, cpu(2, memory), module.Wishes("balanced", 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0
+
+
+def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> None:
+    """Every host is short of DRAM whatever the cut; that some cut also misses a device by less says nothing."""
+    model, _ = zoo()["gpt2"](dropout=0.0)
+    state_bytes = 4 * sum(p.numel() for p in model.parameters())
+    graph = trace(*zoo()["gpt2"](dropout=0.0))
+    machine = penstock.Hardware.cpu(num_devices=2, memory="230kB", dram=state_bytes // 2)
+    with pytest.raises(DoesNotFit) as caught:
+        module.search(lambda _: graph, machine, module.Wishes("auto", 2, 4, Options(micro_batches=2)))
+    assert caught.value.memory == "dram0"
