@@ -1,0 +1,61 @@
+"""Seconds and memory of `compile` where nothing is given but model and machine: a large model, and unequal GPUs.
+
+Every case runs in a process of its own. Run: python bench/search_time.py [CASE]
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+
+import penstock
+from penstock.bench.peers import rows
+from penstock.compiler.models import find_model
+
+LIMIT_S, LIMIT_GB = 60.0, 2.0
+CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
+    "gpt3-175b on mobius-8gpu": ("gpt3-175b", (), 8, 2048),
+    "llama-8b on 1 GPU": ("llama-8b", ("rtx3090x1",), 4, 2048),
+    "llama-8b on 2 unequal GPUs": ("llama-8b", ("rtx4090x1", "rtx3090x1"), 4, 2048),
+    "llama-8b on 4 unequal GPUs": ("llama-8b", ("rtx3090x1", "rtx4090x1", "ftpipe-2080ti", "rtx3090x1"), 8, 2048),
+}
+
+
+def machine(presets: tuple[str, ...]) -> penstock.Hardware:
+    """A server with 256 GB and one GPU of each preset, in turn under its two root complexes."""
+    if not presets:
+        return penstock.Hardware.preset("mobius-8gpu", dram="4TB")
+    document = penstock.Hardware.preset("rtx4090x4-2rc", dram="256GB").model_dump()
+    gpus = [penstock.Hardware.preset(name).devices[0].model_dump() for name in presets]
+    places = [{"name": f"gpu{i}", "host": 0, "root_complex": i % 2} for i in range(len(gpus))]
+    devices = [gpu | place for gpu, place in zip(gpus, places, strict=True)]
+    return penstock.Hardware.model_validate({**document, "name": " and ".join(presets), "devices": devices})
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        for case in CASES:
+            subprocess.run([sys.executable, __file__, case], check=True)
+        return
+    case = sys.argv[1]
+    name, presets, batch, sequence = CASES[case]
+    model, inputs, hardware = find_model(name).on_meta(), find_model(name).batch_spec(batch, sequence), machine(presets)
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    plan = penstock.compile(model, hardware, example_inputs=inputs, precision="fp16").plan
+    took_s, gigabytes = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    rows.save(
+        "search_time",
+        {
+            "case": case, "took_s": took_s, "cpu_s": time.process_time() - began_cpu_s, "peak_rss_gb": gigabytes,
+            "limit_s": LIMIT_S, "limit_gb": LIMIT_GB, "met": took_s <= LIMIT_S and gigabytes <= LIMIT_GB,
+            "passes": plan.passes, "micro_batches": plan.micro_batches, "stages": len(plan.decisions.stages),
+            "step_s": plan.predicted.step_s, "notes": plan.notes,
+            "not_tried": [r.name for r in plan.rivals if r.reason.startswith("not tried")],
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
