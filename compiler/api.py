@@ -99,11 +99,7 @@ def compile(
         found = _find(model, capture, machine, wishes)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
-    if made.decisions.shards and not spec.is_elementwise():
-        raise PassError(
-            f"insert-shard: every device updates a piece of each parameter, but {spec.path} looks at whole parameters. "
-            'Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
-        )
+    _check_shards(made, spec)
     settings = Settings(
         optimizer=spec.to_json(),
         precision=precision,
@@ -142,6 +138,14 @@ def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: 
     is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
         raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
+    if plan.decisions.shards and not optimizer.is_elementwise():
+        raise PassError(
+            f"insert-shard: every device updates a piece of each parameter, but {optimizer.path} looks at whole "
+            'parameters. Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
+        )
 
 
 def _check_agrees(plan: Plan, **given: Any) -> None:

@@ -145,26 +145,17 @@ def to_stderr(text: str) -> None:
 
 def tables(report: Report) -> Iterator[Table]:
     """For a terminal: the assumptions, then a table per finding."""
-    yield _table(f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), report.assumptions)
+    from .tables import table
+
+    yield table(f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), report.assumptions)
     for finding in report.findings:
         rows = [(r.setting, r.quantity, r.paper, r.ours, r.verdict) for r in finding.rows]
-        made = _table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
+        made = table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
         made.caption = "\n".join(_caption(finding))
         made.caption_justify = "left"
         yield made
     if report.left_out:
-        yield _table("not simulated", ("figure", "why"), report.left_out)
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        yield table("not simulated", ("figure", "why"), report.left_out)
 
 
 def _caption(finding: Finding) -> list[str]:

@@ -238,13 +238,19 @@ def fetch_weights(program: Program, early: Early) -> None:
             begun = (_fetch(graph, order[i - 1].nodes[0], spec, f"{name}_part", (), params=ahead),)
         place = order[i - 1].nodes[0] if ahead == len(spec.params) and ahead else phase.nodes[0]
         fetched = _fetch(graph, place, spec, name, begun)
-        for later in order[i : phase.last + 1]:
-            for node in later.nodes if later.stage == phase.stage else ():
-                node.args = (node.args[0], fetched, *node.args[2:])
+        hand_over(order, i, fetched)
     for stage in stages:
         graph.erase_node(residents[stage])
     infer_all(program)
     place_frees(program)
+
+
+def hand_over(order: list[Phase], begin: int, weights: fx.Node) -> None:
+    """Let the phase `begin`, and those of its stage until the weights leave, run on these."""
+    phase = order[begin]
+    for later in order[begin : phase.last + 1]:
+        for node in later.nodes if later.stage == phase.stage else ():
+            node.args = (node.args[0], weights, *node.args[2:])
 
 
 def _fetch(

@@ -22,7 +22,7 @@ from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program, infer_all, place_frees
 from .base import REPLICAS, SHARDS, Draft, Pass
-from .insert_fetch import Early, fetched_phases, phases
+from .insert_fetch import Early, fetched_phases, hand_over, phases
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,7 @@ def gather_weights(program: Program, early: Early, devices: list[int]) -> None:
         place = order[i - 1].nodes[0] if ahead else phase.nodes[0]
         # The first gather takes over the resident's name, which the graph would not give out a second time.
         name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
-        gathered = _gather(graph, place, phase.stage, name)
-        for later in order[i : phase.last + 1]:
-            for node in later.nodes if later.stage == phase.stage else ():
-                node.args = (node.args[0], gathered, *node.args[2:])
+        hand_over(order, i, _gather(graph, place, phase.stage, name))
     for stage in stages:
         graph.erase_node(residents[stage])
     infer_all(program)

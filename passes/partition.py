@@ -44,6 +44,15 @@ class Partition(Pass):
         draft.stages = build_stages(draft.graph, draft.blocks, stages)
 
 
+def asked_stages(draft: Draft, option: int) -> int:
+    """How many stages are wanted: a pass's own option, else the draft's; 0 where neither says. Raises `PassError` for a
+    number below 0 or above that of the blocks."""
+    asked, most = option or draft.options.stages or 0, len(draft.blocks)
+    if not 0 <= asked <= most:
+        raise PassError(f"stages={asked}, but {most} blocks allow at most {most}: 1 to {most}, or 0 to leave it open")
+    return asked
+
+
 def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = None) -> StagesDecision:
     """The decision for cut positions [0, ..., L] over the draft's blocks; stage j is for `order[j mod N]`."""
     names = [block.name for block in draft.blocks]

@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..runtime.errors import PassError
 from .base import Draft
-from .partition import Partition, StagesDecision, contiguous, device_order
+from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from .slices import Slices
 
 
@@ -29,11 +28,7 @@ class PartitionBalanced(Partition):
 
     def plan(self, draft: Draft) -> StagesDecision:
         num_devices = draft.hardware.num_devices
-        asked = self.stages or draft.options.stages or 0
-        if asked > len(draft.blocks):
-            raise PassError(
-                f"stages={asked}, but {len(draft.blocks)} blocks allow at most {len(draft.blocks)}; ask for fewer"
-            )
+        asked = asked_stages(draft, self.stages)
         order = device_order(self.order, num_devices)
         slices = Slices(draft, order)
         counts = [asked] if asked else _counts(num_devices, len(draft.blocks))

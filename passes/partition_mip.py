@@ -24,7 +24,7 @@ from .mip_local_search import Cuts, Search
 from .mip_problem import Problem, problem_of
 from .mip_recurrence import contended_s, literal_s, residents
 from .mip_solve import Proof, prove
-from .partition import Partition, StagesDecision, contiguous, device_order
+from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
 from .slices import Slices
 
 FEW_BLOCKS = 12  # up to so many, every partition is looked at
@@ -87,9 +87,7 @@ class _Found:
         if not options.deadline_s > 0:
             raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
         length, devices = len(draft.blocks), draft.hardware.num_devices
-        asked = options.stages or draft.options.stages or 0
-        if not 0 <= asked <= length:
-            raise PassError(f"stages={asked}, but {length} blocks allow at most {length}; 0 leaves it to the search")
+        asked = asked_stages(draft, options.stages)
         order = device_order(options.order, devices) if options.order else cross_order(draft.hardware, length)
         slices = Slices(draft, order)
         problem = replace(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..runtime.errors import DoesNotFit, PassError
+from ..runtime.errors import DoesNotFit
 from ..runtime.units import format_bytes, format_seconds
 from .base import Draft
 from .mixed_balance import earliest_end, exchange, longest_first, merge_components
@@ -38,7 +38,7 @@ from .mixed_estimate import Flow, Wires
 from .mixed_graph import NANO, BlockGraph, Clusters, block_graph
 from .mixed_memory import Footprints
 from .mixed_refine import Refinement
-from .partition import Partition, StagesDecision
+from .partition import Partition, StagesDecision, asked_stages
 
 CENTERS = (heaviest, evenly_by_load, evenly_by_both)
 GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a stage's load
@@ -59,11 +59,7 @@ class PartitionMixed(Partition):
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
         num_devices = draft.hardware.num_devices
-        asked = self.stages or draft.options.stages or 0
-        if asked > len(draft.blocks):
-            raise PassError(
-                f"stages={asked}, but {len(draft.blocks)} blocks allow at most {len(draft.blocks)}; ask for fewer"
-            )
+        asked = asked_stages(draft, self.stages)
         counts = [asked] if asked else [k * num_devices for k in ROUNDS]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
         problem = _Problem.of(draft)

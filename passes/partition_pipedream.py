@@ -18,11 +18,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..runtime.errors import PassError
 from .base import Draft
 from .fill import fewest_rounds
 from .loads import Loads
-from .partition import Partition, StagesDecision
+from .partition import Partition, StagesDecision, asked_stages
 from .slices import Slices
 
 Route = list[tuple[int, int]]  # per stage: the turn of its device, and the block behind its last one
@@ -37,10 +36,8 @@ class PartitionPipedream(Partition):
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks."""
-        count, length = draft.hardware.num_devices, len(draft.blocks)
-        asked = self.stages or draft.options.stages or 0
-        if asked > length:
-            raise PassError(f"stages={asked}, but {length} blocks allow at most {length}; ask for fewer")
+        count = draft.hardware.num_devices
+        asked = asked_stages(draft, self.stages)
         search = _Search(draft)
         turns = asked or count * fewest_rounds(search.slices)
         route = search.route(turns, every=bool(asked))
