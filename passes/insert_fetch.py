@@ -86,7 +86,7 @@ def resident_bytes(program: Program) -> int:
 def state_bytes(program: Program, spec: StageSpec) -> int:
     """Optimizer states and fp32 masters of a stage."""
     face = program.interface
-    return int(face.state_bytes_per_param * spec.trained_params) + (4 * spec.trained_params if face.master else 0)
+    return face.state_bytes(spec) + (4 * spec.trained_params if face.master else 0)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.errors import PassError
+from ..runtime.memory import homes_of
 from ..runtime.program import Program, place_frees
 from .base import EVERYWHERE, REPLICAS, SHARDS, Draft, Pass
 
@@ -40,10 +41,8 @@ class InsertOptimizer(Pass):
         """Stage to where it is stepped: "device" with resident weights, "dram" with swapped ones."""
         where: dict[str, str] = {}
         for program in draft.programs:
-            for node in program.ops():
-                if node.target in (ops.resident, ops.fetch):
-                    stage = str(node.args[0]).partition(".")[0]
-                    where.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
+            for stage, home in homes_of(program).items():
+                where.setdefault(stage, home.weights)
         return {stage.spec.name: where[stage.spec.name] for stage in draft.stages if stage.spec.name in where}
 
     def rewrite(self, draft: Draft, decision: dict[str, str]) -> None:

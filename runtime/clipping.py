@@ -32,11 +32,15 @@ class Grads:
         else:
             self.factor = factor if self.factor is None else self.factor * factor
 
+    def scaled(self, factor: Tensor) -> Grads:
+        """The same gradients times `factor`, which is applied when they are read: these stay as they are."""
+        return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
+
     def in_full(self) -> dict[str, Tensor]:
         """The gradients with the factor applied: as they are, or in fp32."""
         if self.factor is None:
             return self.tensors
-        return {name: g.float().mul_(self.factor.to(g.device, torch.float32)) for name, g in self.tensors.items()}
+        return {name: g.float() * self.factor.to(g.device, torch.float32) for name, g in self.tensors.items()}
 
 
 def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
@@ -60,6 +64,16 @@ def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
     """What to multiply scaled gradients with, given the sum of squares over all of them."""
     norm = squares.sqrt() / loss_scale
     return (max_norm / (norm + EPSILON)).clamp(max=1.0) / loss_scale
+
+
+def speculative_factor(loss_scale: float) -> Tensor:
+    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped."""
+    return torch.ones((), dtype=torch.float64) / loss_scale
+
+
+def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
+    """Whether a speculative step was not what `clip_factor` asks for, or the gradients are not finite."""
+    return not bool(clip_factor(squares, max_norm, loss_scale) == speculative_factor(loss_scale))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .device_file import FUNCTIONS
 from .errors import PlanError, WorkerError
 from .hardware import Hardware
-from .memory import profile_memory
+from .memory import homes_of, profile_memory
 from .optimizer import OptimizerSpec
 from .program import Interface, Program
 from .session import DeviceSession, StepResult, check_batch
@@ -61,17 +61,14 @@ class Setup:
         """All devices that hold each stage, or a shard of it, in their order."""
         found: dict[str, list[int]] = {}
         for device, programs in enumerate(self.programs):
-            for node in programs["step"].ops():
-                stage = str(node.args[0]).partition(".")[0] if node.target in (ops.fetch, ops.resident) else ""
-                if stage and device not in found.setdefault(stage, []):
-                    found[stage].append(device)
+            for stage in homes_of(programs["step"]):
+                found.setdefault(stage, []).append(device)
         return found
 
     @cached_property
     def spread(self) -> set[str]:
         """The stages of which each device holds a shard."""
-        fetches = [n for programs in self.programs for n in programs["step"].ops() if n.target is ops.fetch]
-        return {str(node.args[0]).partition(".")[0] for node in fetches if node.kwargs.get("group")}
+        return {stage for own in self.programs for stage, home in homes_of(own["step"]).items() if home.group}
 
     def for_device(self, index: int) -> dict[str, Any]:
         """The device's part as plain data; `store` and `hostname` are the driver's to add."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import IN_ARENA, Persistent, fetches_of, plan_arena, profile_memory
+from .memory import Home, Persistent, homes_of, places_of, plan_arena, profile_memory, takes_place
 from .order import Memory, build_order, lack_of
 from .program import Program, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
@@ -37,6 +37,7 @@ class Issue:
     route: tuple[str, str]  # source, target
     micro_batch: int | None
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
+    place: int | None  # of what is read, offloaded or written: its offset in the arena of its memory
     tag: str  # of a message; for a load the name of the input
     peer: int
     stages: list[str]  # of its operands and results, in order
@@ -57,11 +58,9 @@ class Issues:
     """All ops of a program in text order."""
 
     ops: list[Issue]
-    arena_bytes: int
+    arenas: dict[str, int]  # bytes of each memory's arena
     persistent: Persistent
-    homes: dict[str, str]  # per stage that runs here, the memory in which its weights lie
-    spread: dict[str, str]  # of these, the stages that lie here as one shard, with their group
-    updated: set[str]  # the stages that a `step` trains
+    homes: dict[str, Home]  # per stage that runs here, the memories in which it persists
     streams: set[str] = field(default_factory=set)
 
     @property
@@ -81,22 +80,18 @@ def plan_issues(
 ) -> Issues:
     """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
     profile = profile_memory(program)
-    offsets, arena_bytes = plan_arena(program)
+    offsets = {node: offset for memory in ops.MEMORIES for node, offset in plan_arena(program, memory)[0].items()}
     lines = line_numbers(program)
-    plan = Issues([], arena_bytes, profile.persistent, {}, {}, set())
+    plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
     index_of: dict[fx.Node, int] = {}
     for node in program.ops():
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
-        plan.ops[-1].pieces = _pieces(program, node, offsets)
-        if node.target in (ops.resident, ops.fetch):
-            stage = str(node.args[0]).partition(".")[0]
-            plan.homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
-            if node.kwargs.get("group"):
-                plan.spread[stage] = str(node.kwargs["group"])
-        elif node.target is ops.step:
-            plan.updated.add(str(node.args[0]))
+        if takes_place(node, ops.DEVICE):
+            plan.ops[-1].pieces = _pieces(program, node, offsets)
+        elif takes_place(node):
+            plan.ops[-1].place = offsets[node]
         if node.target not in (ops.free, ops.resident):
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
@@ -117,15 +112,10 @@ def plan_issues(
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
     assert isinstance(node.target, ops.Op)
     made, read = values_of(node), operands(node)
-    gone = (
-        [v for v in read if v.target not in IN_ARENA]
-        if node.target is ops.free
-        else []
-        if node.target in IN_ARENA
-        else donated(node)
-    )
+    gone = [v for v in (read if node.target is ops.free else donated(node)) if not places_of(v)]
     kinds = [v.meta["type"] for v in made or read]
-    takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in made if v.meta["type"].owned]
+    owned = [v for v in made if v.meta["type"].owned and not places_of(v)]
+    takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in owned]
     micro_batch = node.kwargs.get("micro_batch")
     return Issue(
         index=index,
@@ -135,7 +125,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         stream=stream,
         memory=kinds[0].memory if kinds else ops.DEVICE,
         results=[v.name for v in made],
-        takes=[] if node.target in IN_ARENA else takes,
+        takes=takes,
         gives=[(v.meta["type"].memory, v.name) for v in gone],
         workspace_bytes=work.workspace_bytes,
         workspace_memory=work.workspace_memory,
@@ -143,6 +133,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         route=(work.source, work.target),
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
         pieces=(),
+        place=None,
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
@@ -151,9 +142,9 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
 
 
 def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
-    """Where the parameters lie that are there once this fetch is done, what it brings itself last."""
+    """Where the parameters lie that are there once these weights have come, what the op brings itself last."""
     found: list[tuple[int, int, int]] = []
-    for fetch in fetches_of(node):
+    for fetch in places_of(node):
         params = fetch.kwargs.get("params")
         stage = fetch.meta["type"].stage
         count = params if isinstance(params, int) else len(program.interface.stages[stage].params)

@@ -1,15 +1,16 @@
 """Memory of a program, counted in issue order: the same rules for the verifier, the passes and the runtimes.
 
-A device's memory holds, added up:
-- what persists across steps (`persistent_bytes`): resident weights and their optimizer states, buffers;
-- the arena: one preallocated block in which fetched weights live (`plan_arena` gives each its offset);
+Each memory holds, added up:
+- what persists across steps (`persistent_bytes`): on a device resident weights with their optimizer states, and
+  buffers; in DRAM and on SSD the weights and states that live there;
+- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device fetched weights, in
+  DRAM what was read or offloaded, on SSD activations that were written;
 - every other live value, and the workspace of the op that runs.
-DRAM holds swapped stages (weights, fp32 masters, optimizer states), offloaded gradients, and the workspace of their
-update.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,10 +18,11 @@ from torch import fx
 
 from . import ops
 from .errors import BudgetExceeded
-from .program import Program, StageSpec, aligned, donated, values_of, work_of
+from .program import PAGE, Program, aligned, donated, values_of, work_of
 from .units import format_bytes
 
-IN_ARENA = (ops.fetch, ops.all_gather)  # ops whose results lie in the arena
+ARENA_OPS = {ops.DEVICE: (ops.fetch, ops.all_gather), ops.DRAM: (ops.offload, ops.read), ops.SSD: (ops.write,)}
+ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena
 
 
 @dataclass(frozen=True)
@@ -29,51 +31,81 @@ class Persistent:
 
     device: dict[str, int]
     dram: dict[str, int]
+    ssd: dict[str, int]
+
+    def parts(self, memory: str) -> dict[str, int]:
+        return {ops.DEVICE: self.device, ops.DRAM: self.dram, ops.SSD: self.ssd}[memory]
 
     def total(self, memory: str) -> int:
-        return sum((self.device if memory == ops.DEVICE else self.dram).values())
+        return sum(self.parts(memory).values())
+
+
+@dataclass
+class Home:
+    """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: of
+    the weights only a shard is here. `undo`: a second copy of what an update changes."""
+
+    weights: str
+    states: str | None = None
+    group: str = ""
+    undo: bool = False
+
+
+def homes_of(program: Program) -> dict[str, Home]:
+    """Where each stage of a program persists, as its ops say. See `op_transfers`."""
+    homes: dict[str, Home] = {}
+    for node in program.ops():
+        if node.target in (ops.resident, ops.fetch, ops.read) and isinstance(node.args[0], str):
+            stage, _, what = node.args[0].partition(".")
+            memory = {ops.resident: ops.DEVICE, ops.fetch: ops.DRAM, ops.read: ops.SSD}[node.target]  # type: ignore[index]
+            if what != "states":
+                homes.setdefault(stage, Home(memory, group=str(node.kwargs.get("group") or "")))
+        elif node.target is ops.step and node.args[0] in homes:
+            home = homes[str(node.args[0])]
+            home.states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
+            home.undo = bool(node.kwargs.get("speculative"))
+    return homes
 
 
 def persistent_bytes(program: Program) -> Persistent:
     """What stays: per stage its weights, fp32 master copies, optimizer states and buffers, where the program has them.
 
-    A stage whose weights are `resident` lies on the device; one that is fetched lies in DRAM, with its states; one that
-    is fetched as a shard lies there as this shard.
+    What a speculative update must be able to go back to lies there a second time.
     """
     face = program.interface
-    where = {ops.DEVICE: _empty(), ops.DRAM: _empty()}
-    homes: dict[str, str] = {}
-    parts: dict[str, StageSpec] = {}
-    stepped = set()
-    for node in program.ops():
-        if node.target in (ops.resident, ops.fetch):
-            stage = str(node.args[0]).partition(".")[0]
-            homes.setdefault(stage, ops.DEVICE if node.target is ops.resident else ops.DRAM)
-            parts[stage] = face.part_of(stage, str(node.kwargs.get("group") or ""))
-        elif node.target is ops.step:
-            stepped.add(node.args[0])
-    for stage, memory in homes.items():
-        spec = parts[stage]
-        where[memory]["weights"] += spec.weight_bytes
+    where = {memory: _empty() for memory in ops.MEMORIES}
+    for stage, home in homes_of(program).items():
+        spec = face.part_of(stage, home.group)
+        own = where[home.weights]
+        own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
         where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
-        if stage in stepped:
-            where[memory]["masters"] += 4 * spec.trained_params if face.master else 0
-            where[memory]["states"] += int(face.state_bytes_per_param * spec.trained_params)
-    return Persistent(where[ops.DEVICE], where[ops.DRAM])
+        if home.states is None:
+            continue
+        own = where[home.states]
+        masters, states = 4 * spec.trained_params if face.master else 0, face.state_bytes(spec)
+        if home.states == ops.SSD:  # pages of files, whose ends are padded
+            states = face.states_bytes(spec) - masters
+        own["masters"] += masters
+        own["states"] += states
+        if home.undo and home.states == ops.SSD:
+            own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
+        elif home.undo:
+            own["undo"] += states + 4 * spec.trained_params
+    return Persistent(where[ops.DEVICE], where[ops.DRAM], where[ops.SSD])
 
 
 def _empty() -> dict[str, int]:
-    return {"weights": 0, "masters": 0, "states": 0, "buffers": 0}
+    return {"weights": 0, "masters": 0, "states": 0, "undo": 0, "buffers": 0}
 
 
-def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
-    """Offset of what each fetch or gather brings into the device's arena (first fit, in issue order), and its bytes."""
+def plan_arena(program: Program, memory: str = ops.DEVICE) -> tuple[dict[fx.Node, int], int]:
+    """Offset of each value that takes a place in a memory's arena (first fit, in issue order), and its bytes."""
     offsets: dict[fx.Node, int] = {}
-    live: list[tuple[int, int, fx.Node]] = []  # (offset, end, fetch), sorted by offset
-    size = 0
+    live: list[tuple[int, int, fx.Node]] = []  # (offset, end, value), sorted by offset
+    size, alignment = 0, 512 if memory == ops.DEVICE else PAGE
     for node in program.ops():
-        if node.target in IN_ARENA:
-            need = aligned(fetched_bytes(node))
+        if takes_place(node, memory):
+            need = aligned(place_bytes(node), alignment)
             offset = 0
             for start, end, _ in live:
                 if offset + need <= start:
@@ -84,20 +116,39 @@ def plan_arena(program: Program) -> tuple[dict[fx.Node, int], int]:
             live.sort(key=lambda row: row[0])
             size = max(size, offset + need)
         elif node.target is ops.free:
-            gone = {part for value in node.all_input_nodes for part in fetches_of(value)}
+            gone = {place for value in node.all_input_nodes for place in places_of(value)}
             live = [row for row in live if row[2] not in gone]
     return offsets, size
 
 
-def fetches_of(value: fx.Node) -> list[fx.Node]:
-    """What brought a value into the arena, in order: a gather, or a fetch, or two where it came in parts; else none."""
-    if value.target not in IN_ARENA:
+def takes_place(node: fx.Node, memory: str | None = None) -> bool:
+    """Whether an op brings a value into the arena of a memory, or of any."""
+    kind = node.meta.get("type")
+    if not isinstance(kind, ops.Value) or (memory is not None and kind.memory != memory):
+        return False
+    if node.target not in ARENA_OPS[kind.memory]:
+        return False
+    if kind.memory == ops.DEVICE:
+        return kind.kind in ON_DEVICE
+    return not any(user.op == "output" for user in node.users)  # results of the step are handed out
+
+
+def places_of(value: fx.Node) -> list[fx.Node]:
+    """The ops that took the places in which a value lies; none where it is in no arena. One, or two where weights came
+    in parts; what takes over a value in place lies where that lay."""
+    producer = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(producer, fx.Node)
+    if takes_place(producer):
+        return [*donated(producer), producer]
+    kind = value.meta["type"]
+    if kind.memory == ops.DEVICE or kind.kind == "norm":
         return []
-    return [*donated(value), value]
+    before = donated(producer)
+    return places_of(before[values_of(producer).index(value)]) if before else []
 
 
-def fetched_bytes(node: fx.Node) -> int:
-    """What one fetch moves: its value without the part that was there."""
+def place_bytes(node: fx.Node) -> int:
+    """What a place must hold: the op's value, without the part that was there before."""
     return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in donated(node))
 
 
@@ -107,38 +158,40 @@ class MemoryProfile:
 
     peak_bytes: dict[str, int]
     peak_at: dict[str, fx.Node | None]
-    arena_bytes: int
+    arenas: dict[str, int]
     persistent: Persistent
     live_bytes: dict[fx.Node, int] = field(default_factory=dict)  # device memory while the op runs
     live_values: dict[str, dict[str, int]] = field(default_factory=dict)  # at each memory's peak
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the device's arena."""
+        return self.arenas[ops.DEVICE]
 
 
 def profile_memory(program: Program) -> MemoryProfile:
     """Walk the program in issue order (types must be inferred) and find the peak of each memory."""
     persistent = persistent_bytes(program)
-    arena = plan_arena(program)[1]
-    base = {ops.DEVICE: persistent.total(ops.DEVICE) + arena, ops.DRAM: persistent.total(ops.DRAM)}
-    result = MemoryProfile(dict(base), {ops.DEVICE: None, ops.DRAM: None}, arena, persistent)
-    result.live_values = {ops.DEVICE: {}, ops.DRAM: {}}
-    account = {ops.DEVICE: dict[str, int](), ops.DRAM: dict[str, int]()}
-    now = dict(base)
+    arenas = {memory: plan_arena(program, memory)[1] for memory in ops.MEMORIES}
+    now = {memory: persistent.total(memory) + arenas[memory] for memory in ops.MEMORIES}
+    result = MemoryProfile(dict(now), dict.fromkeys(ops.MEMORIES), arenas, persistent)
+    result.live_values = {memory: {} for memory in ops.MEMORIES}
+    account: dict[str, dict[str, int]] = {memory: {} for memory in ops.MEMORIES}
     for node in program.ops():
-        if node.target is ops.free:
-            for value in node.all_input_nodes:
-                memory = value.meta["type"].memory
-                now[memory] -= account[memory].pop(value.name, 0)
-            result.live_bytes[node] = now[ops.DEVICE]
-            continue
-        for value in donated(node):
+        gone = node.all_input_nodes if node.target is ops.free else donated(node)
+        for value in gone:
             memory = value.meta["type"].memory
             now[memory] -= account[memory].pop(value.name, 0)
+        if node.target is ops.free:
+            result.live_bytes[node] = now[ops.DEVICE]
+            continue
         for value in values_of(node):
             kind = value.meta["type"]
-            if kind.owned and node.target not in IN_ARENA:
+            if kind.owned and not places_of(value):
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
         work = work_of(program, node)
-        extra = {ops.DEVICE: 0, ops.DRAM: 0, work.workspace_memory: work.workspace_bytes}
+        extra = {memory: work.workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
         result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
         for memory, taken in now.items():
             if taken + extra[memory] > result.peak_bytes[memory]:

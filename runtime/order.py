@@ -4,8 +4,8 @@ A task is what happens at one time: an op, a send together with its receive, or 
 A task starts when the following have ended:
 - the producers of its operands; for what it takes over in place or frees, also the earlier readers;
 - the task before it on each of its streams (`free` and `resident` occupy none);
-- of a stage that is updated: an update waits for the fetches before it, a fetch for the updates before it;
-- of memory: a fetch waits for the frees of the weights that lay in its part of the arena, and any op that takes memory
+- of a stage that is updated: an update waits for the fetches and reads before it, these for the updates before them;
+- of memory: who takes a place in an arena waits for the frees of what lay there, and any op that takes memory
   waits for the first releases of its own text, as many as make it fit the budget even if no later release has happened
   and everything before it in the text has started. So memory never overflows, whichever stream runs ahead, and an op
   never waits for anything behind it in its text.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import IN_ARENA, MemoryProfile, fetched_bytes, fetches_of, plan_arena
+from .memory import ARENA_OPS, MemoryProfile, place_bytes, places_of, plan_arena, takes_place
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -52,10 +52,12 @@ class Memory:
     dram_budget_bytes: int | None = None
 
     def waits(self) -> list[_BudgetWaits]:
-        device, dram = (self.profile.persistent.total(memory) for memory in (ops.DEVICE, ops.DRAM))
-        found = [_BudgetWaits(ops.DEVICE, self.budget_bytes - device - self.profile.arena_bytes)]
+        lasting = {
+            memory: self.profile.persistent.total(memory) + self.profile.arenas[memory] for memory in ops.MEMORIES
+        }
+        found = [_BudgetWaits(ops.DEVICE, self.budget_bytes - lasting[ops.DEVICE])]
         if self.dram_budget_bytes is not None:
-            found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - dram))
+            found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - lasting[ops.DRAM]))
         return found
 
 
@@ -143,15 +145,16 @@ class _Device:
         self.updated: dict[str, int] = {}  # per stage
 
     def connect(self, memory: Memory | None) -> None:
-        arena = _ArenaWaits(self.program)
+        arenas = [_ArenaWaits(self.program, memory) for memory in ARENA_OPS]
         budgets = [] if memory is None else memory.waits()
         for node in self.program.ops():
             index, work = self.task_of[node], self.work_of[node]
             self.wait_for_values(node, index)
             self.wait_for_stream(node, index, work)
             self.wait_for_weights(node, index)
-            for other in arena.visit(node, index):
-                self.wait(index, other, "its part of the arena is still taken")
+            for arena in arenas:
+                for other in arena.visit(node, index):
+                    self.wait(index, other, "its part of the arena is still taken")
             for budget in budgets:
                 for other in budget.visit(node, index, work):
                     self.wait(index, other, lack_of(budget.memory))
@@ -178,31 +181,48 @@ class _Device:
         self.last_on[work.stream] = index
 
     def wait_for_weights(self, node: fx.Node, index: int) -> None:
-        if node.target is ops.fetch:
-            stage = str(node.args[0]).partition(".")[0]
+        """Who reads what persists of a stage waits for the updates before it, who updates it for the readers."""
+        if node.target in (ops.fetch, ops.read) and isinstance(node.args[0], str):
+            stage = node.args[0].partition(".")[0]
             self.fetches.setdefault(stage, []).append(index)
             if stage in self.updated:
                 self.wait(index, self.updated[stage], f"{stage} is updated first")
-        elif node.target is ops.step:
-            stage = str(node.args[0])
-            for other in self.fetches.pop(stage, []):
-                self.wait(index, other, f"the weights of {stage} are still being read")
-            self.updated[stage] = index
+            return
+        stage = updated_stage(node)
+        if stage is None:
+            return
+        for other in self.fetches.pop(stage, []):
+            self.wait(index, other, f"the weights of {stage} are still being read")
+        if stage in self.updated:
+            self.wait(index, self.updated[stage], f"{stage} is updated before")
+        self.updated[stage] = index
+
+
+def updated_stage(node: fx.Node) -> str | None:
+    """The stage of which an op changes what persists."""
+    if node.target in (ops.step, ops.redo):
+        return str(node.args[0])
+    if node.target is ops.write and node.kwargs.get("to") is not None:
+        return str(node.kwargs["to"]).partition(".")[0]
+    return None
 
 
 class _ArenaWaits:
-    """A fetch waits for the frees of all weights that overlapped its place before it."""
+    """Who takes a place in an arena waits for the frees of all that overlapped it before."""
 
-    def __init__(self, program: Program):
-        self.offsets, _ = plan_arena(program)
+    def __init__(self, program: Program, memory: str):
+        self.memory = memory
+        self.offsets, _ = plan_arena(program, memory)
         self.given_back: list[tuple[int, int, int]] = []  # (offset, end, task of the free)
 
     def visit(self, node: fx.Node, index: int) -> list[int]:
+        if not self.offsets:
+            return []
         if node.target is ops.free:
             for value in node.all_input_nodes:
-                for part in fetches_of(value):
+                for part in places_of(value) if value.meta["type"].memory == self.memory else ():
                     self.given_back.append((*self.place(part), index))
-        elif node.target in IN_ARENA:
+        elif takes_place(node, self.memory):
             start, end = self.place(node)
             found = [task for first, last, task in self.given_back if first < end and start < last]
             # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
@@ -211,7 +231,7 @@ class _ArenaWaits:
         return []
 
     def place(self, value: fx.Node) -> tuple[int, int]:
-        return self.offsets[value], self.offsets[value] + fetched_bytes(value)
+        return self.offsets[value], self.offsets[value] + place_bytes(value)
 
 
 class _BudgetWaits:
@@ -246,10 +266,10 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     Results that replace what the op takes over in place count with the difference only.
     """
     if node.target is ops.free:
-        freed = [v.meta["type"] for v in operands(node) if v.target not in IN_ARENA]
+        freed = [v.meta["type"] for v in operands(node) if not places_of(v)]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
     workspace = work.workspace_bytes if memory == work.workspace_memory else 0
-    if node.target in IN_ARENA:
+    if takes_place(node):
         return workspace, workspace
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)

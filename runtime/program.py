@@ -24,6 +24,9 @@ from . import ops
 from .errors import VerifyError
 from .ops import Op
 
+PAGE = 4096  # what lies in DRAM or on SSD begins at a multiple, so that disks read and write it in place
+STATE_ROOM = 256  # bytes a parameter, to align its master and its states
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -62,6 +65,20 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
+class SavedSpec:
+    """A class of saved tensors: the output of one costly call in a stage's forward, for one micro-batch.
+
+    Where it is kept, rematerialisation saves its `flops`. `calls`: which of the stage's costly calls it is, counted
+    from 0 in the order in which they run.
+    """
+
+    name: str
+    bytes: int
+    flops: float
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StageSpec:
     """The interface and the measured or inferred costs of one stage, for one micro-batch.
 
@@ -89,6 +106,7 @@ class StageSpec:
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
     seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
+    saved: tuple[SavedSpec, ...] = ()  # what could be kept, so that less is computed again
 
     @property
     def weight_bytes(self) -> int:
@@ -112,6 +130,11 @@ class StageSpec:
     def trained_params(self) -> int:
         return sum(p.numel for p in self.params if p.requires_grad)
 
+    @property
+    def trained_vector_params(self) -> int:
+        """Of the trained parameters those of tensors with fewer than two dimensions."""
+        return sum(p.numel for p in self.params if p.requires_grad and len(p.shape) < 2)
+
     def shard(self, count: int) -> StageSpec:
         """The stage as one of `count` members of a group keeps it: of every parameter, read as one row, a piece. All
         pieces are equally long; zeros fill the last."""
@@ -134,7 +157,8 @@ class Interface:
 
     `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
     takes part with the whole value, one without a stage with any stage; "world" is every device.
-    `state_bytes_per_param`: optimizer states of one trained parameter; `master`: fp32 copies exist beside the weights.
+    `state_bytes_per_param`: optimizer states of one trained parameter, `vector_state_bytes_per_param` where its tensor
+    has fewer than two dimensions, if that differs; `master`: fp32 copies exist beside the weights.
     """
 
     stages: dict[str, StageSpec]
@@ -144,6 +168,25 @@ class Interface:
     groups: dict[str, tuple[tuple[int, str, str], ...]] = field(default_factory=dict)
     state_bytes_per_param: float = 8.0
     master: bool = False
+    vector_state_bytes_per_param: float | None = None
+
+    def state_bytes(self, spec: StageSpec) -> int:
+        """Optimizer states of a stage."""
+        each, vectors = self.state_bytes_per_param, self.vector_state_bytes_per_param
+        if vectors is None or vectors == each:
+            return int(each * spec.trained_params)
+        flat = spec.trained_vector_params
+        return int(each * (spec.trained_params - flat) + vectors * flat)
+
+    def states_bytes(self, spec: StageSpec) -> int:
+        """A buffer of a stage's fp32 masters, if there are any, and its optimizer states, with room to align each."""
+        trained = [p for p in spec.params if p.requires_grad]
+        masters = 4 * spec.trained_params if self.master else 0
+        return aligned(masters + self.state_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
+
+    def all_bytes(self, spec: StageSpec) -> int:
+        """A buffer of a stage's weights, and behind them its masters and states."""
+        return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
     def members(self, group: str) -> list[int]:
         """The devices of a group, each once, in its order."""
@@ -173,6 +216,7 @@ class Interface:
             for key in ("params", "buffers"):
                 stage[key] = params(stage[key])
             stage["seconds"] = tuple((name, *parts) for name, *parts in stage["seconds"])
+            stage["saved"] = tuple(SavedSpec(**{**row, "calls": tuple(row["calls"])}) for row in stage["saved"])
         raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
         raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}
         raw["groups"] = {name: tuple((d, s, p) for d, s, p in rows) for name, rows in raw["groups"].items()}

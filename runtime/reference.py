@@ -20,21 +20,19 @@ from . import ops
 from .clipping import Grads, LossScale
 from .errors import PenstockError, PlanError, VerifyError, WorkerError
 from .execute import Kept
-from .memory import Account, persistent_bytes, plan_arena
+from .memory import Account, homes_of, persistent_bytes, places_of, plan_arena
 from .optimizer import OptimizerSpec
 from .program import ParamSpec, Program, donated, infer_all, values_of, work_of
 from .reference_ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, Weights, World
 from .shards import whole_of
 from .text import excerpt, line_numbers, print_node
 
-ARENA_KINDS = ("weights", "part", "shard")  # these lie in the arena, which is charged as a whole
-
 
 class Reference:
     """Runs the programs of all devices, step by step, on `weights` (copied) by dotted name.
 
     `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` a module or a class per
-    stage. `budgets` bounds "device0", "device1", ... and "dram" in bytes; `accounts` are the last run's. `grads` and
+    stage. `budgets` bounds "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's. `grads` and
     `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights stay as they are.
     """
 
@@ -142,24 +140,26 @@ class Reference:
         return {"loss": mean, "results": results}
 
     def _charge_persistent(self, programs: Sequence[Program]) -> None:
-        names = [*(f"device{p.device}" for p in programs), "dram"]
+        names = [*(f"device{p.device}" for p in programs), ops.DRAM, ops.SSD]
         self.accounts = {name: Account(name, self.budgets.get(name, sys.maxsize)) for name in names}
         for program in programs:
             persistent, device = persistent_bytes(program), f"device{program.device}"
             for what, num_bytes in persistent.device.items():
                 self.accounts[device].take(what, num_bytes)
             self.accounts[device].take("arena", plan_arena(program)[1])
-            for what, num_bytes in persistent.dram.items():
-                self.accounts["dram"].take(f"{device}.{what}", num_bytes)
+            for memory in (ops.DRAM, ops.SSD):
+                for what, num_bytes in persistent.parts(memory).items():
+                    self.accounts[memory].take(f"{device}.{what}", num_bytes)
+                self.accounts[memory].take(f"{device}.arena", plan_arena(program, memory)[1])
 
 
 def _homes(programs: Sequence[Program], stage: str) -> dict[int, str]:
     """The devices that hold a stage, each with the group over which it is spread ("" where it is whole)."""
     found: dict[int, str] = {}
     for program in programs:
-        for node in program.ops():
-            if node.target in (ops.resident, ops.fetch) and node.args[0] == f"{stage}.weights":
-                found.setdefault(program.device, str(node.kwargs.get("group") or ""))
+        home = homes_of(program).get(stage)
+        if home is not None:
+            found.setdefault(program.device, home.group)
     return found or {0: ""}
 
 
@@ -262,7 +262,7 @@ class DeviceRun:
     def _place(self, node: fx.Node, value: Any, source: fx.Node) -> None:
         self.values[node] = value
         kind = node.meta["type"]
-        if kind.owned and kind.kind not in ARENA_KINDS:
+        if kind.owned and not places_of(node):
             account, name = self._account(node)
             account.take(name, measured_bytes(value), str(print_node(source)))
 
@@ -276,9 +276,10 @@ class DeviceRun:
             account.give(name)
 
     def _account(self, node: fx.Node) -> tuple[Account, str]:
-        if node.meta["type"].memory == ops.DEVICE:
+        memory = node.meta["type"].memory
+        if memory == ops.DEVICE:
             return self.accounts[f"device{self.program.device}"], node.name
-        return self.accounts["dram"], f"device{self.program.device}.{node.name}"
+        return self.accounts[memory], f"device{self.program.device}.{node.name}"
 
 
 def measured_bytes(value: Any) -> int:

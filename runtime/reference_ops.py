@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .clipping import Grads, LossScale, clip_factor, sum_of_squares
+from .clipping import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from .errors import BatchError, PlanError, VerifyError
 from .execute import Kept, StageRunner, micro_batch_seed
 from .optimizer import OptimizerSpec, StageOptimizer
@@ -39,6 +39,14 @@ class Shard:
 
     stage: str
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class States:
+    """A stage's optimizer states and masters ("states"), or all that persists of it ("all"), as a program's value."""
+
+    stage: str
+    kind: str
 
 
 @dataclass
@@ -77,6 +85,7 @@ class StageState:
         trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
         self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
         self.grads: dict[str, Tensor] = {}
+        self.before: Any = None  # a snapshot, taken by a speculative step
 
     def copy_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """A copy of these parameters in one flat buffer, each aligned."""
@@ -89,13 +98,22 @@ class StageState:
             offset += aligned(weight.nbytes)
         return copies
 
+    def restore(self) -> None:
+        """Back to before the last speculative step."""
+        assert self.optimizer is not None and self.before is not None
+        self.optimizer.restore(self.before)
+        self._follow()
+
     def step(self, grads: Grads) -> None:
         self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
         if self.optimizer is not None:
             self.optimizer.step(self.grads)
-            for name, weight in self.weights.items():
-                if weight is not self.masters[name]:
-                    weight.copy_(self.masters[name])
+            self._follow()
+
+    def _follow(self) -> None:
+        for name, weight in self.weights.items():
+            if weight is not self.masters[name]:
+                weight.copy_(self.masters[name])
 
 
 @dataclass
@@ -146,9 +164,11 @@ class ReferenceRuntime:
         return Weights(stage, self.world.stage(self.device, stage).weights)
 
     def fetch(
-        self, name: str, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
-    ) -> Weights | Shard:
-        stage = name.removesuffix(".weights")
+        self, what: Any, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
+    ) -> Any:
+        if isinstance(what, Tensor | Kept):
+            return self.offload(what)
+        stage = what.stage if isinstance(what, Weights) else what.removesuffix(".weights")
         state = self.world.stage(self.device, stage)
         if group is not None:
             return Shard(stage, state.copy_weights(list(state.weights)))
@@ -157,10 +177,25 @@ class ReferenceRuntime:
         copies = state.copy_weights([n for n in names if n not in there])
         return Weights(stage, {**there, **copies})
 
-    def offload(self, value: StageGrads | Tensor) -> StageGrads | Tensor:
+    def offload(self, value: StageGrads | Tensor | Kept) -> StageGrads | Tensor | Kept:
         if isinstance(value, Tensor):
             return value.clone()
+        if isinstance(value, Kept):
+            return Kept.partial({name: t.clone() for name, t in value.tensors.items()})
         return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
+
+    def read(self, what: Any) -> Any:
+        if not isinstance(what, str):
+            return self.offload(what)
+        stage, _, kind = what.partition(".")
+        if kind == "weights":
+            state = self.world.stage(self.device, stage)
+            return Weights(stage, state.copy_weights(list(state.weights)))
+        return States(stage, kind)
+
+    def write(self, value: Any, *, to: str | None = None) -> Any:
+        """States stay where they are: one memory holds everything here."""
+        return None if to is not None else self.offload(value)
 
     def free(self, *values: Any) -> None:
         for value in values:
@@ -170,7 +205,7 @@ class ReferenceRuntime:
                 value.drop()
 
     def forward(
-        self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool = True
+        self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool | Sequence[str] = True
     ) -> tuple[Any, ...]:
         runner = self._bound(stage, weights)
         outputs, kept = runner.forward(inputs, self._seed(stage, micro_batch), keep)
@@ -258,13 +293,32 @@ class ReferenceRuntime:
         grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))
         return grads
 
-    def step(self, stage: str, grads: StageGrads, norm: Tensor | None = None) -> None:
-        if self.world.loss_scale is not None and norm is None:
+    def step(
+        self, stage: str, grads: StageGrads, norm: Tensor | None = None, states: States | None = None,
+        *, speculative: bool = False,
+    ) -> States | None:  # fmt: skip
+        state, scale = self.world.stage(self.device, stage), self.world.loss_scale
+        if scale is not None and norm is None and not speculative:
             raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
         if norm is not None and not bool(torch.isfinite(norm)):
             self.world.finite = False
+        elif speculative:
+            state.before = state.optimizer.snapshot() if state.optimizer is not None else None
+            state.step(grads.scaled(speculative_factor(1.0 if scale is None else scale.scale)))
+        else:
+            state.step(grads)
+        return states
+
+    def redo(self, stage: str, grads: StageGrads, norm: Tensor, *, max_norm: float) -> None:
+        state, scale = self.world.stage(self.device, stage), self.world.loss_scale
+        loss_scale = 1.0 if scale is None else scale.scale
+        if state.optimizer is None or not must_redo(norm, max_norm, loss_scale):
             return
-        self.world.stage(self.device, stage).step(grads)
+        state.restore()
+        if scale is not None and not bool(torch.isfinite(norm)):
+            self.world.finite = False
+            return
+        state.step(grads.scaled(clip_factor(norm, max_norm, loss_scale)))
 
     def _bound(self, stage: str, weights: Weights) -> StageRunner:
         runner = self.world.stage(self.device, stage).runner

@@ -91,8 +91,13 @@ def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> 
     names = [device.name for device in hardware.devices[: len(case.programs)]]
     spans, peak_bytes = [], {name: case.profiles[device].peak_bytes[ops.DEVICE] for device, name in enumerate(names)}
     for program in case.programs:
-        host = f"dram{hardware.devices[program.device].host}"
-        peak_bytes[host] = peak_bytes.get(host, 0) + case.profiles[program.device].peak_bytes[ops.DRAM]
+        for memory in (ops.DRAM, ops.SSD):
+            host, own = (
+                f"{memory}{hardware.devices[program.device].host}",
+                case.profiles[program.device].peak_bytes[memory],
+            )
+            if own or memory == ops.DRAM:
+                peak_bytes[host] = peak_bytes.get(host, 0) + own
         for node in program.ops():
             if node.target in (ops.free, ops.resident):
                 continue
@@ -120,7 +125,7 @@ def _memory_over_time(
         owner, profile = hardware.devices[program.device], case.profiles[program.device]
         for memory, name in ((ops.DEVICE, owner.name), (ops.DRAM, f"dram{owner.host}")):
             rows = changes.setdefault(name, [])
-            rows.append((0.0, profile.persistent.total(memory) + (profile.arena_bytes if memory == ops.DEVICE else 0)))
+            rows.append((0.0, profile.persistent.total(memory) + profile.arenas[memory]))
             for node in program.ops():
                 taken, given = memory_change(node, order.work_of[node], memory)
                 task = order.task_of[node]

@@ -31,7 +31,7 @@ from .sharing import Cost
 URGENT, AHEAD = 0, 1
 LAST_TURN = 1 << 20  # more than any number of stages
 OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
-PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD}
+PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
 
 
 class CostModel:
@@ -51,7 +51,7 @@ class CostModel:
         if work.stream in (ops.SEND, ops.RECV):
             return self.transfer(device, work, URGENT)
         priority = PRIORITY.get(node.target, URGENT)  # type: ignore[call-overload]
-        if node.target is ops.fetch and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
+        if is_weights_fetch(node) and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
             priority += turn_of(node)
         key = (device, work, priority)
         if key not in self.known:
@@ -108,9 +108,9 @@ class CostModel:
         return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))
 
     def memory(self, device: int, name: str) -> str:
-        """The machine's name for "device", "dram" or "device3" as a program of `device` says it."""
-        if name == ops.DRAM:
-            return f"dram{self.hardware.devices[device].host}"
+        """The machine's name for "device", "dram", "ssd" or "device3" as a program of `device` says it."""
+        if name in (ops.DRAM, ops.SSD):
+            return f"{name}{self.hardware.devices[device].host}"
         return self.hardware.devices[device if name == ops.DEVICE else int(name.removeprefix("device"))].name
 
     def route(self, source: str, target: str) -> tuple[tuple[str, ...], float]:
@@ -121,12 +121,16 @@ class CostModel:
         return self.routes[source, target]
 
 
+def is_weights_fetch(node: fx.Node) -> bool:
+    return node.target is ops.fetch and bool(node.meta["type"].stage) and node.meta["type"].kind != "kept"
+
+
 def turn_of(fetch: fx.Node) -> int:
     """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
     user: fx.Node | None = fetch
     while user is not None and user.target in (ops.fetch, operator.getitem, ops.all_gather):
         user = next((u for u in user.users if u.target is not ops.free), None)
-    stage = int(str(fetch.args[0]).partition(".")[0].removeprefix("stage"))
+    stage = int(fetch.meta["type"].stage.removeprefix("stage"))
     return 2 * LAST_TURN - stage if user is not None and user.target is ops.backward else stage
 
 

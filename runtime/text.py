@@ -81,7 +81,7 @@ def describe(value: ops.Value) -> str:
     """A value's type for a comment: `f32[2, 512, 768] 3.0 MiB`."""
     if value.kind == "tensor":
         return f"{SHORT_DTYPES.get(value.dtype, value.dtype)}{list(value.shape)} {format_bytes(value.bytes)}"
-    return f"{value.kind} {format_bytes(value.bytes)}" + (" in dram" if value.memory == ops.DRAM else "")
+    return f"{value.kind} {format_bytes(value.bytes)}" + ("" if value.memory == ops.DEVICE else f" in {value.memory}")
 
 
 def parse_program(text: str, interface: Interface, device: int, function: str = "step") -> Program:

@@ -18,7 +18,7 @@ from .program import Program, work_of
 from .sharing import Cost
 from .task_costs import CostModel, costs_of
 
-TRANSFERS = (ops.fetch, ops.offload, ops.send)  # a receive is held down by its send
+TRANSFERS = (ops.fetch, ops.offload, ops.read, ops.write, ops.send)  # a receive is held down by its send
 ROUNDING = 1e-6
 
 

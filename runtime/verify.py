@@ -13,7 +13,7 @@ from .verify_devices import (
     check_deadlock,
     check_device_memory,
     check_devices,
-    check_dram,
+    check_host_memory,
     check_messages,
 )
 from .verify_training import check_coverage, check_gradients, check_legality, check_micro_batches
@@ -29,7 +29,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_messages,
     check_collectives,
     check_device_memory,
-    check_dram,
+    check_host_memory,
     check_deadlock,
     check_coverage,
     check_micro_batches,

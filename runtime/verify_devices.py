@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import fx
 
 from . import ops
@@ -122,29 +124,29 @@ def check_device_memory(case: Case) -> None:
             _fail_memory(program, profile, ops.DEVICE, device.name, device.budget_bytes, {})
 
 
-def check_dram(case: Case) -> None:
-    """Each host's DRAM holds the sum of what its devices' programs need at their peaks."""
+def check_host_memory(case: Case) -> None:
+    """Each host's DRAM, and its SSDs, hold the sum of what its devices' programs need at their peaks."""
     if case.hardware is None:
         return
-    for host in range(len(case.hardware.hosts)):
+    for host, memory in itertools.product(range(len(case.hardware.hosts)), (ops.DRAM, ops.SSD)):
         own = [p for p in case.programs if case.hardware.devices[p.device].host == host]
-        peaks = {p.device: case.profiles[p.device].peak_bytes[ops.DRAM] for p in own}
-        budget_bytes = case.hardware.dram_budget_bytes(host)
+        peaks = {p.device: case.profiles[p.device].peak_bytes[memory] for p in own}
+        there = memory == ops.DRAM or case.hardware.hosts[host].ssds
+        budget_bytes = case.hardware.budget_bytes(f"{memory}{host}") if there else 0
         if sum(peaks.values()) <= budget_bytes:
             continue
         program = max(own, key=lambda p: peaks[p.device])
         others = {f"device {device}, all": peak for device, peak in peaks.items() if device != program.device}
-        _fail_memory(program, case.profiles[program.device], ops.DRAM, f"dram{host}", budget_bytes, others)
+        _fail_memory(program, case.profiles[program.device], memory, f"{memory}{host}", budget_bytes, others)
 
 
 def _fail_memory(
     program: Program, profile: MemoryProfile, memory: str, name: str, budget_bytes: int, others: dict[str, int]
 ) -> None:
     node = profile.peak_at[memory]
-    parts = profile.persistent.device if memory == ops.DEVICE else profile.persistent.dram
-    held = {f"{part}, kept across steps": size for part, size in parts.items() if size}
-    if memory == ops.DEVICE and profile.arena_bytes:
-        held["arena of fetched weights"] = profile.arena_bytes
+    held = {f"{part}, kept across steps": size for part, size in profile.persistent.parts(memory).items() if size}
+    if profile.arenas[memory]:
+        held["arena of fetched weights" if memory == ops.DEVICE else "arena"] = profile.arenas[memory]
     held = {**held, **others, **profile.live_values[memory]}
     made = [value.name for value in values_of(node)] if node is not None else []
     live = {value: size for value, size in held.items() if value not in made}

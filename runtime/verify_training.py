@@ -11,12 +11,15 @@ from .order import producer_of
 from .program import Interface, Program, StageSpec, operands, values_of
 from .verify_case import Case, fail, line_of, message_key
 
-COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.free, ops.send, ops.recv, ops.all_gather}
-LEGAL = {
-    "step": COMMON
-    | {ops.forward, ops.backward, ops.add, ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step},
-    "evaluate": COMMON | {ops.evaluate},
-}
+COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.read, ops.write, ops.free, ops.send, ops.recv}
+COMMON |= {ops.all_gather}
+COMPUTING = {ops.forward, ops.backward, ops.add}
+UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
+LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
+
+
+HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
+PASSING = (ops.recv, ops.add, ops.offload, ops.fetch, ops.read, ops.write)  # they pass on what another op made
 
 
 def check_legality(case: Case) -> None:
@@ -28,13 +31,16 @@ def check_legality(case: Case) -> None:
             if node.target not in allowed:
                 names = ", ".join(sorted(op.name for op in allowed))
                 fail(program, node, f"`{node.target.name}` is not allowed in `{case.function}`; there are {names}")  # type: ignore[union-attr]
-            if node.target in (ops.fetch, ops.resident):
-                stage = str(node.args[0]).partition(".")[0]
+            if node.target in (ops.fetch, ops.resident, ops.read) and isinstance(node.args[0], str):
+                stage, _, what = node.args[0].partition(".")
+                if what == "states":
+                    continue
                 home = homes.setdefault(stage, node)
                 if home.kwargs.get("group") != node.kwargs.get("group"):
                     fail(program, node, f"{stage} is fetched otherwise in line {line_of(program, home)}")
                 if home.target is not node.target:
-                    fail(program, node, f"{stage} is both resident and fetched, first in line {line_of(program, home)}")
+                    names = f"{HOW[home.target]} and {HOW[node.target]}"  # type: ignore[index]
+                    fail(program, node, f"{stage} is both {names}, first in line {line_of(program, home)}")
             elif node.target is ops.step:
                 _check_update(program, node, homes)
             elif node.target is ops.backward:
@@ -45,14 +51,14 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
     stage, memory = str(node.args[0]), operands(node)[0].meta["type"].memory
     if stage not in homes:
         fail(program, node, f"{stage} is updated on a device that has none of its weights")
-    wanted = ops.DRAM if homes[stage].target is ops.fetch else ops.DEVICE
+    wanted = ops.DEVICE if homes[stage].target is ops.resident else ops.DRAM
     spread, found = homes[stage].kwargs.get("group") or "", operands(node)[0].meta["type"].group
     if spread != found:
         names = [f"spread over {group!r}" if group else "whole" for group in (spread, found)]
         fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
     if memory != wanted:
-        how = "fetched" if wanted == ops.DRAM else "resident"
-        fail(program, node, f"{stage} is {how}, so its states lie in {wanted}, but its gradients lie in {memory}")
+        how = HOW[homes[stage].target]  # type: ignore[index]
+        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients lie in {memory}")
 
 
 def _check_kept(program: Program, node: fx.Node) -> None:
@@ -61,8 +67,10 @@ def _check_kept(program: Program, node: fx.Node) -> None:
     kept, weights = bound["kept"], bound["weights"]
     if kept is None:
         return
+    while kept.target in PASSING:  # only classes of saved tensors move, which hold nothing of the weights
+        kept = kept.args[0]
     forward = kept.args[0]
-    if weights is not forward.args[1]:
+    if not kept.meta["type"].classes and weights is not forward.args[1]:
         made = forward.args[1].name
         fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
     if bound["micro_batch"] != forward.kwargs["micro_batch"]:
@@ -123,7 +131,7 @@ def check_micro_batches(case: Case) -> None:
 
     def micro_batch_of(value: fx.Node) -> int:
         producer = producer_of(value)
-        while producer.target in (ops.recv, ops.add, ops.offload):  # these pass on what another op made
+        while producer.target in PASSING:
             if producer.target is ops.recv:
                 value = sent[message_key(owners[producer], producer)]  # type: ignore[assignment]
             else:
