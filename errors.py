@@ -11,6 +11,7 @@ from .runtime.errors import (
     PassError,
     PenstockError,
     PlanError,
+    SsdError,
     VerifyError,
     WorkerError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "PassError",
     "PenstockError",
     "PlanError",
+    "SsdError",
     "VerifyError",
     "WorkerError",
 ]

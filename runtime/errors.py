@@ -73,6 +73,19 @@ class CheckpointError(PenstockError):
     """A checkpoint is missing, truncated, altered or of another model; the message names the file."""
 
 
+class SsdError(PenstockError):
+    """A file on SSD could not be read or written, or does not hold what was written there.
+
+    `file` is its path, `offset_bytes` where, `errno` the system's number for the reason (None: found by Penstock).
+    """
+
+    def __init__(self, message: str, *, file: str = "", offset_bytes: int = 0, errno: int | None = None):
+        super().__init__(message)
+        self.file = file
+        self.offset_bytes = offset_bytes
+        self.errno = errno
+
+
 class WorkerError(PenstockError):
     """A worker process failed or vanished; every other worker has been stopped.
 

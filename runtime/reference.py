@@ -32,8 +32,8 @@ class Reference:
     """Runs the programs of all devices, step by step, on `weights` (copied) by dotted name.
 
     `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` a module or a class per
-    stage. `budgets` bounds "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's. `grads` and
-    `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights stay as they are.
+    stage. `budgets` bounds "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's.
+    `grads` and `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights stay as they are.
     """
 
     def __init__(
