@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def compile(
     example_inputs: Any,
     optimizer: Any = DEFAULT_OPTIMIZER,
     lr_scheduler: Any = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     strategy: str = "auto",
     plan: Plan | str | Path | None = None,
@@ -65,6 +66,8 @@ def compile(
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine.
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
+    param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: what
+        differs for some parameters. Those in no group are the last group, with the optimizer's own arguments.
     loss_fn: `loss_fn(output, batch)`; default `output.loss`, or the output itself where that is a scalar.
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
     micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
@@ -87,7 +90,7 @@ def compile(
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
     with torch.device("cpu"), rare_collections():  # whatever the script's default device is
-        spec = OptimizerSpec.from_callable(optimizer, lr_scheduler)
+        spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups)
         options = Options(
             precision=precision,
             max_grad_norm=max_grad_norm,

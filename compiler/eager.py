@@ -54,7 +54,7 @@ class Eager:
             for param in model.parameters():
                 param.data = param.data.to(low) if param.is_floating_point() else param.data
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
-        self.optimizer = optimizer.build(self.masters.values())
+        self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)
         self.loss_scale = LossScale() if precision == "fp16" else LossScale(1.0)
         self.step_count = 0

@@ -6,6 +6,7 @@ scale exists because fp16 cannot hold unscaled gradients.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ class Grads:
         """The same gradients times `factor`, which is applied when they are read: these stay as they are."""
         return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
 
+    def factor_with(self, factor: Tensor) -> Tensor | None:
+        """What `StageOptimizer.step` multiplies these gradients with so that a step with `factor` equals one behind
+        `scale(factor)`, without changing them; None for nothing."""
+        if self.factor is not None:
+            factor = self.factor * factor.to(self.factor.device)
+        return None if bool(factor == 1.0) else factor
+
     def in_full(self) -> dict[str, Tensor]:
         """The gradients with the factor applied: as they are, or in fp32."""
         if self.factor is None:
@@ -61,9 +69,44 @@ def _at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
-    """What to multiply scaled gradients with, given the sum of squares over all of them."""
+    """What to multiply scaled gradients with, given the sum of squares over all of them, in float64.
+
+    As `torch.nn.utils.clip_grad_norm_` has it, also where the norm is not finite: an infinite one gives 0, a NaN gives
+    NaN, so that all weights become NaN. With a loss scale such a step is not made at all.
+    """
     norm = squares.sqrt() / loss_scale
     return (max_norm / (norm + EPSILON)).clamp(max=1.0) / loss_scale
+
+
+def speculative_factor(loss_scale: float) -> Tensor:
+    """What to multiply scaled gradients with before their norm is known: `clip_factor` of a norm that needs no clipping,
+    bit for bit."""
+    return torch.ones((), dtype=torch.float64) / loss_scale
+
+
+class Verdict(enum.Enum):
+    """What becomes of a speculative step once the norm is known."""
+
+    KEEP = "keep"  # it was the right one
+    REDO = "redo"  # undo it, and step with the clipped gradients
+    UNDO = "undo"  # undo it: the gradients overflowed, and neither optimizer nor schedule takes this step
+
+
+def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
+    """Whether clipping changes what a speculative step has multiplied the gradients with; so where the norm is NaN.
+
+    Not `norm > max_norm`: EPSILON makes clipping begin that much earlier, and rounding decides at the edge.
+    """
+    clipped = clip_factor(squares, max_norm, loss_scale)
+    return not bool(clipped == speculative_factor(loss_scale).to(clipped.device))
+
+
+def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict:
+    """The verdict on a speculative step; `loss_scale` None: there is none, and gradients that are not finite are stepped
+    on, as eager PyTorch does."""
+    if loss_scale is not None and not bool(torch.isfinite(squares)):
+        return Verdict.UNDO
+    return Verdict.REDO if must_redo(squares, max_norm, loss_scale or 1.0) else Verdict.KEEP
 
 
 def speculative_factor(loss_scale: float) -> Tensor:

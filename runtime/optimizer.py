@@ -1,168 +1,285 @@
-"""The optimizer: what a user asked for as plain data, and its part for one stage.
+"""The optimizer of one stage: the same as its part of one optimizer over all parameters, for optimizers that treat each
+parameter alone.
 
-An `OptimizerSpec` travels in plans and to workers as JSON; each stage has a `StageOptimizer` of its own on that stage's
-fp32 parameters, which is the same as one optimizer over all of them, for optimizers that treat each parameter alone.
+Its states may lie in given places, such as a buffer that is read from SSD before a step and written back behind it; a
+step may be undone (`snapshot`, `restore`), and need not wait for what decides whether it counts.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, PlanError
+from .importable import tupled
+from .optimizer_spec import MODES, OptimizerSpec, Traits
+from .snapshot import Snapshot, keep, put_back, room_bytes
 
-MACHINE_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")  # of a param group: not saved
-TINY = (64, 64)  # large enough that factored and per-tensor states do not count as states per parameter
-FUNCTION = "function:"  # how a keyword argument that is an importable function is written down
+__all__ = ["OptimizerSpec", "Places", "Scratch", "Snapshot", "StageOptimizer"]
+
+Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
+
+MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param group: not saved
+PORTION_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # converted at once: what stays in a CPU's cache
 
 
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """An optimizer class and its learning rate schedule by import path ("torch.optim:AdamW") and keyword arguments."""
+class Scratch:
+    """A row of elements that is taken once and used again by every step, also of several stages one after the other."""
 
-    path: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    scheduler_path: str | None = None
-    scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
 
-    @staticmethod
-    def from_callable(optimizer: Any, lr_scheduler: Any = None) -> OptimizerSpec:
-        """From a class or a `partial` of one with keyword arguments; `lr_scheduler` takes the optimizer first.
+    @property
+    def bytes(self) -> int:
+        """What it has grown to."""
+        return self._flat.nbytes
 
-        Raises `PlanError` for what cannot be imported by a worker (a lambda, a class in the script itself), for
-        arguments that are no plain data, and for optimizers that cannot step on gradients alone.
-        """
-        example = "optimizer=partial(torch.optim.AdamW, lr=5e-5)"
-        path, kwargs = _path_and_kwargs(optimizer, "optimizer", example)
-        cls = _resolve(path)
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise PlanError(f"optimizer: {path} is no torch.optim.Optimizer class; pass one, like {example}")
-        spec = OptimizerSpec(path, kwargs)
-        if lr_scheduler is not None:
-            example = "lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
-            spec = OptimizerSpec(path, kwargs, *_path_and_kwargs(lr_scheduler, "lr_scheduler", example))
-        spec._try()
-        return spec
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> OptimizerSpec:
-        raw = json.loads(text)
-        for key in ("kwargs", "scheduler_kwargs"):
-            raw[key] = {name: _tupled(value) for name, value in raw[key].items()}
-        return OptimizerSpec(**raw)
-
-    def build(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The torch optimizer on these tensors, all on one device.
-
-        The fused kernels are used where the class has them for that device and neither `fused` nor `foreach` is given.
-        """
-        cls, kwargs = _resolve(self.path), _loaded(self.kwargs)
-        params = list(params)
-        if params and "fused" not in kwargs and "foreach" not in kwargs and self._has_fused(params[0]):
-            kwargs["fused"] = True
-        return cls(params, **kwargs)
-
-    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        if self.scheduler_path is None:
-            return None
-        return _resolve(self.scheduler_path)(optimizer, **_loaded(self.scheduler_kwargs))
-
-    def state_bytes_per_param(self) -> float:
-        """Bytes of optimizer state for each trained fp32 parameter, found by stepping a small one."""
-        param = _tiny(TINY)
-        optimizer = self.build([param])
-        optimizer.step()
-        states = (s for s in optimizer.state[param].values() if isinstance(s, Tensor) and s.numel() > 1)
-        return sum(s.numel() * s.element_size() for s in states) / param.numel()
-
-    def is_elementwise(self) -> bool:
-        """Whether two steps update each element by its own gradients alone, so that a parameter may be updated in
-        pieces: tried on a matrix, whole and as two rows."""
-        made = torch.Generator().manual_seed(0)
-        whole = nn.Parameter(torch.randn(4, 6, generator=made))
-        pieces = [nn.Parameter(piece.detach().clone()) for piece in whole.flatten().split(12)]
-        optimizers = [self.build([whole]), self.build(pieces)]
-        for _ in range(2):
-            whole.grad = torch.randn(4, 6, generator=made)
-            for piece, grad in zip(pieces, whole.grad.flatten().split(12)):
-                piece.grad = grad.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-        return torch.allclose(torch.cat(list(pieces)), whole.flatten(), rtol=1e-5, atol=1e-7)
-
-    def _has_fused(self, like: Tensor) -> bool:
-        cls = _resolve(self.path)
-        if "fused" not in inspect.signature(cls).parameters:
-            return False
-        param = _tiny((2,), like.device, like.dtype)
-        try:
-            cls([param], **_loaded(self.kwargs), fused=True).step()
-        except (RuntimeError, TypeError, ValueError):  # torch says in one of these that this device has none
-            return False
-        return True
-
-    def _try(self) -> None:
-        """Step a small parameter once. Raises `PlanError` with what torch says where that fails."""
-        try:
-            optimizer = self.build([_tiny(TINY)])
-            scheduler = self.build_scheduler(optimizer)
-            optimizer.step()
-        except (TypeError, ValueError, RuntimeError) as error:
-            hint = "; pass one that needs only gradients, like torch.optim.AdamW" if "closure" in str(error) else ""
-            raise PlanError(f"optimizer {self.path} does not work with {self.kwargs}: {error}{hint}") from error
-        if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
-            raise PlanError(
-                f"lr_scheduler {self.scheduler_path} needs a metric at every step; pass one that counts steps, "
-                "like torch.optim.lr_scheduler.CosineAnnealingLR"
-            )
+    def row(self, num_bytes: int) -> Tensor:
+        """At least so many bytes, whatever they hold."""
+        if num_bytes > self._flat.nbytes:
+            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old ones go first
+            self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._flat
 
 
 class StageOptimizer:
-    """Updates one stage's parameters in place, and its learning rate once a step."""
+    """Updates one stage's parameters in place, and its learning rate once a step.
 
-    def __init__(self, spec: OptimizerSpec, params: Mapping[str, Tensor]):
+    `places`: where the states are to lie that `OptimizerSpec.state_shapes` names; what these tensors hold before a
+    parameter's first step does not matter. `scratch` may be shared by stages whose steps never run at the same time.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        params: Mapping[str, Tensor],
+        places: Places | None = None,
+        scratch: Scratch | None = None,
+    ):
+        self.spec = spec
         self.params = {name: nn.Parameter(p.detach()) for name, p in params.items()}  # shares their memory
-        self.optimizer = spec.build(self.params.values()) if self.params else None
+        self.places: Places = {} if places is None else places
+        self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
+        self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        self.scratch = Scratch(self.device) if scratch is None else scratch
+        self._members: list[list[str]] = [[] for _ in spec.all_groups]
+        for name in self.params:
+            self._members[spec.group_of(name)].append(name)
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the next step; None for a stage without trained parameters."""
+        """The learning rate of the next step, of the first group; None for a stage without trained parameters."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
 
-    def step(self, grads: Mapping[str, Tensor]) -> None:
-        """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is."""
+    @property
+    def started(self) -> bool:
+        """Whether any states exist: before that there is nothing to read."""
+        return self.optimizer is not None and any(self.optimizer.state.values())
+
+    @property
+    def traits(self) -> Traits:
+        return self.spec.traits(self.device)
+
+    @cached_property
+    def _large(self) -> dict[str, frozenset[str]]:
+        return {name: frozenset(self.spec.state_shapes(tuple(p.shape), name)) for name, p in self.params.items()}
+
+    # --- stepping
+
+    def step(
+        self,
+        grads: Mapping[str, Tensor],
+        *,
+        factor: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        preserve: bool = False,
+    ) -> None:
+        """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
+
+        factor: what the gradients are to be multiplied by, in fp32. weights: tensors of another precision that follow
+        the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses their
+        memory.
+        """
+        if self.optimizer is None:
+            return
+        given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
+        factor = None if factor is None else factor.to(self.device, torch.float32)
+        copy = preserve and not self.traits.keeps_grads
+        converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, self.params[name], factor)}
+        for names in self._portions(list(given), bool(converted or weights)):
+            self._convert(given, [name for name in names if name in converted], factor)
+            for name in names:
+                if name not in converted:
+                    self.params[name].grad = given[name]
+            self._step_these(names)
+            for name in names:
+                self.params[name].grad = None
+                if weights is not None and name in weights:
+                    weights[name].copy_(self.params[name].detach())
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    @staticmethod
+    def _is_foreign(grad: Tensor, param: Tensor, factor: Tensor | None) -> bool:
+        """The fused kernels read gradients as if they lay like the parameter."""
+        return factor is not None or grad.dtype != param.dtype or grad.stride() != param.stride()
+
+    def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
+        """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
+
+        Those whose states are made now, and are then copied to their places, go one by one; `small` portions stay in
+        the cache between the conversion of their gradients, the step, and what follows it.
+        """
+        if not self.traits.divisible:
+            yield names
+            return
+        single = {name for name in names if not self.traits.in_place or self._is_fresh(name)} if self.places else set()
+        for name in (name for name in names if name in single):
+            yield [name]
+        rest = [name for name in names if name not in single]
+        most = PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"]) if small else None
+        portion: list[str] = []
+        elements = 0
+        for name in rest:
+            elements += self.params[name].numel()
+            if portion and most is not None and elements > most:
+                yield portion
+                portion, elements = [], self.params[name].numel()
+            portion.append(name)
+        if portion or not single:  # at least one call a step, also without any gradient
+            yield portion
+
+    def _convert(self, grads: Mapping[str, Tensor], names: Sequence[str], factor: Tensor | None) -> None:
+        flat = self.scratch.row(sum(self.params[name].nbytes for name in names)) if names else torch.empty(0)
+        offset = 0
+        for name in names:
+            param, grad = self.params[name], grads[name]
+            full = flat[offset : offset + param.nbytes].view(param.dtype).view(param.shape)
+            offset += param.nbytes
+            if factor is not None and param.dtype != torch.float32:
+                grad = grad.float().mul_(factor)  # in fp32, as for all others
+            full.copy_(grad)
+            if factor is not None and param.dtype == torch.float32:
+                full.mul_(factor)
+            param.grad = full
+
+    def _step_these(self, names: Sequence[str]) -> None:
+        """Call the torch optimizer for these parameters, whose gradients are set."""
+        assert self.optimizer is not None
+        groups, chosen = self.optimizer.param_groups, set(names)
+        for name in names:
+            if self._is_fresh(name):
+                self._give_birth(name)
+        whole = [group["params"] for group in groups]
+        for group, members in zip(groups, self._members):
+            group["params"] = [self.params[name] for name in members if name in chosen]
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, whole):
+                group["params"] = params
+        if self.places:
+            for name in names:
+                self._settle(name)
+
+    # --- states in their places
+
+    def _is_fresh(self, name: str) -> bool:
+        """Whether a parameter with places has no states yet."""
+        assert self.optimizer is not None
+        return bool(self.places.get(name)) and not self.optimizer.state.get(self.params[name])
+
+    def _give_birth(self, name: str) -> None:
+        """The states that the class makes before the first step, if any."""
+        assert self.optimizer is not None
+        if not self.traits.born_empty:
+            param = self.params[name]
+            alone = self.spec.build_alone(self.spec.group_of(name), [param])
+            self.optimizer.state[param] = dict(alone.state[param])
+
+    def _settle(self, name: str) -> None:
+        """Copy states that the step has made, or made anew, to their places."""
+        assert self.optimizer is not None
+        row = self.optimizer.state.get(self.params[name], {})
+        for key, place in self.places.get(name, {}).items():
+            state = row.get(key)
+            if state is not place and state is not None:
+                if state.shape != place.shape or state.dtype != place.dtype:
+                    raise PlanError(
+                        f"optimizer {self.spec.path}: the state {key!r} of {name} is {state.dtype}{list(state.shape)}; "
+                        f"by those of small parameters it was planned as {place.dtype}{list(place.shape)}"
+                    )
+                place.copy_(state)
+                row[key] = place
+
+    def adopt(self, places: Places) -> None:
+        """From now on the states lie in these tensors, which take over what they are: for states that were loaded."""
+        self.places = places
+        if self.optimizer is not None:
+            for name in self.params:
+                self._settle(name)
+
+    def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
+        """From now on the states, and with `params` the parameters, lie in these tensors, which hold them already."""
+        self.places = places
         if self.optimizer is None:
             return
         for name, param in self.params.items():
-            grad = grads.get(name)
-            param.grad = None if grad is None else grad.to(param.dtype)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
+            row = self.optimizer.state.get(param, {})
+            row.update({key: place for key, place in places.get(name, {}).items() if key in row})
+            if params is not None:
+                param.data = params[name].detach()
 
     def state_bytes(self) -> int:
         """Bytes of the states that exist now: none before the first step, for most optimizers."""
         states = self.optimizer.state.values() if self.optimizer else ()
         return sum(s.numel() * s.element_size() for row in states for s in row.values() if isinstance(s, Tensor))
 
+    def scratch_bytes(self) -> int:
+        """What a step needs at most where all gradients are converted: for gradients or weights of another precision,
+        and for a step that must preserve gradients where the optimizer does not."""
+        sizes = [param.nbytes for param in self.params.values()]
+        if not self.traits.divisible:
+            return sum(sizes)
+        portion_bytes = 4 * PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"])
+        return max([min(portion_bytes, sum(sizes)), *sizes])
+
+    # --- undoing a step
+
+    def large_states(self, name: str) -> frozenset[str]:
+        """The names of a parameter's states that are more than a number."""
+        return self._large[name]
+
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` copies of parameters and states; numbers are not counted."""
+        return room_bytes(self.spec, self.params)
+
+    def snapshot(self, tensors: bool = True, into: Snapshot | Tensor | None = None) -> Snapshot:
+        """Everything that a step changes, as it is now.
+
+        tensors: parameters and the states that `OptimizerSpec.state_shapes` names, too; else whoever calls brings those
+        back. into: an earlier snapshot, which is overwritten, or a flat uint8 tensor of `snapshot_bytes`; without it
+        memory is taken for the copies.
+        """
+        return keep(self, tensors, into)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Back to the snapshot, bit for bit; states that did not exist then are gone."""
+        put_back(self, snapshot)
+
+    # --- saving and loading
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes back: `states` is parameter name to {state name: tensor}, not copied.
 
-        The rest is plain data: `scalars` per parameter, and, equal for all stages, `group` (learning rate and the like)
-        and `scheduler`.
+        The rest is plain data: `scalars` per parameter, and, equal for all stages, `group` (learning rate and the like;
+        of several groups {"groups": one such dict each}) and `scheduler`.
         """
         states: dict[str, dict[str, Tensor]] = {}
         scalars: dict[str, dict[str, Any]] = {}
@@ -174,111 +291,56 @@ class StageOptimizer:
                     states.setdefault(name, {})[key] = value
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
-        group = {k: _plain(v, k) for k, v in self.optimizer.param_groups[0].items() if k not in MACHINE_KEYS}
+        rows = [
+            {key: _plain(value, key) for key, value in group.items() if key not in MACHINE_KEYS}
+            for group in self.optimizer.param_groups
+        ]
+        group = rows[0] if len(rows) == 1 else {"groups": rows}
         scheduler = _plain(self.scheduler.state_dict(), "lr_scheduler") if self.scheduler else {}
         return {"states": states, "scalars": scalars, "group": group, "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over copies of the states of this stage's parameters; `state` may hold those of others, too.
 
-        Raises `CheckpointError` where a state's shape is not its parameter's optimizer's.
+        Raises `CheckpointError` where a state's shape is not its parameter's optimizer's, or where there are other
+        groups of parameters than here.
         """
         if self.optimizer is None:
             return
         rows = {}
-        for i, (name, param) in enumerate(self.params.items()):
+        for i, name in enumerate(name for members in self._members for name in members):
             row = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
             for key, value in row.items():
                 if isinstance(value, Tensor):
-                    if value.numel() == param.numel() != 1 and value.shape != param.shape:
-                        found, want = list(value.shape), list(param.shape)
-                        raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
-                    row[key] = value.detach().clone()
+                    row[key] = self._checked(name, key, value)
             if row:
                 rows[i] = row
         groups = self.optimizer.state_dict()["param_groups"]
-        for group in groups:
-            group.update({key: _tupled(value) for key, value in state["group"].items()})
+        for group, found in zip(groups, self._groups_in(state["group"])):
+            group.update({key: tupled(value) for key, value in found.items()})
         self.optimizer.load_state_dict({"state": rows, "param_groups": groups})
+        for name in self.params:
+            if not self.places and not self.optimizer.state.get(self.params[name]):
+                self._give_birth(name)
+            self._settle(name)
         if self.scheduler is not None and state["scheduler"]:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
 
+    def _checked(self, name: str, key: str, value: Tensor) -> Tensor:
+        param = self.params[name]
+        if value.numel() == param.numel() != 1 and value.shape != param.shape:
+            found, want = list(value.shape), list(param.shape)
+            raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
+        return value.detach() if key in self.places.get(name, {}) else value.detach().clone()
 
-def _tiny(shape: tuple[int, ...], device: Any = "cpu", dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    param = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    return param
-
-
-def _path_and_kwargs(given: Any, what: str, example: str) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-        raise PlanError(f"{what}: found a {type(given).__name__}, of one process; pass a class: {example}")
-    positional: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(given, partial):
-        given, positional, kwargs = given.func, given.args, given.keywords
-    if positional:
-        raise PlanError(f"{what}: the partial has positional arguments {positional!r}; pass them by keyword: {example}")
-    written = {name: _written(value, f"{what} argument {name!r}", example) for name, value in kwargs.items()}
-    return _import_path(given, what, example), written
-
-
-def _import_path(given: Any, what: str, example: str) -> str:
-    """ "module:name" of a class or function that any process can import. Raises `PlanError` for others."""
-    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
-    if not callable(given) or module is None or name is None:
-        raise PlanError(f"{what}: found {given!r}; pass a class or a functools.partial of one: {example}")
-    if name.endswith("<lambda>"):
-        raise PlanError(f"{what}: a lambda cannot be sent to a worker; pass a function of a module, or {example}")
-    if "<locals>" in name or module == "__main__":
-        where = "a function" if "<locals>" in name else "the script itself"
-        raise PlanError(
-            f"{what}: {name} is defined in {where}, where a worker cannot import it; "
-            f"move it to a module of its own, or pass {example}"
-        )
-    if module.startswith("torch.optim.") and getattr(torch.optim, name, None) is given:
-        module = "torch.optim"  # the public place: torch.optim.adamw and its like come and go
-    return f"{module}:{name}"
-
-
-def _resolve(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"cannot import {name!r} from module {module!r}: {error}") from error
-    return found
-
-
-def _written(value: Any, what: str, example: str) -> Any:
-    """The value as plain data; importable functions become text."""
-    if isinstance(value, Tensor):
-        raise PlanError(f"{what} is a tensor; pass a number, like {example}")
-    if isinstance(value, list | tuple):
-        return tuple(_written(v, what, example) for v in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if callable(value):
-        return FUNCTION + _import_path(value, what, example)
-    raise PlanError(f"{what} is {value!r}; only numbers, texts, lists of them and importable functions are allowed")
-
-
-def _loaded(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    def load(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return tuple(load(v) for v in value)
-        if isinstance(value, str) and value.startswith(FUNCTION):
-            return _resolve(value.removeprefix(FUNCTION))
-        return value
-
-    return {name: load(value) for name, value in kwargs.items()}
-
-
-def _tupled(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value
+    def _groups_in(self, saved: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        found = saved["groups"] if "groups" in saved else [saved] if saved else []
+        if found and len(found) != len(self._members):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {len(found)} parameter groups, this one {len(self._members)}; compile "
+                "with the param_groups with which it was saved"
+            )
+        return list(found)
 
 
 def _plain(value: Any, what: str) -> Any:
