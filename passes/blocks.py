@@ -19,6 +19,17 @@ from .opgraph import OpGraph, is_mode_switch, value_tensors
 
 
 @dataclass(frozen=True)
+class CostlyCall:
+    """One matrix product or convolution in a block's forward, as a class of saved tensors; see `saved_classes`."""
+
+    node: int  # which of the block's nodes makes it
+    bytes: int  # of its output
+    flops: float
+    is_saved: bool  # its output is part of the block's `kept_bytes`
+    can_be_kept: bool  # it is not changed in place, and the same call without gradients
+
+
+@dataclass(frozen=True)
 class BlockCost:
     """One forward and one backward of a block on one micro-batch; see `costs.measure`. Bytes, FLOPs, counts."""
 
@@ -33,6 +44,7 @@ class BlockCost:
     light_peak_bytes: int = 0  # the same without gradients
     backward_peak_bytes: int = 0  # the most that backward adds to what forward left, which it gives back as it goes
     launches: int = 0  # aten calls in forward
+    calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
 
 
 @dataclass(frozen=True)

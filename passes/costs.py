@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import Block, BlockCost, compute_dtype
+from ..runtime.saved_classes import COSTLY, Look, look_of, written
+from .blocks import Block, BlockCost, CostlyCall, compute_dtype
 from .cost_kernels import CUDA_STAND_INS, STAND_INS, Flops, cuda_dropout
 from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
@@ -55,6 +57,7 @@ def measure(
         kept = sum(storage.nbytes() for storage in saved)
         backward = run.backward(ends, saved)
         light = run.light()
+    recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
     return BlockCost(
         forward_flops=forward.flops,
         backward_flops=backward.flops,
@@ -67,19 +70,36 @@ def measure(
         light_peak_bytes=light.peak_bytes,
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
+        calls=None if recurrent else _costly_calls(forward.costly, light.costly),
+    )
+
+
+def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether which calls it makes depends on the device: CUDA and oneDNN run a recurrent layer as one call."""
+    if node.op == "call_module":
+        return isinstance(graph.module.get_submodule(str(node.target)), torch.nn.RNNBase)
+    return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _costly_calls(forward: Sequence[_Costly], light: Sequence[_Costly]) -> tuple[CostlyCall, ...] | None:
+    """Of a block, from its forwards with gradients and without; None where they do not make the same calls."""
+    if [(row.node, row.look[0]) for row in forward] != [(row.node, row.look[0]) for row in light]:
+        return None
+    return tuple(
+        CostlyCall(a.node, a.bytes, a.flops, a.is_saved, a.look == b.look and not (a.is_changed or b.is_changed))
+        for a, b in zip(forward, light)
     )
 
 
 class _BlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
-    def __init__(
-        self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str, sizes: Mapping[str, int]
-    ):
+    def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str, sizes: Mapping[str, int]):
         self.graph, self.block, self.mode, self.cuda = graph, block, mode, device_kind == "cuda"
         self.sizes = {graph.symbols[name].node.expr: size for name, size in sizes.items()}
         self.tensors: dict[int, torch.Tensor] = {}  # real or meta tensor's id -> fake
         self.inputs: dict[fx.Node, Any] = {}
+        self.now = 0  # the number of the node that runs
 
     def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
         if id(tensor) not in self.tensors:
@@ -117,6 +137,7 @@ class _BlockRun:
             for arg in node.all_input_nodes:
                 last[arg] = i
         for i, node in enumerate(self.block.nodes):
+            self.now = i
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
                 values[node] = self.call(node, args, kwargs)
@@ -156,7 +177,7 @@ class _BlockRun:
             saved[storage._cdata] = storage
             return tensor.detach()  # a saved result would else hold the very graph that saves it
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter() as meter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter(self) as meter:
             values = self.execute()
         own = {t.untyped_storage()._cdata for t in self.tensors.values()}
 
@@ -168,12 +189,14 @@ class _BlockRun:
         outputs = [t for n in self.block.outputs for t in tree_leaves(values[n]) if isinstance(t, torch.Tensor)]
         ends = [(get_gradient_edge(t), t.shape, t.dtype) for t in outputs if t.requires_grad]
         kept = [storage for key, storage in saved.items() if key not in own]
+        for key, row in meter.outputs.items():
+            row.is_saved = key in saved
         saved.clear()  # autograd holds `pack`, which holds this
         return meter, ends, kept, saved_inputs, saved_outputs
 
     def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:
         """As a stage runs it: nothing but the graph holds what was saved."""
-        meter = _Meter()
+        meter = _Meter(self)
         meter.watch(saved)
         if ends:
             gradients = [torch.empty(shape, dtype=dtype) for _, shape, dtype in ends]
@@ -182,7 +205,7 @@ class _BlockRun:
         return meter
 
     def light(self) -> _Meter:
-        with torch.no_grad(), _Meter() as meter:
+        with torch.no_grad(), _Meter(self) as meter:
             values = self.execute()
         del values
         return meter
@@ -197,11 +220,26 @@ def _inner(node: fx.Node) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
-class _Meter(TorchDispatchMode, Flops):
-    """Counts FLOPs, bytes read and written, calls, and the peak of live new storages."""
+@dataclass
+class _Costly:
+    """A costly call as it was met."""
 
-    def __init__(self) -> None:
+    node: int
+    look: Look
+    bytes: int
+    flops: float
+    is_saved: bool = False
+    is_changed: bool = False
+
+
+class _Meter(TorchDispatchMode, Flops):
+    """Counts FLOPs, bytes read and written, calls, and the peak of live new storages; notes costly calls."""
+
+    def __init__(self, run: _BlockRun) -> None:
         super().__init__()
+        self.run = run
+        self.costly: list[_Costly] = []
+        self.outputs: dict[int, _Costly] = {}  # live storage -> the costly call that made it
         self.flops = 0.0
         self.traffic_bytes = 0.0
         self.launches = 0
@@ -215,7 +253,15 @@ class _Meter(TorchDispatchMode, Flops):
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         before = {t.untyped_storage()._cdata for t in read}
         new = [t for t in made if t.untyped_storage()._cdata not in before]
-        self.flops += flops_of(func, args, kwargs, out)
+        flops = flops_of(func, args, kwargs, out)
+        self.flops += flops
+        if func in COSTLY:
+            call = _Costly(self.run.now, look_of(func, args, kwargs, out), out.nbytes, flops)
+            self.costly.append(call)
+            self.outputs[out.untyped_storage()._cdata] = call
+        for tensor in written(func, args, kwargs):
+            if tensor.untyped_storage()._cdata in self.outputs:
+                self.outputs[tensor.untyped_storage()._cdata].is_changed = True
         if new or func._schema.is_mutable:
             self.launches += 1
             self.traffic_bytes += sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
@@ -241,6 +287,7 @@ class _Meter(TorchDispatchMode, Flops):
 
     def died(self, key: int, size: int) -> None:
         self.known.discard(key)
+        self.outputs.pop(key, None)
         self.live_bytes -= size
 
 

@@ -19,6 +19,7 @@ from ..runtime.errors import PassError, PlanError
 from ..runtime.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, shared_nodes, storage_root
 from .opgraph import OpGraph, build_module, value_tensors
+from .saved_classes import saved_classes
 from .stage_costs import stage_costs
 
 COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -227,6 +228,7 @@ class _Builder:
             loss=loss.name if loss is not None else None,
             rematerialisable=not self._reads_what_it_writes(body),
             title=_title(self.cut.partition[self.index]),
+            saved=saved_classes(self.cut.blocks[self.index], body),
             **stage_costs(
                 self.cut.blocks[self.index],
                 [*boundary, *batch, *held],

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from .errors import VerifyError
 from .modules import Stage
-from .program import StageSpec, TensorSpec
+from .program import StageSpec, TensorSpec, aligned
+from .saved_classes import SavedClasses, Taking
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,6 +52,8 @@ class Kept:
     """What a forward leaves for its backward: where the gradients enter and where those of the inputs come out.
 
     It holds edges of the autograd graph, not the outputs, so that an output which backward does not need can be freed.
+    A partial one holds no graph but `tensors`, class name to what was kept of it: backward runs forward again, but for
+    these. They may be moved: `placed_in` and `copied_to`.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
@@ -58,10 +61,37 @@ class Kept:
         self.likes = [(o.shape, o.dtype) for o in outputs]
         self.leaves: list[Tensor] = list(leaves)
         self.num_bytes = num_bytes
+        self.is_partial = False
+        self.tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def partial(cls, tensors: Mapping[str, Tensor]) -> Kept:
+        """Of classes of saved tensors. `num_bytes`: in one buffer, each aligned."""
+        made = cls([], [], sum(aligned(t.nbytes) for t in tensors.values()))
+        made.is_partial, made.tensors = True, dict(tensors)
+        return made
+
+    def placed_in(self, flat: Tensor) -> Kept:
+        """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned; they
+        have the shapes and strides of these, and whatever values are there."""
+        assert self.is_partial
+        tensors, start = {}, 0
+        for name, tensor in self.tensors.items():
+            place = flat[start : start + tensor.nbytes].view(tensor.dtype)
+            tensors[name] = place.as_strided(tensor.shape, tensor.stride())
+            start += aligned(tensor.nbytes)
+        return Kept.partial(tensors)
+
+    def copied_to(self, flat: Tensor) -> Kept:
+        """`placed_in`, with the values of these. Does not wait for copies between a GPU and pinned memory."""
+        placed = self.placed_in(flat)
+        for name, tensor in self.tensors.items():
+            placed.tensors[name].copy_(tensor, non_blocking=True)
+        return placed
 
     def drop(self) -> None:
         """Let go of the graph and all that it saved."""
-        self.edges, self.leaves = [], []
+        self.edges, self.leaves, self.tensors = [], [], {}
 
 
 class StageRunner:
@@ -83,6 +113,7 @@ class StageRunner:
         self.precision = precision
         self.weights_move = weights_move
         self.kept_bytes: int | None = None  # measured once, on the first micro-batch
+        self.classes = SavedClasses(spec)
         if isinstance(module, Stage):
             module.device = self.device
         self._params = _own_parameters(spec, module, self.device)
@@ -143,19 +174,30 @@ class StageRunner:
 
     # --- the three ways to run
 
-    def forward(self, inputs: Sequence[Tensor], seed: int, keep: bool = True) -> tuple[list[Tensor], Kept | None]:
-        """Training mode. Outputs carry no graph and share no memory with inputs, weights or buffers."""
+    def forward(
+        self, inputs: Sequence[Tensor], seed: int, keep: bool | Sequence[str] = True
+    ) -> tuple[list[Tensor], Kept | None]:
+        """Training mode. Outputs carry no graph and share no memory with inputs, weights or buffers.
+
+        `keep`: all that backward needs, nothing, or only these classes of saved tensors (`spec.saved`). Raises
+        `VerifyError` for a class that the stage's calls do not agree with.
+        """
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         versions = [x._version for x in inputs] if first else []
-        outputs, leaves = self._run(inputs, seed, keep)
+        keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext())
         if first:
             self._check_first(inputs, versions, outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
-        if not keep:
-            return self._detached(outputs, inputs), None
-        assert self.kept_bytes is not None
-        return self._detached(outputs, inputs), Kept(outputs, leaves, self.kept_bytes)
+        kept = None
+        if keeping is not None:
+            keeping.finish()
+            kept = Kept.partial(keeping.tensors)
+        elif keep is True:
+            assert self.kept_bytes is not None
+            kept = Kept(outputs, leaves, self.kept_bytes)
+        return self._detached(outputs, inputs), kept
 
     def backward(
         self,
@@ -167,14 +209,12 @@ class StageRunner:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
-        `kept` None runs forward again first, with the same `seed` and without updating buffers. A parameter that no
-        gradient reached has no entry, as in eager its `.grad` is None.
+        `kept` None runs forward again first, with the same `seed` and without updating buffers; a partial one too, but
+        without computing what it holds, which it lets go of. A parameter that no gradient reached has no entry, as in
+        eager its `.grad` is None.
         """
-        if kept is None:
-            with self._spare_buffers():
-                outputs, leaves = self._run(inputs, seed, keep=True)
-            kept = Kept(outputs, leaves, 0)
-            del outputs
+        if kept is None or kept.is_partial:
+            kept = self._rematerialised(kept, inputs, seed)
         edges, values = [], []
         for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
             if edge is not None and dout is not None:
@@ -213,17 +253,28 @@ class StageRunner:
 
     # --- inside
 
-    def _run(self, inputs: Sequence[Tensor], seed: int, keep: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """The training outputs, and the inputs as leaves of their graph."""
+    def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
+        taking = self.classes.taking(partial.tensors) if partial is not None else None
+        with self._spare_buffers():
+            outputs, leaves = self._run(inputs, seed, True, taking or nullcontext())
+        if partial is not None and taking is not None:
+            taking.finish()
+            partial.drop()
+        return Kept(outputs, leaves, 0)
+
+    def _run(
+        self, inputs: Sequence[Tensor], seed: int, keep: bool, calls: AbstractContextManager[Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
         self._set_mode(evaluating=False)
         leaves = [x.detach() for x in inputs]
         if keep:
             for leaf, want in zip(leaves, self.spec.inputs, strict=True):
                 leaf.requires_grad_(want.requires_grad)
-        measure = keep and self.kept_bytes is None
+        measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # whose tensors may share memory
         storages: dict[int, int] = {}
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
-        with seeded(self.device, seed), torch.set_grad_enabled(keep), self._autocast(), hooks:
+        with seeded(self.device, seed), torch.set_grad_enabled(keep), self._autocast(), hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
         if measure:

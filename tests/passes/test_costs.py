@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.compiler.trace import trace
 from penstock.passes import costs
-from penstock.passes.base import Draft
 from penstock.passes.blocks import Block, BlockCost
 from penstock.passes.coarsen import Coarsen
 from penstock.passes.opgraph import OpGraph
-from penstock.passes.stages import Stage
-from penstock.runtime.execute import StageRunner
 from penstock.runtime.hardware import Hardware
-from penstock.runtime.program import StageSpec
-from penstock.tests.passes.running import all_passes, apply, chain, draft_of, generated, traced
+from penstock.tests.passes.running import apply, chain, draft_of, traced
+from penstock.tests.passes.stage_runs import one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
 
-CPU = torch.device("cpu")
 # Only oneDNN knows the workspace that its recurrent layers keep.
 KNOWN = [name for name in zoo() if name != "lstm"]
 
@@ -55,50 +49,6 @@ class Peak(TorchDispatchMode):
     def forget(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.live -= size
-
-
-class Interpreted(nn.Module):
-    """A stage's graph, run node by node: every value dies with its last use, as costs assume."""
-
-    def __init__(self, stage: Stage):
-        super().__init__()
-        made = copy.deepcopy(stage.graph)
-        self._modules, self._parameters, self._buffers = made._modules, made._parameters, made._buffers
-        self.graph = stage.graph.graph
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return _InItsMode(self, graph=self.graph).run(*inputs)
-
-
-class _InItsMode(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not n.meta.get("no_grad", False)):
-            return super().run_node(n)
-
-
-def stages_of(
-    draft: Draft, batch: dict[str, Tensor], precision: str = "fp32", interpreted: bool = False
-) -> Iterator[tuple[StageSpec, Any, Any]]:
-    """Per stage its spec, a runner on real weights, and its real inputs."""
-    held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
-    values = dict(batch)
-    kinds = {} if interpreted else generated(draft)
-    for stage in draft.stages:
-        spec = stage.spec
-        with torch.device("meta"):
-            module = Interpreted(stage) if interpreted else kinds[spec.name]()
-        runner = StageRunner(spec, module, CPU, precision)
-        runner.load_buffers(held)
-        runner.bind({p.name: held[p.name].detach().to(getattr(torch, p.dtype)) for p in spec.params})
-        inputs = [values[i.name] for i in spec.inputs]
-        yield spec, runner, inputs
-        values.update(zip((o.name for o in spec.outputs), runner.forward(inputs, 0, keep=False)[0]))
-
-
-def one_device(graph: Any, stages: int) -> Draft:
-    """All stages on one device, in their order."""
-    draft = draft_of(graph, Hardware.cpu(num_devices=1), stages=stages)
-    return apply(draft, *all_passes()[:4])
 
 
 @pytest.mark.parametrize("stages", [2, 0], ids=["two", "most"])

@@ -1,0 +1,220 @@
+"""Classes of saved tensors of real models: planned from fake tensors, executed exactly by printed stages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.compiler.trace import trace
+from penstock.passes.base import Draft
+from penstock.passes.coarsen import Coarsen
+from penstock.passes.opgraph import OpGraph
+from penstock.runtime.execute import Kept, StageRunner, micro_batch_seed
+from penstock.runtime.hardware import Hardware
+from penstock.runtime.program import StageSpec
+from penstock.tests.passes.running import SEED, Eager, apply, draft_of, traced, traced_model
+from penstock.tests.passes.stage_runs import one_device, stages_of
+from penstock.tests.zoo import zoo
+
+IN_BF16 = ["gpt2", "t5", "bert", "llama", "vit", "mixtral"]
+FAMILIES = [*IN_BF16, "wide_resnet", "encoder"]  # CPUs take no norms whose weights are bf16 and statistics are not
+Choice = Callable[[StageSpec, int], Sequence[str]]  # stage and micro-batch to the classes to keep
+Stages = list[tuple[StageSpec, StageRunner]]
+
+
+def everything(spec: StageSpec, micro_batch: int) -> list[str]:
+    return [row.name for row in spec.saved]
+
+
+def nothing(spec: StageSpec, micro_batch: int) -> list[str]:
+    return []
+
+
+def some(spec: StageSpec, micro_batch: int) -> list[str]:
+    chosen = random.Random(f"{spec.name} {micro_batch}")
+    return [row.name for row in spec.saved if chosen.random() < 0.5]
+
+
+def train(
+    stages: Stages, batches: list[dict[str, Tensor]], choose: Choice | None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and summed gradients of two stages; all forwards come before the first backward. None keeps all."""
+    runs = []
+    for m, batch in enumerate(batches):
+        values, kepts = dict(batch), []
+        for spec, runner in stages:
+            inputs = [values[i.name] for i in spec.inputs]
+            keep = True if choose is None else choose(spec, m)
+            outputs, kept = runner.forward(inputs, micro_batch_seed(SEED, 0, spec.name, m), keep)
+            values.update(zip((o.name for o in spec.outputs), outputs))
+            kepts.append(away_and_back(kept) if choose is not None else kept)
+        runs.append((values, kepts))
+    sums: dict[str, dict[str, Tensor]] = {spec.name: {} for spec, _ in stages}
+    for m, (values, kepts) in enumerate(runs):
+        gradients: dict[str, Tensor | float] = {stages[-1][0].loss or "": 1 / len(batches)}
+        for (spec, runner), kept in zip(reversed(stages), reversed(kepts)):
+            inputs = [values[i.name] for i in spec.inputs]
+            douts = [gradients.get(o.name) for o in spec.outputs]
+            seed = micro_batch_seed(SEED, 0, spec.name, m)
+            dinputs, _ = runner.backward(kept, inputs, douts, sums[spec.name], seed)
+            gradients.update(zip((i.name for i in spec.inputs if i.requires_grad), dinputs))
+    grads = {f"{stage} {name}": g for stage, rows in sums.items() for name, g in rows.items()}
+    return [values[stages[-1][0].loss or ""] for values, _ in runs], grads
+
+
+def away_and_back(kept: Kept | None) -> Kept | None:
+    """To other memory and back, while what was kept first is overwritten."""
+    if kept is None:
+        return None
+    away = kept.copied_to(torch.empty(kept.num_bytes, dtype=torch.uint8))
+    for tensor in kept.tensors.values():
+        tensor.fill_(float("nan"))
+    back = away.copied_to(torch.empty(kept.num_bytes + 512, dtype=torch.uint8)[512:])
+    for tensor in away.tensors.values():
+        tensor.fill_(float("nan"))
+    return back
+
+
+def traced_in(name: str, precision: str) -> tuple[OpGraph, dict[str, Tensor]]:
+    model, batch = zoo()[name]()
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    return trace(model, batch, autocast=dtype, param_dtype=dtype), batch
+
+
+def fresh(draft: Draft, batch: dict[str, Tensor], precision: str = "fp32") -> Stages:
+    return [(spec, runner) for spec, runner, _ in stages_of(draft, batch, precision, warm=False)]
+
+
+@pytest.mark.parametrize("choose", [everything, some, nothing])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choice) -> None:
+    graph, batches = traced(name)
+    draft = one_device(graph, 2)
+    stages = fresh(draft, batches[0])
+    losses, grads = train(stages, batches, choose)
+    eager = Eager(draft)
+    wanted, sums = eager.step(batches)
+    assert [torch.equal(a, b) for a, b in zip(losses, wanted)] == [True] * len(batches)
+    seen = set()
+    for key, grad in grads.items():
+        first = eager.ties.get(key.partition(" ")[2], key.partition(" ")[2])
+        seen.add(first)
+        is_tied_across = sum(eager.ties.get(k.partition(" ")[2], k.partition(" ")[2]) == first for k in grads) > 1
+        assert is_tied_across or torch.equal(grad, sums[first]), key
+    assert seen == sums.keys()
+    buffers = dict(eager.module.named_buffers(remove_duplicate=False))
+    assert all(torch.equal(b, buffers[n]) for _, runner in stages for n, b in runner.buffers().items())
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_under_autocast_as_when_all_is_kept(name: str) -> None:
+    graph, batch = traced_in(name, "bf16")
+    draft = one_device(graph, 2)
+    batches = [zoo()[name](seed=seed)[1] for seed in range(2)]
+    wanted = train(fresh(draft, batch, "bf16"), batches, None)
+    for choose in (everything, some):
+        losses, grads = train(fresh(draft, batch, "bf16"), batches, choose)
+        assert all(torch.equal(a, b) for a, b in zip(losses, wanted[0])) and grads.keys() == wanted[1].keys()
+        assert all(torch.equal(grads[key], wanted[1][key]) for key in grads)
+
+
+@pytest.mark.parametrize(
+    "name, precision", [*((name, "fp32") for name in FAMILIES), *((name, "bf16") for name in IN_BF16)]
+)
+def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) -> None:
+    """Every call counts: what is kept has the planned bytes, and the second forward computes so much less."""
+    graph, batch = traced_in(name, precision)
+    draft = one_device(graph, 2)
+    for spec, runner, inputs in stages_of(draft, batch, precision):
+        keep = everything(spec, 0)
+        outputs, kept = runner.forward(inputs, 0, keep)
+        assert kept is not None and {n: t.nbytes for n, t in kept.tensors.items()} == {
+            row.name: row.bytes for row in spec.saved
+        }
+        douts = [1.0 if o.name == spec.loss else torch.ones_like(x) for o, x in zip(spec.outputs, outputs)]
+        counts = []
+        for held in (None, kept):
+            with FlopCounterMode(display=False) as counter:
+                runner.backward(held, inputs, douts, None, 0)
+            counts.append(counter.get_total_flops())
+        assert spec.saved and counts[0] - counts[1] == sum(row.flops for row in spec.saved)
+        assert len({row.name for row in spec.saved}) == len(spec.saved)
+
+
+def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> None:
+    spec = one_device(traced("gpt2")[0], 2).stages[0].spec
+    layer = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    names = [f"transformer.h.{i}.{name}" for i in range(2) for name in layer]
+    found = {row.name: row.calls for row in spec.saved}
+    assert list(found) == names[: len(found)] and len(found) >= 4
+    assert list(found.values()) == [(i,) for i in range(len(found))]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "wide_resnet", "t5"])
+def test_operators_as_blocks_give_the_same_classes(name: str) -> None:
+    graph, _ = traced(name)
+    rows = [row for stage in one_device(graph, 1).stages for row in stage.spec.saved]
+    draft = apply(draft_of(graph), Coarsen(level="operator"))
+    calls = [call for block in draft.blocks for call in block.cost.calls or ()]
+    assert sorted((c.bytes, c.flops) for c in calls if c.bytes >= 512) == sorted((r.bytes, r.flops) for r in rows)
+
+
+def test_plans_for_gpus_number_the_same_calls() -> None:
+    """Attention is one call there and several here, none of which is counted."""
+    graph, _ = traced("gpt2")
+    rows = []
+    for hardware in (Hardware.cpu(), Hardware.preset("mobius-v100")):
+        draft = apply(draft_of(graph, hardware), Coarsen())
+        rows.append([(b.name, c) for b in draft.blocks for c in b.cost.calls or ()])
+    assert [(n, c.node, c.bytes, c.flops) for n, c in rows[0]] == [(n, c.node, c.bytes, c.flops) for n, c in rows[1]]
+
+
+class InPlace(nn.Module):
+    """Rectified in place: behind a convolution, behind a view of a product, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 16, 1, bias=False), nn.Linear(16, 16, bias=False)
+        self.third, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.relu(self.first(x)).transpose(1, 2)
+        h = torch.relu_(self.second(h.contiguous()))
+        return {"loss": nn.functional.cross_entropy(self.head(self.third(h).tanh()).mean(1), labels)}
+
+
+def test_what_is_changed_in_place_is_no_class() -> None:
+    batch = {"x": torch.randn(2, 4, 32), "labels": torch.tensor([0, 2])}
+    graph, batches = traced_model(InPlace(), [batch])
+    draft = one_device(graph, 1)
+    (spec,) = (stage.spec for stage in draft.stages)
+    assert [(row.name, row.calls) for row in spec.saved] == [("third", (2,)), ("head", (3,))]
+    losses, grads = train(fresh(draft, batch), batches, everything)
+    wanted, sums = Eager(draft).step(batches)
+    assert torch.equal(losses[0], wanted[0])
+    assert all(torch.equal(g, sums[key.partition(" ")[2]]) for key, g in grads.items()) and grads
+
+
+class Filtered(nn.Module):
+    """Multiplies the batch by a fixed matrix, which every stage that reads it does anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filters", torch.randn(8, 16))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.head(x @ self.filters), labels)}
+
+
+def test_no_classes_where_calls_cannot_be_numbered() -> None:
+    lstm, _ = traced("lstm")
+    assert all(stage.spec.saved == () for stage in one_device(lstm, 1).stages)
+    filtered, _ = traced_model(Filtered(), [{"x": torch.randn(16, 8), "labels": torch.zeros(16, dtype=torch.long)}])
+    assert all(stage.spec.saved == () for stage in one_device(filtered, 1).stages)
