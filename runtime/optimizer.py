@@ -133,26 +133,38 @@ class StageOptimizer:
     def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
 
-        Those whose states are made now, and are then copied to their places, go one by one; `small` portions stay in
-        the cache between the conversion of their gradients, the step, and what follows it.
+        Those whose states are made now, and are then copied to their places, go one by one; without places they go
+        together, apart from the others (fused SGD begins all momenta or none). `small` portions stay in the cache
+        between the conversion of their gradients, the step, and what follows it.
         """
+        assert self.optimizer is not None
         if not self.traits.divisible:
             yield names
             return
-        single = {name for name in names if not self.traits.in_place or self._is_fresh(name)} if self.places else set()
-        for name in (name for name in names if name in single):
-            yield [name]
-        rest = [name for name in names if name not in single]
-        most = PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"]) if small else None
+        states = self.optimizer.state
+        fresh = [name for name in names if not states.get(self.params[name])]
+        started = [name for name in names if states.get(self.params[name])] if fresh else names
+        moving = set(names if not self.traits.in_place else fresh) if self.places else set()
+        count = 0
+        for together in (fresh, started):
+            single = [[name] for name in together if name in moving]
+            for portion in (*single, *self._divided([name for name in together if name not in moving], small)):
+                count += 1
+                yield portion
+        if not count:  # the torch optimizer is called in every step, also without any gradient
+            yield []
+
+    def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
+        most = PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"])
         portion: list[str] = []
         elements = 0
-        for name in rest:
+        for name in names:
             elements += self.params[name].numel()
-            if portion and most is not None and elements > most:
+            if portion and small and elements > most:
                 yield portion
                 portion, elements = [], self.params[name].numel()
             portion.append(name)
-        if portion or not single:  # at least one call a step, also without any gradient
+        if portion:
             yield portion
 
     def _convert(self, grads: Mapping[str, Tensor], names: Sequence[str], factor: Tensor | None) -> None:

@@ -309,7 +309,9 @@ class OptimizerSpec:
                 self.build_alone(index, [_tiny(TINY)]).step()
             except FAILURES as error:
                 where = f"param_groups[{index}]"
-                raise PlanError(f"{where}: optimizer {self.path} does not work with {group.options}: {error}") from error
+                raise PlanError(
+                    f"{where}: optimizer {self.path} does not work with {group.options}: {error}"
+                ) from error
         if self.scheduler_path is not None:
             self._try_scheduler()
 

@@ -82,7 +82,9 @@ class Trainer:
 
 def same(left: Tensor, right: Tensor) -> bool:
     """Bit for bit; one NaN is as good as another."""
-    return torch.equal(left.nan_to_num(nan=-7.0), right.nan_to_num(nan=-7.0)) and torch.equal(left.isnan(), right.isnan())
+    return torch.equal(left.nan_to_num(nan=-7.0), right.nan_to_num(nan=-7.0)) and torch.equal(
+        left.isnan(), right.isnan()
+    )
 
 
 def assert_same(left: Trainer, right: Trainer) -> None:
@@ -111,9 +113,7 @@ def runs(draw: st.DrawFn) -> tuple[str, float, list[tuple[int, float, str]]]:
 def gradients(seed: int, size: float, what: str, precision: str, scale: float) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    found = {
-        name: (torch.randn(shape, generator=made) * size * scale / 64).to(dtype) for name, shape in SHAPES.items()
-    }
+    found = {name: (torch.randn(shape, generator=made) * size * scale / 64).to(dtype) for name, shape in SHAPES.items()}
     if what == "missing":
         del found["b"], found["s"]
     elif what != "plain":

@@ -12,22 +12,14 @@ from torch.optim import lr_scheduler
 
 from penstock.runtime.errors import CheckpointError, PlanError
 from penstock.runtime.optimizer import OptimizerSpec, StageOptimizer
+from penstock.tests.runtime.every_optimizer import EVERY_OPTIMIZER, name_of
 
 
 def halving(step: int) -> float:
     return 0.5**step
 
 
-OPTIMIZERS = [
-    partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.95)),
-    partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    partial(torch.optim.SGD, lr=0.1),
-    partial(torch.optim.Adagrad, lr=0.1),
-    partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5),
-    torch.optim.Adafactor,
-    partial(torch.optim.NAdam, lr=1e-2, foreach=True),
-]
+OPTIMIZERS = list(EVERY_OPTIMIZER.values())
 SCHEDULERS = [
     None,
     partial(lr_scheduler.CosineAnnealingLR, T_max=5),
@@ -35,12 +27,6 @@ SCHEDULERS = [
     partial(lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=0.5),
     partial(lr_scheduler.LambdaLR, lr_lambda=halving),
 ]
-
-
-def names(callable_: object) -> str:
-    if callable_ is None:
-        return "constant"
-    return callable_.func.__name__ if isinstance(callable_, partial) else callable_.__name__  # type: ignore
 
 
 def weights() -> dict[str, Tensor]:
@@ -72,8 +58,8 @@ def eager(optimizer: object, scheduler: object, steps: int) -> tuple[dict[str, n
     return params, optim.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=names)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=names)
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=list(EVERY_OPTIMIZER))
 def test_two_stages_step_like_one_optimizer_also_after_a_resume(optimizer: object, scheduler: object) -> None:
     want, lr = eager(optimizer, scheduler, steps=6)
     spec = OptimizerSpec.from_callable(optimizer, scheduler)
@@ -153,6 +139,7 @@ class InScript(torch.optim.SGD):
         (partial(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
         (partial(torch.optim.AdamW, learning_rate=1.0), "learning_rate"),
         (torch.optim.LBFGS, "closure.*AdamW"),
+        (torch.optim.SparseAdam, "dense.*AdamW"),
     ],
 )
 def test_what_cannot_be_an_optimizer_is_refused(optimizer: object, says: str) -> None:
