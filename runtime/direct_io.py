@@ -139,8 +139,9 @@ class RingEngine:
         done = "read" if ring is self.read_ring else "written"
         waiting = deque((tag, 0) for tag in range(len(pieces)))
         flying: dict[int, int] = {}  # bytes of each piece that earlier, short transfers have moved
+        landed: list[Piece] = []
         try:
-            while waiting or flying:
+            while waiting or flying or landed:
                 while waiting and len(flying) < self._depth:
                     tag, moved = waiting.popleft()
                     piece = pieces[tag]
@@ -148,15 +149,19 @@ class RingEngine:
                         before(piece)
                     ring.put(tag, piece.fd, piece.memory[moved:], piece.position + moved, write=done == "written")
                     flying[tag] = moved
-                for tag, result in ring.finished():
+                while landed:  # checked while the disks work on the next ones
+                    piece = landed.pop()
+                    if after is not None:
+                        after(piece)
+                for tag, result in ring.finished() if flying else ():
                     piece, moved = pieces[tag], flying.pop(tag)
                     if result < 0 and -result != errno.EINTR:
                         raise failed(piece, moved, done, -result)
                     moved += progress(piece, moved, done, result) if result >= 0 else 0
                     if moved < len(piece.memory):
                         waiting.appendleft((tag, moved))
-                    elif after is not None:
-                        after(piece)
+                    else:
+                        landed.append(piece)
         finally:
             ring.drain()
 
@@ -181,7 +186,7 @@ class Ring:
         self._poll.register(self._ring.ring_fd, select.POLLIN)
 
     def put(self, tag: int, fd: int, memory: memoryview, position: int, *, write: bool) -> None:
-        """Queue a transfer. Queued ones start at the next `finished`."""
+        """Start a transfer."""
         assert self._open, "a transfer after close"
         entry = self._uring.io_uring_get_sqe(self._ring)
         prepare = self._uring.io_uring_prep_writev if write else self._uring.io_uring_prep_readv
@@ -189,6 +194,7 @@ class Ring:
         self._uring.io_uring_sqe_set_flags(entry, self._uring.IOSQE_ASYNC)
         entry.user_data = tag
         self._flying.add(tag)
+        self._uring.io_uring_submit(self._ring)
 
     def _iovec(self, memory: memoryview) -> Any:
         key = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
@@ -198,7 +204,6 @@ class Ring:
 
     def finished(self) -> list[tuple[int, int]]:
         """Waits for at least one completion; (tag, bytes moved or minus an errno) of all that are there."""
-        self._uring.io_uring_submit(self._ring)
         found: list[tuple[int, int]] = []
         while not found:
             self._poll.poll()

@@ -163,16 +163,26 @@ def make_engine(wanted: str, folders: Sequence[Path]) -> tuple[Engine, str]:
     if wanted == "threads":
         return threads, "threads were asked for"
     try:
-        ring = RingEngine(len(folders))
-        for folder in folders:
-            probe(ring, folder)
-    except (ImportError, OSError, SsdError) as error:
+        ring = ring_engine(folders)
+    except (ImportError, AttributeError, OSError, SsdError) as error:  # AttributeError: another wheel of that name
         reason = f"io_uring does not work here: {error}"
         if wanted == "io_uring":
             raise HardwareError(f'ssd engine: {reason}. Ask for "threads", which works everywhere.') from error
         return threads, reason
     threads.close()
     return ring, ""
+
+
+def ring_engine(folders: Sequence[Path]) -> RingEngine:
+    """io_uring, tried in each folder. Raises what went wrong."""
+    ring = RingEngine(len(folders))
+    try:
+        for folder in folders:
+            probe(ring, folder)
+    except BaseException:
+        ring.close()
+        raise
+    return ring
 
 
 def probe(engine: Engine, folder: Path) -> None:
