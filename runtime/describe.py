@@ -55,5 +55,7 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     if host.ssds:
         read, write = (sum(s.read_bandwidth for s in host.ssds), sum(s.write_bandwidth for s in host.ssds))
         size = format_bytes(sum(s.size_bytes for s in host.ssds))
-        parts.append(f"{len(host.ssds)} SSD, {size}, read {format_rate(read)}, write {format_rate(write)}")
+        at = ", ".join(ssd.directory for ssd in host.ssds if ssd.directory is not None)
+        rates = f"read {format_rate(read)}, write {format_rate(write)}"
+        parts.append(f"{len(host.ssds)} SSD{f' in {at}' if at else ''}, {size}, {rates}")
     return "; ".join(parts)

@@ -74,13 +74,19 @@ class Part(BaseModel):
 
 
 class Ssd(Part):
-    """One disk. Reads and writes take turns on it."""
+    """One disk. Reads and writes take turns on it.
+
+    `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its life
+    (TBW on its datasheet).
+    """
 
     size_bytes: Bytes
     read_bandwidth: Rate
     write_bandwidth: Rate
     latency_s: Seconds = 100e-6
     usable_fraction: Fraction = 0.9
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    endurance_bytes: Bytes | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -247,6 +253,14 @@ class Hardware(Part):
     def dram_budget_bytes(self, host: int = 0) -> int:
         return self.budget_bytes(f"dram{host}")
 
+    def ssd_budget_bytes(self, host: int = 0) -> int:
+        """Of all disks of a host together; 0 where it has none."""
+        return sum(ssd.budget_bytes for ssd in self.hosts[host].ssds)
+
+    def ssd_directories(self, host: int = 0) -> list[str]:
+        """Where a run may put its files on a host's disks, as far as the document says."""
+        return [ssd.directory for ssd in self.hosts[host].ssds if ssd.directory is not None]
+
     def host_of(self, memory: str) -> int:
         """Index of the host that a memory belongs to. Raises HardwareError for an unknown name."""
         if memory in self.device_by_name:
@@ -344,13 +358,18 @@ class Hardware(Part):
         d2h: str | float | None = None,
         link: str | float | None = None,
         threads: int = 1,
+        ssd_dir: str | Path | None = None,
     ) -> Hardware:
         """CPU devices with a memory budget each, all of it usable, on which every plan runs for real.
 
         Giving any of `h2d`, `d2h` (device to DRAM and back) or `link` (device to device) makes the runtime hold
-        transfers down to these rates. `ssd` adds a disk of that size.
+        transfers down to these rates. `ssd` adds a disk of that size, whose files lie in `ssd_dir`.
         """
+        if ssd is None and ssd_dir is not None:
+            raise HardwareError(f'ssd_dir={str(ssd_dir)!r}, but ssd=None: say how much of it, such as ssd="20GB"')
         document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads)
+        if ssd_dir is not None:
+            document["hosts"][0]["ssds"][0]["directory"] = str(ssd_dir)
         return cls.model_validate(document)
 
     def with_(self, **overrides: Any) -> Hardware:

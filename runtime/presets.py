@@ -24,7 +24,10 @@ from .units import parse_bytes
 
 Document = dict[str, Any]
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
-CONSUMER_SSD = {"size_bytes": "2TB", "read_bandwidth": "7GB/s", "write_bandwidth": "5GB/s"}  # PCIe 4 x4 M.2 datasheets
+# PCIe 4 x4 M.2: rates and 1200 TBW of the Samsung 980 PRO 2 TB datasheet.
+CONSUMER_SSD = {
+    "size_bytes": "2TB", "read_bandwidth": "7GB/s", "write_bandwidth": "5GB/s", "endurance_bytes": "1.2PB",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _mobius_v100() -> Document:
 def _fuyou(name: str, part: str, price_dollars: float) -> Document:
     source = (
         "Fuyou (2024) table 3: 2 Xeon Gold 5320, 768 GB DDR4-3200, PCIe 4, 12 Intel P5510; prices of table 5; "
-        "disk rates from the P5510 datasheet"
+        "disk rates and endurance from the P5510 datasheet"
     )
     server = host("768GB", 409.6, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
     document = machine(name, source, part, [1], server)
@@ -252,7 +255,7 @@ def _server(name: str, part_name: str, count: int) -> Document:
 
 def _laptop() -> Document:
     source = "a laptop with 16 GB of dual-channel DDR5-4800, 8 cores, RTX 4060 Laptop on PCIe 4 x8, one M.2 disk"
-    ssd = {**CONSUMER_SSD, "size_bytes": "1TB"}
+    ssd = {**CONSUMER_SSD, "size_bytes": "1TB", "endurance_bytes": "600TB"}  # of the same datasheet
     one = host("16GB", 76.8, 8, 1, PCIE_X16[4] / 2, ssds=[ssd], dram_usable_fraction=0.7)
     document = machine("laptop-16gb", source, "rtx4060-laptop", [1], one)
     document["devices"][0] |= {"h2d_bandwidth": PCIE_X16[4] / 2, "d2h_bandwidth": PCIE_X16[4] / 2}
