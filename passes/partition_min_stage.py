@@ -16,8 +16,11 @@ from .partition import Partition, StagesDecision
 
 @dataclass(frozen=True)
 class PartitionMinStage(Partition):
+    """`inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
+
     name: ClassVar[str] = "partition-min-stage"
+    inputs_leave: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
-        return filled(draft, most_blocks=1)
+        return filled(draft, most_blocks=1, inputs_leave=self.inputs_leave)

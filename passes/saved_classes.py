@@ -15,6 +15,7 @@ from torch import fx
 from ..runtime.program import SavedSpec
 from .blocks import Block, CostlyCall
 from .opgraph import value_tensors
+from .stage_costs import storages
 
 LEAST_BYTES = 512  # smaller outputs are not worth a copy
 _PRODUCTS = ("matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d")
@@ -23,12 +24,14 @@ _PRODUCTS = ("matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d")
 def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[SavedSpec, ...]:
     """`body`: the stage's nodes, shared ones too, in the order in which they run. Named after the modules that make the
     calls. Nothing where the numbers of the calls cannot be known."""
+    read: set[int] = set()  # values between blocks that a reader saves
     made: dict[fx.Node, list[CostlyCall]] = {}
     own: set[fx.Node] = set()
     for block in blocks:
         if block.cost.calls is None:
             return ()
         own.update(block.nodes)
+        read |= storages(n for n, is_saved in zip(block.inputs, block.cost.saved_inputs) if is_saved).keys()
         for call in block.cost.calls:
             made.setdefault(block.nodes[call.node], []).append(call)
     if any(node not in own and _is_product(node) for node in body):
@@ -42,7 +45,8 @@ def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[Sav
             uses[name] = uses.get(name, 0) + 1
             if call.can_be_kept and call.bytes >= LEAST_BYTES:
                 unique = name if uses[name] == 1 else f"{name}#{uses[name]}"
-                found.append(SavedSpec(unique, call.bytes, call.flops, (number,)))
+                is_saved = call.is_saved or not read.isdisjoint(storages([node]))
+                found.append(SavedSpec(unique, call.bytes, call.flops, (number,), is_saved))
             number += 1
     return tuple(found)
 

@@ -33,9 +33,12 @@ class Need:
 
 
 class Slices:
-    """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1."""
+    """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
+    `inputs_leave`: what enters a stage lies in another memory until its backward, so that of a device's stages one at a
+    time holds its inputs."""
 
-    def __init__(self, draft: Draft, order: Sequence[int] | None = None):
+    def __init__(self, draft: Draft, order: Sequence[int] | None = None, inputs_leave: bool = False):
+        self.inputs_leave = inputs_leave
         self.blocks = draft.blocks
         self.order = list(order) if order is not None else list(range(draft.hardware.num_devices))
         self.devices = [draft.hardware.devices[index] for index in self.order]
@@ -55,7 +58,8 @@ class Slices:
 
     def need_bytes(self, a: int, b: int, count: int) -> int:
         """Of blocks[a:b] as one of `count` stages."""
-        return self.needs[b][a].total_bytes(self.micro_batches, -(-count // len(self.devices)))
+        rounds = 1 if self.inputs_leave else -(-count // len(self.devices))
+        return self.needs[b][a].total_bytes(self.micro_batches, rounds)
 
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
         return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .program import ParamSpec, StageSpec, aligned
+from .program import PAGE, ParamSpec, StageSpec, aligned
 
 Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
 
@@ -81,6 +81,14 @@ def masters_layout(spec: StageSpec) -> Layout:
     return Layout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
 
 
+def pages(num_bytes: int, pinned: bool = False) -> Tensor:
+    """A flat buffer on the host that begins at a page, as disks need it, and ends with one; zeros."""
+    num_bytes = aligned(num_bytes, PAGE)
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return page_locked(num_bytes) if pinned else torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
 def allocate(num_bytes: int, device: torch.device, pinned: bool = False) -> Tensor:
     """An uninitialised flat buffer; `pinned` asks for page-locked host memory."""
     if pinned and num_bytes:
@@ -109,14 +117,15 @@ def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
 
 
 class Arena:
-    """One preallocated block of a device's memory in which every fetched stage has a planned place.
+    """One preallocated block of a memory in which values have planned places: fetched weights on a device, in DRAM what
+    was read and offloaded (`on_pages`, and pinned where a GPU copies from it).
 
-    A place is written again only behind the events of those who read what lay there before: the waits of the fetch
+    A place is written again only behind the events of those who read what lay there before: the waits of who takes it
     (`runtime/order.py`) see to that.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, on_pages: bool = False, pinned: bool = False):
+        self.device, self.on_pages, self.pinned = device, on_pages, pinned
         self.flat = allocate(0, device)
         self._views: dict[tuple[str, Pieces], dict[str, Tensor]] = {}
 
@@ -129,10 +138,16 @@ class Arena:
         if num_bytes > self.bytes:
             self._views.clear()
             self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
-            self.flat = allocate(num_bytes, self.device)
+            self.flat = pages(num_bytes, self.pinned) if self.on_pages else allocate(num_bytes, self.device)
 
     def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
         return self.flat[offset_bytes : offset_bytes + num_bytes]
+
+    def pages_of(self, tensor: Tensor, num_bytes: int) -> tuple[int, Tensor]:
+        """The whole pages of a value that lies at the beginning of its place: where they begin, and these bytes."""
+        offset = tensor.data_ptr() - self.flat.data_ptr()
+        assert 0 <= offset < self.bytes and offset % PAGE == 0, "no value of this arena"
+        return offset, self.range(offset, aligned(num_bytes, PAGE))
 
     def views(self, name: str, layout: Layout, pieces: Pieces) -> dict[str, Tensor]:
         """The tensors of a stage at these places: always the same dict for the same places."""

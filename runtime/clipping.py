@@ -37,18 +37,24 @@ class Grads:
         """The same gradients times `factor`, which is applied when they are read: these stay as they are."""
         return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
 
-    def factor_with(self, factor: Tensor) -> Tensor | None:
-        """What `StageOptimizer.step` multiplies these gradients with so that a step with `factor` equals one behind
-        `scale(factor)`, without changing them; None for nothing."""
+    def times(self, factor: Tensor) -> Tensor | None:
+        """What an optimizer that reads these gradients multiplies them with in place of `scale(factor)`, which gives the
+        same bits but changes them; None where that is 1."""
         if self.factor is not None:
             factor = self.factor * factor.to(self.factor.device)
         return None if bool(factor == 1.0) else factor
 
     def in_full(self) -> dict[str, Tensor]:
-        """The gradients with the factor applied: as they are, or in fp32."""
+        """The gradients with the factor applied: as they are, or in fp32 (fp64 stays)."""
         if self.factor is None:
             return self.tensors
-        return {name: g.float() * self.factor.to(g.device, torch.float32) for name, g in self.tensors.items()}
+        return {name: times_in_full(grad, self.factor) for name, grad in self.tensors.items()}
+
+
+def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
+    """A gradient times a factor, in fp32 or, of fp64, in fp64."""
+    dtype = _at_least_single(grad.dtype)
+    return grad.to(dtype) * factor.to(grad.device, dtype)
 
 
 def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
@@ -79,8 +85,8 @@ def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 
 
 def speculative_factor(loss_scale: float) -> Tensor:
-    """What to multiply scaled gradients with before their norm is known: `clip_factor` of a norm that needs no clipping,
-    bit for bit."""
+    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped, bit
+    for bit."""
     return torch.ones((), dtype=torch.float64) / loss_scale
 
 
@@ -102,21 +108,11 @@ def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
 
 
 def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict:
-    """The verdict on a speculative step; `loss_scale` None: there is none, and gradients that are not finite are stepped
-    on, as eager PyTorch does."""
+    """The verdict on a speculative step. `loss_scale` None: there is none, and gradients that are not finite are stepped
+    with, as eager PyTorch does."""
     if loss_scale is not None and not bool(torch.isfinite(squares)):
         return Verdict.UNDO
     return Verdict.REDO if must_redo(squares, max_norm, loss_scale or 1.0) else Verdict.KEEP
-
-
-def speculative_factor(loss_scale: float) -> Tensor:
-    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped."""
-    return torch.ones((), dtype=torch.float64) / loss_scale
-
-
-def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
-    """Whether a speculative step was not what `clip_factor` asks for, or the gradients are not finite."""
-    return not bool(clip_factor(squares, max_norm, loss_scale) == speculative_factor(loss_scale))
 
 
 @dataclass

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .arena import weights_layout
-from .clipping import Grads, clip_factor, sum_of_squares
+from .arena import grads_layout, weights_layout
+from .clipping import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from .errors import BudgetExceeded, PlanError
-from .execute import micro_batch_seed
+from .execute import Kept, micro_batch_seed
 from .issue import Issue, Issues
 from .link import Link
 from .reduce import reduce_grads, reduce_norms, reduce_whole
 from .shards import gathered, packed, unpacked
+from .stage_file import Staged
 from .streams import CudaStream, Event, Fault, Stream
 
 if TYPE_CHECKING:
@@ -48,6 +50,14 @@ class Handle:
 
     def release(self) -> None:
         del self.box
+
+
+@dataclass(frozen=True)
+class OnSsd:
+    """An activation in the file of activations. `like`: its shapes and dtypes, on the meta device."""
+
+    offset_bytes: int
+    like: Any
 
 
 class DeviceRuntime:
@@ -155,45 +165,137 @@ class DeviceRuntime:
         return Handle(self.session.resident[name.partition(".")[0]])
 
     def fetch(
-        self, name: str, begun: Handle | None = None, *, params: int | None = None, group: str | None = None
+        self,
+        what: str | Handle,
+        begun: Handle | None = None,
+        *,
+        params: int | None = None,
+        group: str | None = None,
     ) -> Handle:
         issue = self._next("fetch")
         if begun is not None:
             begun.release()
-        stage = name.partition(".")[0]
-        store = self.stores[stage]
+        if isinstance(what, Handle) and not issue.pieces:
+            return self._fetch_activation(issue, what.box)
+        stage = issue.stage
+        store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
-        source, place = store.flat[start:end], self.session.arena.range(offset_bytes, end - start)
+        place = self.session.arena.range(offset_bytes, end - start)
         # Of a shard nothing is computed: it goes on as it is.
         value = place if group is not None else self.session.arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
             rest = self._pace(issue)
-            place.copy_(source, non_blocking=True)
+            source = store.flat if box is None else box.value
+            place.copy_(source[start:end], non_blocking=True)
             rest()
             return [value]
 
-        return self._launch(issue, [], run)[0]
+        return self._launch(issue, [] if box is None else [box], run)[0]
 
-    def offload(self, value: Handle) -> Handle:
-        issue = self._next("offload")
-        box = value.box
-        places = self.stores[issue.stages[0]].grad_buffer() if issue.stages else {}
-
+    def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
         def run() -> list[Any]:
             rest = self._pace(issue)
             given: Any = box.value
-            moved: Any
-            if isinstance(given, Grads):
-                tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
-                moved = Grads(tensors, given.factor)
+            if isinstance(given, Kept):
+                moved: Any = given.copied_to(torch.empty(given.num_bytes, dtype=torch.uint8, device=self.device))
             else:
-                moved = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(given, non_blocking=True)
+                moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
             rest()
             return [moved]
 
         return self._launch(issue, [box], run)[0]
+
+    def offload(self, value: Handle) -> Handle:
+        issue = self._next("offload")
+        box, place = value.box, issue.place
+        num_bytes = issue.place_bytes
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            given: Any = box.value
+            if place is None:  # a result of the step, which is handed out
+                moved: Any = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(
+                    given, non_blocking=True
+                )
+            else:
+                moved = self._placed(given, self.session.dram_arena.range(place, num_bytes), issue)
+            rest()
+            return [moved]
+
+        return self._launch(issue, [box], run)[0]
+
+    def _placed(self, given: Any, flat: Tensor, issue: Issue) -> Any:
+        """A copy of gradients, of a tensor or of what a forward kept, in its place in DRAM."""
+        if isinstance(given, Grads):
+            places = grads_layout(self.stores[issue.stage].part).views(flat)
+            tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
+            return Grads(tensors, given.factor)
+        if isinstance(given, Kept):
+            return given.copied_to(flat)
+        return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
+
+    def read(self, what: str | Handle) -> Handle:
+        issue = self._next("read")
+        assert issue.place is not None
+        flat = self.session.dram_arena.range(issue.place, issue.place_bytes)
+        if isinstance(what, Handle):
+            return self._read_activation(issue, what.box, flat)
+        file = self.stores[issue.stage].file
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            assert file is not None
+            if what.endswith(".weights"):
+                file.read_weights(flat)
+            else:
+                file.read(flat)
+            rest()
+            return [flat if what.endswith(".weights") else file.views(flat)]
+
+        return self._launch(issue, [], run)[0]
+
+    def _read_activation(self, issue: Issue, box: Box, flat: Tensor) -> Handle:
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            there: OnSsd = box.value
+            assert self.session.ssd_arena is not None
+            self.session.ssd_arena.read(there.offset_bytes, flat)
+            rest()
+            if isinstance(there.like, Kept):
+                return [there.like.placed_in(flat)]
+            num_bytes = there.like.numel() * there.like.element_size()
+            return [flat[:num_bytes].view(there.like.dtype).view(there.like.shape)]
+
+        return self._launch(issue, [box], run)[0]
+
+    def write(self, value: Handle, *, to: str | None = None) -> Handle | None:
+        issue, box = self._next("write"), value.box
+        file = None if to is None else self.stores[to.partition(".")[0]].file
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            given = box.value
+            if file is not None:
+                file.write(given.flat)
+                rest()
+                return []
+            there = self._write_activation(given, issue)
+            rest()
+            return [there]
+
+        made = self._launch(issue, [box], run)
+        return made[0] if made else None
+
+    def _write_activation(self, given: Any, issue: Issue) -> OnSsd:
+        assert self.session.ssd_arena is not None and issue.place is not None
+        first = next(iter(given.tensors.values())) if isinstance(given, Kept) else given
+        _, flat = self.session.dram_arena.pages_of(first, issue.place_bytes)
+        self.session.ssd_arena.write(issue.place, flat)
+        if isinstance(given, Kept):
+            return OnSsd(issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()}))
+        return OnSsd(issue.place, given.to("meta"))
 
     def free(self, *values: Handle) -> None:
         self._next("free")
@@ -389,21 +491,51 @@ class DeviceRuntime:
 
         return self._launch(issue, [box, squares], run)[0]
 
-    def step(self, stage: str, grads: Handle, norm: Handle | None = None) -> None:
+    def step(
+        self,
+        stage: str,
+        grads: Handle,
+        norm: Handle | None = None,
+        states: Handle | None = None,
+        *,
+        speculative: bool = False,
+    ) -> Handle | None:
         issue = self._next("step")
         box, squares, store = grads.box, None if norm is None else norm.box, self.stores[stage]
+        staged_box = None if states is None else states.box
+        factor = speculative_factor(self.loss_scale) if speculative else None
         if squares is not None:
             self.squares = squares
+        if states is not None:
+            states.release()
 
         def run() -> list[Any]:
+            staged: Staged | None = None if staged_box is None else staged_box.value
             if squares is None or bool(torch.isfinite(squares.value)):
-                store.update(box.value)
+                store.update(box.value, staged, factor)
+            return [] if staged is None else [staged]
+
+        made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
+        return made[0] if made else None
+
+    def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
+        issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]
+        loss_scale = None if self.session.loss_scale is None else self.loss_scale
+        self.squares = squares
+
+        def run() -> list[Any]:
+            verdict = judge(squares.value, max_norm, loss_scale)
+            if verdict is not Verdict.KEEP:
+                clipped = verdict is Verdict.REDO
+                store.redo(box.value, clip_factor(squares.value, max_norm, self.loss_scale) if clipped else None)
             return []
 
-        self._launch(issue, [box] if squares is None else [box, squares], run)
+        self._launch(issue, [box, squares], run)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Grads):
         return [*value.tensors.values(), *([] if value.factor is None else [value.factor])]
+    if isinstance(value, Kept):
+        return list(value.tensors.values())
     return [value] if isinstance(value, Tensor) else []

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import Home, Persistent, homes_of, places_of, plan_arena, profile_memory, takes_place
+from .memory import Home, Persistent, homes_of, place_bytes, places_of, plan_arena, profile_memory, takes_place
 from .order import Memory, build_order, lack_of
-from .program import Program, donated, operands, values_of, work_of
+from .program import PAGE, Program, aligned, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
 
 
@@ -38,6 +38,7 @@ class Issue:
     micro_batch: int | None
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
     place: int | None  # of what is read, offloaded or written: its offset in the arena of its memory
+    place_bytes: int  # whole pages
     tag: str  # of a message; for a load the name of the input
     peer: int
     stages: list[str]  # of its operands and results, in order
@@ -46,6 +47,11 @@ class Issue:
     room: tuple[int, ...] = ()  # those of the waits without whose end there is no device memory for it
     least_s: float = 0.0  # what a transfer takes at least, where links are held down
     shared: int | None = None  # its number at the link server, where it may have to share such links
+
+    @property
+    def stage(self) -> str:
+        """The one that its result, or first operand, belongs to."""
+        return self.stages[0]
 
     @property
     def where(self) -> str:
@@ -91,7 +97,7 @@ def plan_issues(
         if takes_place(node, ops.DEVICE):
             plan.ops[-1].pieces = _pieces(program, node, offsets)
         elif takes_place(node):
-            plan.ops[-1].place = offsets[node]
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
         if node.target not in (ops.free, ops.resident):
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
@@ -134,10 +140,11 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
         pieces=(),
         place=None,
+        place_bytes=0,
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
-        stages=[v.meta["type"].stage for v in read if v.meta["type"].stage],
+        stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
     )
 
 

@@ -89,6 +89,8 @@ def persistent_bytes(program: Program) -> Persistent:
         own["states"] += states
         if home.undo and home.states == ops.SSD:
             own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
+            if home.weights == ops.DRAM and not face.master:  # which are the masters
+                where[ops.DRAM]["undo"] += spec.weight_bytes
         elif home.undo:
             own["undo"] += states + 4 * spec.trained_params
     return Persistent(where[ops.DEVICE], where[ops.DRAM], where[ops.SSD])

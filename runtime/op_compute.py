@@ -146,7 +146,7 @@ def _backward_work(
         traffic_bytes=s.backward_traffic_bytes + (s.forward_traffic_bytes if again else 0.0),
         launches=(3 if again else 2) * s.launches,
         workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
-        + (max(0, s.kept_bytes - sum(saved.bytes for saved in there)) if again else 0),
+        + (max(0, s.kept_bytes - sum(saved.bytes for saved in there if saved.is_saved)) if again else 0),
         seconds=tuple(
             (name, backward_s + (part * again_s if again else 0.0)) for name, _, again_s, backward_s in s.seconds
         ),

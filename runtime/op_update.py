@@ -110,7 +110,9 @@ redo = Op(
     "redo",
     (CPU,),
     _redo,
-    lambda ctx, stage, grads, norm, *, max_norm: Work(CPU),
+    lambda ctx, stage, grads, norm, *, max_norm: Work(
+        CPU, workspace_bytes=ctx.interface.all_bytes(ctx.stage(stage)), workspace_memory=DRAM
+    ),
     effect=True,
     paper="SuperOffload: step, validate, roll back",
 )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .clipping import times_in_full
 from .errors import CheckpointError, PlanError
 from .importable import tupled
 from .optimizer_spec import MODES, OptimizerSpec, Traits
@@ -102,14 +103,13 @@ class StageOptimizer:
     ) -> None:
         """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
 
-        factor: what the gradients are to be multiplied by, in fp32. weights: tensors of another precision that follow
+        factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision that follow
         the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses their
         memory.
         """
         if self.optimizer is None:
             return
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
-        factor = None if factor is None else factor.to(self.device, torch.float32)
         copy = preserve and not self.traits.keeps_grads
         converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, self.params[name], factor)}
         for names in self._portions(list(given), bool(converted or weights)):
@@ -168,17 +168,19 @@ class StageOptimizer:
             yield portion
 
     def _convert(self, grads: Mapping[str, Tensor], names: Sequence[str], factor: Tensor | None) -> None:
-        flat = self.scratch.row(sum(self.params[name].nbytes for name in names)) if names else torch.empty(0)
+        flat = self.scratch.row(sum(self.params[name].nbytes for name in names))
+        single = None if factor is None else factor.to(self.device, torch.float32)
         offset = 0
         for name in names:
             param, grad = self.params[name], grads[name]
             full = flat[offset : offset + param.nbytes].view(param.dtype).view(param.shape)
             offset += param.nbytes
-            if factor is not None and param.dtype != torch.float32:
-                grad = grad.float().mul_(factor)  # in fp32, as for all others
-            full.copy_(grad)
-            if factor is not None and param.dtype == torch.float32:
-                full.mul_(factor)
+            if factor is not None and torch.float64 in (param.dtype, grad.dtype):
+                full.copy_(times_in_full(grad, factor))
+            elif factor is not None:
+                full.copy_(grad).mul_(single)
+            else:
+                full.copy_(grad)
             param.grad = full
 
     def _step_these(self, names: Sequence[str]) -> None:
@@ -346,7 +348,7 @@ class StageOptimizer:
         return value.detach() if key in self.places.get(name, {}) else value.detach().clone()
 
     def _groups_in(self, saved: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        found = saved["groups"] if "groups" in saved else [saved] if saved else []
+        found = saved.get("groups", [saved] if saved else [])
         if found and len(found) != len(self._members):
             raise CheckpointError(
                 f"the checkpoint's optimizer has {len(found)} parameter groups, this one {len(self._members)}; compile "

@@ -322,8 +322,8 @@ class OptimizerSpec:
             scheduler = self.build_scheduler(optimizer)
         except FAILURES as error:
             raise PlanError(
-                f"lr_scheduler {self.scheduler_path} does not work with {self.scheduler_kwargs}: {error}; the optimizer "
-                f"has {len(rows)} parameter {'group' if len(rows) == 1 else 'groups'}"
+                f"lr_scheduler {self.scheduler_path} does not work with {self.scheduler_kwargs}: {error}; the "
+                f"optimizer has {len(rows)} parameter {'group' if len(rows) == 1 else 'groups'}"
             ) from error
         assert scheduler is not None
         if "metrics" in inspect.signature(scheduler.step).parameters:

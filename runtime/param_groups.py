@@ -32,8 +32,8 @@ class ParamGroup:
 
 
 def make_groups(model: nn.Module, given: Sequence[Mapping[str, Any]], known: Collection[str]) -> tuple[ParamGroup, ...]:
-    """The groups as a user writes them: "params" is a list of the model's parameters, or of names or patterns ("*.bias",
-    as in `fnmatch`), the other keys are options among `known`.
+    """The groups as a user writes them: "params" is a list of the model's parameters, or of names or patterns of names
+    ("*.bias", as in `fnmatch`), the other keys are options among `known`.
 
     Raises `PlanError` for a pattern that matches nothing, a tensor that is no parameter of the model, a parameter in
     two groups, an option that the optimizer does not have.

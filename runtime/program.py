@@ -69,13 +69,14 @@ class SavedSpec:
     """A class of saved tensors: the output of one costly call in a stage's forward, for one micro-batch.
 
     Where it is kept, rematerialisation saves its `flops`. `calls`: which of the stage's costly calls it is, counted
-    from 0 in the order in which they run.
+    from 0 in the order in which they run. `is_saved`: autograd saves it too, it is part of the stage's `kept_bytes`.
     """
 
     name: str
     bytes: int
     flops: float
     calls: tuple[int, ...]
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)

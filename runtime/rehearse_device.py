@@ -34,9 +34,6 @@ class EmptyStore:
         self.flat = allocate(self.layout.total_bytes, NOWHERE)
         self.weights: dict[str, Tensor] = {}
 
-    def grad_buffer(self) -> dict[str, Tensor]:
-        return {}
-
 
 class RehearsedSession(DeviceSession):
     """`waits_s`: per op of the step how long it takes, None where the link server says when it is over."""
@@ -49,11 +46,14 @@ class RehearsedSession(DeviceSession):
     def _find_device(self) -> torch.device:
         return NOWHERE
 
+    def _host_device(self) -> torch.device:
+        return NOWHERE
+
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
         return work.stream
 
     def _make_store(self, stage: str) -> Any:
-        return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self.plans["step"].spread.get(stage, "")))
+        return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self._homes()[stage].group))
 
     def _stream(self, name: str) -> Stream:
         if name not in self._streams:

@@ -17,23 +17,25 @@ import torch
 from torch import Tensor, fx
 
 from . import ops
-from .arena import Arena
+from .arena import Arena, pages
 from .clipping import LossScale
 from .device import Box, DeviceRuntime
 from .device_file import DeviceFile
-from .errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
+from .errors import BatchError, BudgetExceeded, HardwareError, PenstockError, PlanError, WorkerError
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
 from .link import Link, group_members, group_memories, message_orders
 from .link_server import LinkClient
-from .memory import Account, largest_values
-from .optimizer import OptimizerSpec
+from .memory import Account, Home, largest_values
+from .optimizer import OptimizerSpec, Scratch
 from .program import Interface, Program
+from .ssd_file import SsdFile
+from .ssd_folder import SsdFolder
 from .stage_store import StageState, StageStore
 from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 from .timeline import Span
 
-HOST_STREAMS = (ops.CPU, f"{ops.COMM} host")  # threads on every kind of device
+HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
 NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
 LASTING = "all steps' "  # no value of a program has such a name
@@ -60,9 +62,10 @@ class DeviceSession:
     None takes the calling thread's. `board` is where streams write the line they are at. `dram_budget_bytes` is this
     device's share of its host's DRAM; None takes all of it. `link_server` times the transfers that share links with
     others where links are held down; `shared` gives, per program, their ops' numbers there, `collective_s` what
-    collectives take at least.
+    collectives take at least. `ssd_dirs`: where files go, one directory per SSD; `ssd_verify` checks all that is read.
 
-    Raises `BudgetExceeded` where what persists is already too much.
+    Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be used,
+    `DoesNotFit` where the disks have not the room.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class DeviceSession:
         link_server: LinkClient | None = None,
         shared: Mapping[str, Mapping[int, int]] | None = None,
         collective_s: Mapping[str, Mapping[int, float]] | None = None,
+        ssd_dirs: Sequence[str] = (),
+        ssd_verify: bool = False,
     ):
         self.index, self.hardware, self.optimizer = index, hardware, optimizer
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
@@ -97,6 +102,7 @@ class DeviceSession:
         self._notices: SimpleQueue[Any] = SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self.arena = Arena(self.device)
+        self.dram_arena = Arena(self._host_device(), on_pages=True, pinned=self.spec.kind == "cuda")
         whole_bytes = hardware.dram_budget_bytes(self.spec.host)
         self.dram_budget_bytes = whole_bytes if dram_budget_bytes is None else dram_budget_bytes
         programs = list(file.programs.values())
@@ -108,12 +114,23 @@ class DeviceSession:
             ops.DEVICE: Account(self.spec.name, self.spec.budget_bytes),
             ops.DRAM: Account(f"dram{self.spec.host}", self.dram_budget_bytes),
         }
+        self.folder: SsdFolder | None = None
+        self.ssd_arena: SsdFile | None = None
+        self._scratch = Scratch(torch.device("cpu"))
         self._reserve(self.plans["step"])
-        self.stores = {stage: self._make_store(stage) for stage in self._homes()}
+        try:
+            self._reserve_ssd(ssd_dirs, ssd_verify)
+            self.stores = {stage: self._make_store(stage) for stage in self._homes()}
+        except BaseException:
+            self._close_ssd()
+            raise
         self.resident = {name: Box(None, store.weights) for name, store in self.stores.items()}
         self._growth_before = self._stop_growth()
 
     # --- set-up
+
+    def _host_device(self) -> torch.device:
+        return torch.device("cpu")
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
@@ -138,8 +155,10 @@ class DeviceSession:
 
     def _transfer_s(self, issue: Issue) -> float:
         """What a transfer takes on the described hardware; a receive is held down by its send."""
-        own, dram = self.spec.name, f"dram{self.spec.host}"
+        own, dram, ssd = self.spec.name, f"dram{self.spec.host}", f"ssd{self.spec.host}"
         routes = {"fetch": (dram, own), "offload": (own, dram)}
+        if issue.op in ("read", "write"):
+            routes |= {"read": (ssd, dram), "write": (dram, ssd)}
         if issue.op == "send":
             routes["send"] = (own, self.hardware.devices[issue.peer].name)
         if issue.op not in routes:
@@ -163,49 +182,87 @@ class DeviceSession:
 
     def _reserve(self, plan: Issues) -> None:
         """Charge what persists, and take the arena."""
-        for memory, parts in ((ops.DEVICE, plan.persistent.device), (ops.DRAM, plan.persistent.dram)):
-            for what, num_bytes in parts.items():
+        for memory in (ops.DEVICE, ops.DRAM):
+            for what, num_bytes in plan.persistent.parts(memory).items():
                 if num_bytes:
                     self.accounts[memory].take(f"{LASTING}{what}", num_bytes, "the start")
-        self._grow_arena(plan.arena_bytes)
+        self._grow(ops.DEVICE, self.arena, plan.arenas[ops.DEVICE])
+        self._grow(ops.DRAM, self.dram_arena, max(p.arenas[ops.DRAM] for p in self.plans.values()))
 
-    def _grow_arena(self, num_bytes: int) -> None:
-        if num_bytes > self.arena.bytes:
-            account = self.accounts[ops.DEVICE]
-            if self.arena.bytes:
+    def _grow(self, memory: str, arena: Arena, num_bytes: int) -> None:
+        if num_bytes > arena.bytes:
+            account = self.accounts[memory]
+            if arena.bytes:
                 account.give(f"{LASTING}arena")
             account.take(f"{LASTING}arena", num_bytes, "the start")
-            self.arena.ensure(num_bytes)
+            arena.ensure(num_bytes)
 
-    def _homes(self) -> dict[str, str]:
-        homes: dict[str, str] = {}
+    def _reserve_ssd(self, directories: Sequence[str], verify: bool) -> None:
+        """Take the space for activations, and open the folder in which each stage's store takes its own."""
+        arena_bytes = max(plan.arenas[ops.SSD] for plan in self.plans.values())
+        lasting = {
+            what: max(plan.persistent.ssd[what] for plan in self.plans.values())
+            for what in self.plans["step"].persistent.ssd
+        }
+        if not arena_bytes and not any(lasting.values()):
+            return
+        name = f"ssd{self.spec.host}"
+        if not directories:
+            raise HardwareError(
+                f"the plan keeps a part of the model on {name}, but no directory is known; "
+                'pass ssd_dirs=["/mnt/nvme0"], one directory per SSD, or name them in the hardware document'
+            )
+        self.accounts[ops.SSD] = Account(name, self.hardware.budget_bytes(name))
+        for what, num_bytes in {**lasting, "arena": arena_bytes}.items():
+            if num_bytes:
+                self.accounts[ops.SSD].take(f"{LASTING}{what}", num_bytes, "the start")
+        self.folder = SsdFolder(directories, self.spec.name, verify=verify)
+        if arena_bytes:
+            self.ssd_arena = self.folder.reserve("activations", arena_bytes)
+
+    def _close_ssd(self) -> None:
+        if self.folder is not None:
+            self.folder.close()
+
+    def _staging(self, num_bytes: int) -> Tensor:
+        """The first part of DRAM's arena, in which nothing lies between steps."""
+        if num_bytes > self.dram_arena.bytes:
+            return pages(num_bytes)
+        return self.dram_arena.range(0, num_bytes)
+
+    def _homes(self) -> dict[str, Home]:
+        homes: dict[str, Home] = {}
         for plan in self.plans.values():
-            for stage, memory in plan.homes.items():
-                if homes.setdefault(stage, memory) != memory:
-                    raise PlanError(f"device {self.index}: {stage} is fetched in one function and resident in another")
+            for stage, home in plan.homes.items():
+                if homes.setdefault(stage, home).weights != home.weights:
+                    raise PlanError(f"device {self.index}: {stage} lies in different memories in the file's functions")
         return homes
 
     def _make_store(self, stage: str) -> StageStore:
         with torch.device("meta"):
             module = self.file.stages[stage]()
-        trained = stage in self.plans["step"].updated
+        home = self._homes()[stage]
+        trained = home.states is not None
         if trained and self.optimizer is None:
             raise PlanError(f"device {self.index}: the program updates {stage}, but there is no optimizer")
         return StageStore(
             self.face.stages[stage],
             module,
             self.device,
-            self._homes()[stage],
+            home,
             self.precision,
-            master=self.face.master,
+            self.face,
             optimizer=self.optimizer if trained else None,
             piece=self._piece(stage),
+            folder=self.folder,
+            staging=self._staging,
+            scratch=self._scratch if home.weights != ops.DEVICE or self.device.type == "cpu" else None,
         )
 
     def _piece(self, stage: str) -> tuple[int, int] | None:
         """Which of how many shards of a stage is here; None where it is whole."""
-        group = self.plans["step"].spread.get(stage)
-        if group is None:
+        group = self._homes()[stage].group
+        if not group:
             return None
         members = self.face.members(group)
         return members.index(self.index), len(members)
@@ -276,6 +333,7 @@ class DeviceSession:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+        self._close_ssd()
         if self._growth_before is not None:
             torch.cuda.set_per_process_memory_fraction(self._growth_before, self.device)
             self._growth_before = None
@@ -289,6 +347,8 @@ class DeviceSession:
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """One training step of this device's part on the global batch."""
         result = self._run("step", batch)
+        for store in self.stores.values():
+            store.commit()
         self.step_count += 1
         return result
 
@@ -303,7 +363,7 @@ class DeviceSession:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
         plan = self.plans[function]
         check_batch(batch, self.face, plan.batch_names)
-        self._grow_arena(plan.arena_bytes)
+        self._grow(ops.DEVICE, self.arena, plan.arenas[ops.DEVICE])
         runtime = DeviceRuntime(self, plan, self._streams_for(plan))
         results, report = self._execute(runtime, function, batch)
         if self.step_count == 0:
@@ -395,7 +455,7 @@ class DeviceSession:
 
     def _moved_bytes(self, plan: Issues) -> dict[str, int]:
         """Per route between two memories by name. What is received counts with its sender."""
-        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}"}
+        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}", ops.SSD: f"ssd{self.spec.host}"}
         names |= {f"device{i}": device.name for i, device in enumerate(self.hardware.devices)}
         moved: dict[str, int] = {}
         for issue in plan.ops:

@@ -1,8 +1,8 @@
-"""What one device keeps of one stage across steps: weights, fp32 masters, optimizer states, buffers."""
+"""What one device keeps of one stage across steps: weights, fp32 masters, optimizer states, buffers; on SSD, too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .arena import allocate, grads_layout, masters_layout, weights_layout
+from .arena import allocate, masters_layout, pages, weights_layout
 from .clipping import Grads
 from .errors import CheckpointError
 from .execute import StageRunner
-from .optimizer import OptimizerSpec, StageOptimizer
-from .program import StageSpec
+from .memory import Home
+from .optimizer import OptimizerSpec, Scratch, Snapshot, StageOptimizer
+from .program import Interface, StageSpec
 from .shards import piece_of, whole_of
+from .ssd_folder import SsdFolder
+from .stage_file import StageFile, Staged
 
 
 @dataclass
@@ -30,11 +33,12 @@ class StageState:
 
 
 class StageStore:
-    """A stage's weights lie in one flat buffer, on the device or, for a swapped stage, in (pinned) DRAM.
+    """A stage's weights lie in one flat buffer, on the device or, for a swapped stage, in (pinned) DRAM; or on SSD.
 
-    Masters are the weights themselves, unless `master` asks for fp32 copies beside weights of another precision.
-    `optimizer` None: the stage is not trained here. `piece`: (index, count) of the shard that is kept here of all
-    parameters; what `load` takes is whole, what `state` gives are pieces.
+    Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
+    precision. `optimizer` None: the stage is not trained here. `piece`: (index, count) of the shard that is kept here
+    of all parameters; what `load` takes is whole, what `state` gives are pieces. `folder` is where files go;
+    `staging(num_bytes)` lends a buffer of DRAM between steps.
     """
 
     def __init__(
@@ -42,78 +46,183 @@ class StageStore:
         spec: StageSpec,
         module: nn.Module,
         device: torch.device,
-        home: str,
+        home: Home,
         precision: str,
+        face: Interface,
         *,
-        master: bool = False,
         optimizer: OptimizerSpec | None = None,
         piece: tuple[int, int] | None = None,
+        folder: SsdFolder | None = None,
+        staging: Callable[[int], Tensor] | None = None,
+        scratch: Scratch | None = None,
     ):
-        self.spec = spec
-        self.piece = piece
+        self.spec, self.home, self.piece = spec, home, piece
         self.part = spec if piece is None else spec.shard(piece[1])
-        self.home = home
-        self.runner = StageRunner(spec, module, device, precision, weights_move=home == ops.DRAM)
-        self._where = device if home == ops.DEVICE else torch.device("cpu")
-        self._pinned = home == ops.DRAM and device.type == "cuda"
+        self.runner = StageRunner(spec, module, device, precision, weights_move=home.weights != ops.DEVICE)
+        self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
+        self._pinned = home.weights == ops.DRAM and device.type == "cuda"
+        self._staging = staging
         self.layout = weights_layout(self.part)
-        self.flat = allocate(self.layout.total_bytes, self._where, self._pinned)
-        self.weights = self.layout.views(self.flat)
-        self.masters = self._make_masters(master and optimizer is not None)
-        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, self.masters)
-        self._grads: dict[str, Tensor] | None = None
+        self.flat = allocate(0 if home.weights == ops.SSD else self.layout.total_bytes, self._where, self._pinned)
+        self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
+        self.file: StageFile | None = None
+        if ops.SSD in (home.weights, home.states):
+            assert folder is not None and staging is not None and piece is None
+            self.file = StageFile(spec, face, home, optimizer, folder)
+        self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
+        staged = None if self.file is None else self.file.views(self._stage())
+        self.masters = self._make_masters(face.master and optimizer is not None, staged)
+        self.optimizer = None
+        if optimizer is not None:
+            places = staged.states if staged is not None and home.states == ops.SSD else None
+            self.optimizer = StageOptimizer(optimizer, self.masters, places, scratch)
+        self._bound = None if staged is None else staged.flat.data_ptr()
+        self._before: Snapshot | None = None  # of a speculative step
+        self._flat_before: Tensor | None = None
 
-    def _make_masters(self, separate: bool) -> dict[str, Tensor]:
-        trained = {name for name, param in self.runner.parameters.items() if param.requires_grad}
+    def _stage(self) -> Tensor:
+        assert self._staging is not None and self.file is not None
+        return self._staging(self.file.num_bytes)
+
+    def _make_masters(self, separate: bool, staged: Staged | None) -> dict[str, Tensor]:
+        if staged is not None and staged.masters:
+            return {name: staged.masters[name] for name in self._trained}
         if not separate:
-            return {name: self.weights[name] for name in self.runner.parameters if name in trained}
+            return {name: self.weights[name] for name in self._trained if name in self.weights}
         layout = masters_layout(self.part)
         views = layout.views(allocate(layout.total_bytes, self._where))  # no GPU ever reads those in DRAM
-        return {name: view for name, view in views.items() if name in trained}
+        return {name: view for name, view in views.items() if name in self._trained}
 
-    def grad_buffer(self) -> dict[str, Tensor]:
-        """Where offloaded gradients go; taken at the first use."""
-        if self._grads is None:
-            layout = grads_layout(self.part)
-            self._grads = layout.views(allocate(layout.total_bytes, torch.device("cpu"), self._pinned))
-        return self._grads
+    # --- the update
 
-    def update(self, grads: Grads) -> None:
-        """One optimizer step on the masters; weights of another precision follow."""
+    def update(self, grads: Grads, staged: Staged | None = None, speculative_factor: Tensor | None = None) -> None:
+        """One optimizer step on the masters; weights of another precision follow. `staged`: what came from SSD and goes
+        back there. With `speculative_factor` the step can be undone by `redo`."""
         assert self.optimizer is not None
-        self.optimizer.step(grads.in_full())
-        self._follow()
+        self._bind(staged)
+        if speculative_factor is None:
+            self._step(grads, grads.factor, staged)
+            return
+        self._before = self.optimizer.snapshot(tensors=staged is None, into=self._before)
+        if staged is not None and not staged.masters:  # the weights in DRAM are the masters
+            self._flat_before = self.flat.clone() if self._flat_before is None else self._flat_before.copy_(self.flat)
+        self._step(grads, grads.times(speculative_factor), staged, preserve=True)
 
-    def _follow(self) -> None:
-        for name, master in self.masters.items():
-            if master is not self.weights[name]:
-                self.weights[name].copy_(master)
+    def redo(self, grads: Grads, factor: Tensor | None) -> None:
+        """Undo the speculative step, and make it again on gradients times `factor`, if that is given."""
+        assert self.optimizer is not None and self._before is not None
+        staged = None
+        if self.file is not None and self.file.has_states:
+            staged = self.file.views(pages(self.file.num_bytes))
+            self.file.read(staged.flat)
+            self._bind(staged)
+            if self._flat_before is not None:
+                self.flat.copy_(self._flat_before)
+        self.optimizer.restore(self._before)
+        if factor is not None:
+            self._step(grads, grads.times(factor), staged)
+        else:
+            self._follow(staged)
+        if self.file is not None and staged is not None:
+            if factor is None:
+                self.file.discard()
+            else:
+                self.file.write(staged.flat)
+
+    def commit(self) -> None:
+        """The step is over."""
+        if self.file is not None:
+            self.file.commit()
+
+    def _step(self, grads: Grads, factor: Tensor | None, staged: Staged | None, preserve: bool = False) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step(grads.tensors, factor=factor, weights=self._followers(staged), preserve=preserve)
+
+    def _bind(self, staged: Staged | None) -> None:
+        if staged is not None and self.optimizer is not None and staged.flat.data_ptr() != self._bound:
+            self.optimizer.bind(staged.states, staged.masters or None)
+            self._bound = staged.flat.data_ptr()
+
+    def _followers(self, staged: Staged | None) -> dict[str, Tensor] | None:
+        """Weights of another precision than their masters."""
+        weights = staged.weights if staged is not None and staged.weights else self.weights
+        masters = staged.masters if staged is not None and staged.masters else self.masters
+        found = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
+        return found or None
+
+    def _follow(self, staged: Staged | None) -> None:
+        masters = staged.masters if staged is not None and staged.masters else self.masters
+        for name, weight in (self._followers(staged) or {}).items():
+            weight.copy_(masters[name])
+
+    # --- loading and saving, between steps
 
     def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take over copies of these values. Raises `CheckpointError` for a name or shape that does not fit."""
-        shapes = {param.name: param.shape for param in self.spec.params}
+        self._check(weights)
+        if self.file is not None:
+            self._load_file(weights)
         for name, own in self.weights.items():
-            if name not in weights:
-                raise CheckpointError(f"{self.spec.name}: no value for the parameter {name!r}")
-            given, shape = weights[name], shapes[name]
-            if tuple(given.shape) != shape:
-                raise CheckpointError(f"{self.spec.name}: {name} has shape {list(given.shape)}, not {list(shape)}")
-            given = given if self.piece is None else piece_of(given, *self.piece)
+            given = weights[name] if self.piece is None else piece_of(weights[name], *self.piece)
             own.copy_(given)
-            if name in self.masters:
+            if name in self.masters and (self.file is None or not self.file.has_states or not self.file.master):
                 self.masters[name].copy_(given)
         self.runner.load_buffers(dict(buffers))
 
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        for param in self.spec.params:
+            if param.name not in weights:
+                raise CheckpointError(f"{self.spec.name}: no value for the parameter {param.name!r}")
+            found = list(weights[param.name].shape)
+            if found != list(param.shape):
+                raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {list(param.shape)}")
+
+    def _load_file(self, weights: Mapping[str, Tensor]) -> None:
+        assert self.file is not None
+        flat = self._stage()
+        if self.optimizer is None or not self.optimizer.started:
+            self.file.initialise(weights, flat)
+            return
+        self.file.read_all(flat)
+        staged = self.file.views(flat)
+        for own in (staged.weights, staged.masters):
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+        self.file.write(flat)
+        self.file.commit()
+
     def state(self) -> StageState:
-        weights = {name: self.masters.get(name, weight) for name, weight in self.weights.items()}
+        if self.file is None:
+            weights = {name: self.masters.get(name, weight) for name, weight in self.weights.items()}
+            optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+            return StageState(weights, self.runner.buffers(), optimizer)
+        flat = self._stage()
+        self.file.read_all(flat)
+        staged = self.file.views(flat)
+        self._bind(staged)
+        weights = {**self.weights, **staged.weights, **staged.masters}
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return StageState(weights, self.runner.buffers(), optimizer)
+        if optimizer is not None:
+            rows = optimizer["states"].items()
+            optimizer["states"] = {name: {key: t.clone() for key, t in row.items()} for name, row in rows}
+        copies = {name: t.clone() if name not in self.weights else t for name, t in weights.items()}
+        copies |= {name: t.clone() for name, t in staged.masters.items()}
+        return StageState(copies, self.runner.buffers(), optimizer)
 
     def load_state(self, state: StageState) -> None:
         """The reverse of `state`, with copies."""
         self.load(state.weights, state.buffers)
-        if self.optimizer is not None and state.optimizer is not None:
-            self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        if self.optimizer is None or state.optimizer is None:
+            return
+        self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        if self.file is not None and self.file.has_states:
+            flat = self._stage()
+            self.file.read_all(flat)
+            staged = self.file.views(flat)
+            self._bind(staged)
+            self.optimizer.adopt(staged.states)
+            self.file.write(flat)
+            self.file.commit()
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """Of whole states, those of this shard."""

@@ -17,6 +17,12 @@ class Eager:
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One step on a global batch. Returns the mean loss."""
+        loss = self.gradients(batch)
+        self.optimizer.step()
+        return loss
+
+    def gradients(self, batch: Mapping[str, Tensor]) -> float:
+        """The mean loss; the gradients are the parameters' from here on."""
         self.optimizer.zero_grad(set_to_none=True)
         pieces = {name: value.chunk(self.micro_batches) for name, value in batch.items()}
         losses = []
@@ -24,5 +30,4 @@ class Eager:
             loss = self.model(**{name: parts[m] for name, parts in pieces.items()}).loss
             (loss / self.micro_batches).backward()
             losses.append(loss.detach())
-        self.optimizer.step()
         return float(torch.stack(losses).mean())

@@ -18,12 +18,13 @@ import torch
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
-def save(bench: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Print one row of `bench` and append it to its file. Floats keep four digits."""
+def save(bench: str, row: dict[str, Any], path: Path | None = None) -> dict[str, Any]:
+    """Print one row of `bench` and append it to its file, or to `path`. Floats keep four digits."""
     whole = {"bench": bench, **rounded(row), **provenance()}
-    print(json.dumps(whole))
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{bench}.jsonl", "a") as file:
+    print(json.dumps(whole), flush=True)
+    path = path or RESULTS / f"{bench}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a") as file:
         file.write(json.dumps(whole) + "\n")
     return whole
 

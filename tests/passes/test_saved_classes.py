@@ -17,7 +17,7 @@ from penstock.passes.opgraph import OpGraph
 from penstock.runtime.execute import Kept, StageRunner, micro_batch_seed
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.program import StageSpec
-from penstock.tests.passes.running import SEED, Eager, apply, draft_of, traced, traced_model
+from penstock.tests.passes.running import SEED, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import one_device, stages_of
 from penstock.tests.zoo import zoo
 
@@ -144,6 +144,30 @@ def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) 
             counts.append(counter.get_total_flops())
         assert spec.saved and counts[0] - counts[1] == sum(row.flops for row in spec.saved)
         assert len({row.name for row in spec.saved}) == len(spec.saved)
+
+
+@pytest.mark.parametrize("level", ["layer", "operator"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "wide_resnet"])
+def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
+    """Backward then needs that much less beside what was kept."""
+    graph, batches = traced(name)
+    draft = draft_of(graph, Hardware.cpu(num_devices=1))
+    passes = [Coarsen(level=level), *all_passes(stages=2)[1:4]]
+    for p in passes:
+        p.rewrite(draft, p.plan(draft))
+    for spec, runner, inputs in stages_of(draft, batches[0]):
+        runner.weights_move = False  # so that the hooks here see what is saved
+        runner.forward(inputs, 0)
+        outputs, kept = runner.forward(inputs, 0, everything(spec, 0))
+        assert kept is not None
+        places = {name: t.untyped_storage().data_ptr() for name, t in kept.tensors.items()}
+        saved: set[int] = set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.add(t.untyped_storage().data_ptr()) or t.detach(), lambda t: t
+        ):
+            douts = [1.0 if o.name == spec.loss else torch.ones_like(x) for o, x in zip(spec.outputs, outputs)]
+            runner.backward(kept, inputs, douts, None, 0)
+        assert {row.name for row in spec.saved if row.is_saved} == {n for n, place in places.items() if place in saved}
 
 
 def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> None:

@@ -67,7 +67,7 @@ class Trainer:
         for i, (part, grads) in enumerate(zip(self.parts, all_grads)):
             self.kept[i] = part.snapshot(into=self.kept[i])
             before = {name: g.clone() for name, g in grads.tensors.items()}
-            part.step(grads.tensors, factor=grads.factor_with(speculative_factor(scale)), preserve=True)
+            part.step(grads.tensors, factor=grads.times(speculative_factor(scale)), preserve=True)
             assert all(same(g, before[name]) for name, g in grads.tensors.items())
         verdict = judge(squares, self.max_norm, None if self.scale is None else scale)
         self.verdicts.append(verdict)

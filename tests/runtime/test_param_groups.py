@@ -88,7 +88,7 @@ def test_muon_takes_matrices_only() -> None:
     net = Net()
     with pytest.raises(PlanError, match=r"Muon does not work for layers.0.bias, of shape \[4\]"):
         OptimizerSpec.from_callable(torch.optim.Muon, model=net)
-    for name, param in net.named_parameters():
+    for param in net.parameters():
         param.requires_grad_(param.dim() == 2)
     spec = OptimizerSpec.from_callable(torch.optim.Muon, model=net)
     assert not spec.is_elementwise()
