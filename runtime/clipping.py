@@ -38,8 +38,8 @@ class Grads:
         return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
 
     def times(self, factor: Tensor) -> Tensor | None:
-        """What an optimizer that reads these gradients multiplies them with in place of `scale(factor)`, which gives the
-        same bits but changes them; None where that is 1."""
+        """What an optimizer that reads these gradients multiplies them with in place of `scale(factor)`, which changes
+        them; the bits are the same. None where that is 1."""
         if self.factor is not None:
             factor = self.factor * factor.to(self.factor.device)
         return None if bool(factor == 1.0) else factor
@@ -85,8 +85,7 @@ def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 
 
 def speculative_factor(loss_scale: float) -> Tensor:
-    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped, bit
-    for bit."""
+    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped."""
     return torch.ones((), dtype=torch.float64) / loss_scale
 
 
@@ -108,8 +107,8 @@ def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
 
 
 def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict:
-    """The verdict on a speculative step. `loss_scale` None: there is none, and gradients that are not finite are stepped
-    with, as eager PyTorch does."""
+    """The verdict on a speculative step. `loss_scale` None: there is none, and gradients that are not finite count, as
+    they do in eager PyTorch."""
     if loss_scale is not None and not bool(torch.isfinite(squares)):
         return Verdict.UNDO
     return Verdict.REDO if must_redo(squares, max_norm, loss_scale or 1.0) else Verdict.KEEP

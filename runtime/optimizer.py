@@ -103,9 +103,9 @@ class StageOptimizer:
     ) -> None:
         """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
 
-        factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision that follow
-        the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses their
-        memory.
+        factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision
+        that follow the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses
+        their memory.
         """
         if self.optimizer is None:
             return
@@ -175,12 +175,12 @@ class StageOptimizer:
             param, grad = self.params[name], grads[name]
             full = flat[offset : offset + param.nbytes].view(param.dtype).view(param.shape)
             offset += param.nbytes
-            if factor is not None and torch.float64 in (param.dtype, grad.dtype):
-                full.copy_(times_in_full(grad, factor))
-            elif factor is not None:
-                full.copy_(grad).mul_(single)
-            else:
+            if factor is None or single is None:
                 full.copy_(grad)
+            elif torch.float64 in (param.dtype, grad.dtype):
+                full.copy_(times_in_full(grad, factor))
+            else:
+                full.copy_(grad).mul_(single)
             param.grad = full
 
     def _step_these(self, names: Sequence[str]) -> None:
