@@ -154,10 +154,11 @@ def _mobius_v100() -> Document:
 
 def _fuyou(name: str, part: str, price_dollars: float) -> Document:
     source = (
-        "Fuyou (2024) table 3: 2 Xeon Gold 5320, 768 GB DDR4-3200, PCIe 4, 12 Intel P5510; prices of table 5; "
+        "Fuyou (2024) table 3: Xeon Gold 5320, 768 GB, PCIe 4, 12 Intel P5510; 2 CPUs, as in the server that its table 5 "
+        "prices, with 8 channels each at the 2933 MT/s that they support; prices of table 5; "
         "disk rates and endurance from the P5510 datasheet"
     )
-    server = host("768GB", 409.6, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
+    server = host("768GB", 375.4, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
     document = machine(name, source, part, [1], server)
     if part == "a100-80gb":  # the paper's card is the PCIe model, whose HBM is a little slower
         document["devices"][0]["memory_bandwidth"] = 1935e9

@@ -29,3 +29,11 @@ def test_more_devices_than_blocks() -> None:
 def test_a_block_larger_than_every_device_is_named() -> None:
     with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs"):
         PartitionMinStage().plan(draft_on("20kB"))
+
+
+def test_inputs_that_leave_are_held_one_stage_at_a_time() -> None:
+    """Of the many stages of one device; with them all it would need more than it has."""
+    tight = draft_on("60kB", depth=60)
+    with pytest.raises(DoesNotFit, match="alone needs"):
+        PartitionMinStage().plan(tight)
+    assert len(PartitionMinStage(inputs_leave=True).plan(tight)["stages"]) == 61
