@@ -145,7 +145,7 @@ def test_values_for_other_shapes_are_refused() -> None:
     runner, x = runner_of(), torch.randn(ROWS, WIDTH)
     _, kept = runner.forward([x], 0, ["layers.0"])
     assert kept is not None
-    with pytest.raises(VerifyError, match="class 'layers.0' of stage0: the call was"):
+    with pytest.raises(VerifyError, match=r"class 'layers.0' of stage0: the call was"):
         runner.backward(Kept.partial({"layers.0": kept.tensors["layers.0"].t()}), [x], [1.0], None, 0)
 
 
