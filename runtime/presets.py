@@ -154,8 +154,8 @@ def _mobius_v100() -> Document:
 
 def _fuyou(name: str, part: str, price_dollars: float) -> Document:
     source = (
-        "Fuyou (2024) table 3: Xeon Gold 5320, 768 GB, PCIe 4, 12 Intel P5510; 2 CPUs, as in the server that its table 5 "
-        "prices, with 8 channels each at the 2933 MT/s that they support; prices of table 5; "
+        "Fuyou (2024) table 3: Xeon Gold 5320, 768 GB, PCIe 4, 12 Intel P5510; 2 CPUs, as in the server of its table "
+        "5, with 8 channels each at the 2933 MT/s that they support; prices of table 5; "
         "disk rates and endurance from the P5510 datasheet"
     )
     server = host("768GB", 375.4, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
