@@ -20,9 +20,11 @@ from typing import Any
 import psutil
 import torch
 
+from .disks import disk_directories
 from .errors import HardwareError
 from .hardware import Hardware
 from .presets import PCIE_X16, gpu
+from .ssd_folder import free_space
 
 MEASURE_TIMEOUT_S = 120.0
 PCI = Path("/sys/bus/pci/devices")
@@ -38,18 +40,19 @@ DRIVER_NAMES = {
 def detect_hardware(measure: bool = False) -> Hardware:
     """This machine as a document: its CUDA devices, or CPU devices when it has none.
 
-    Memory is shared out so that everything fits: CPU devices and DRAM get half each of four fifths of the RAM.
+    Memory is shared out so that everything fits: CPU devices and DRAM get half each of four fifths of the RAM. Each
+    disk with a directory that files can lie in counts as an SSD of the size that is free there.
     Raises HardwareError when a measurement fails or hangs.
     """
     document = _gpu_document() if torch.cuda.is_available() else _cpu_document()
-    disk_folder = scratch_folder()
-    if disk_folder is not None:
-        free_bytes = psutil.disk_usage(disk_folder).free
-        if free_bytes > 0:
-            guess = {"size_bytes": free_bytes, "read_bandwidth": 1e9, "write_bandwidth": 0.5e9}
-            document["hosts"][0]["ssds"] = [guess]
+    directories = disk_directories()
+    document["hosts"][0]["ssds"] = [
+        {"size_bytes": free_space(Path(directory)), "read_bandwidth": 1e9, "write_bandwidth": 0.5e9}
+        | {"directory": directory}
+        for directory in directories
+    ]
     if measure:
-        (_measure_gpus if torch.cuda.is_available() else _measure_cpus)(document, disk_folder)
+        (_measure_gpus if torch.cuda.is_available() else _measure_cpus)(document, directories)
         document["source"] = document["source"].split(";")[0] + "; all rates measured"
     return Hardware.model_validate(document)
 
@@ -67,16 +70,6 @@ def ram_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     total = psutil.virtual_memory().total
     limit = cgroup.read_text().strip() if cgroup.is_file() else "max"
     return min(total, int(limit)) if limit.isdigit() else total
-
-
-def scratch_folder() -> str | None:
-    """A writable folder on a disk (not in RAM): the temporary folder, else the current one, else None."""
-    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    for folder in (Path(tempfile.gettempdir()).resolve(), Path.cwd()):
-        mount = next((str(p) for p in (folder, *folder.parents) if str(p) in mounts), "/")
-        if mounts.get(mount) not in ("tmpfs", "ramfs", "devtmpfs") and os.access(folder, os.W_OK):
-            return str(folder)
-    return None
 
 
 def cpu_peak_flops(threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, float]:
@@ -287,21 +280,20 @@ def _four_digits(text: str) -> float:
     return float(f"{float(text):.4g}")  # a measurement is worth no more, and the document stays readable
 
 
-def _set_disk(document: dict[str, Any], rates: dict[str, float]) -> None:
-    for ssd in document["hosts"][0].get("ssds", []):
+def _set_disks(document: dict[str, Any], measured: list[dict[str, float]]) -> None:
+    for ssd, rates in zip(document["hosts"][0]["ssds"], measured, strict=True):
         ssd |= {
             "read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"],
             "latency_s": rates["disk_latency_s"],
         }  # fmt: skip
 
 
-def _measure_cpus(document: dict[str, Any], disk_folder: str | None) -> None:
+def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
     devices, host = document["devices"], document["hosts"][0]
     threads, world = devices[0]["threads"], str(len(devices))
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
-        tail = [disk_folder] if disk_folder else []
-        ranks = [[str(rank), world, str(threads), rendezvous, *tail] for rank in range(len(devices))]
+        ranks = [[str(rank), world, str(threads), rendezvous, *directories] for rank in range(len(devices))]
         reports = run_children("measure", ranks, threads)
     for device, rates in zip(devices, reports, strict=True):
         device |= {
@@ -317,17 +309,15 @@ def _measure_cpus(document: dict[str, Any], disk_folder: str | None) -> None:
     }
     if "link" in reports[0]:
         host |= {"nvlink_bandwidth": reports[0]["link"], "nvlink_latency_s": reports[0]["link_latency_s"]}
-    if disk_folder is not None:
-        _set_disk(document, reports[0])
+    _set_disks(document, reports[0]["disks"])
 
 
-def _measure_gpus(document: dict[str, Any], disk_folder: str | None) -> None:
+def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
     devices, host = document["devices"], document["hosts"][0]
     groups: list[list[int]] = [[] for _ in host["root_complexes"]]
     for index, device in enumerate(devices):
         groups[device["root_complex"]].append(index)
-    arguments = [json.dumps(groups), *([disk_folder] if disk_folder else [])]
-    (report,) = run_children("measure_cuda", [arguments], host["cpu_cores"])
+    (report,) = run_children("measure_cuda", [[json.dumps(groups), *directories]], host["cpu_cores"])
     for device, rates in zip(devices, report["devices"], strict=True):
         device |= {
             "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16") if dtype in rates},
@@ -344,5 +334,4 @@ def _measure_gpus(document: dict[str, Any], disk_folder: str | None) -> None:
     }
     if host["nvlink_bandwidth"] is not None and "peer" in report:
         host |= {"nvlink_bandwidth": report["peer"]["link"], "nvlink_latency_s": report["peer"]["link_latency_s"]}
-    if "disk" in report:
-        _set_disk(document, report["disk"])
+    _set_disks(document, report["disks"])

@@ -1,26 +1,22 @@
-"""Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, the disk.
+"""Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
 
-Run as `python -m penstock.runtime.measure RANK WORLD THREADS RENDEZVOUS [DISK_FOLDER]`: one process per device, all
-at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
+Run as `python -m penstock.runtime.measure RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device, all at
+once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
 """
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import mmap
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .disks import disk_rates
 from .heap import keep_freed_memory
 from .measure_links import fetch_latency_s, message_rates
 from .waiting import waited_s
@@ -111,73 +107,8 @@ def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
     return num_params / steady_s(optimizer.step)
 
 
-def disk_rates(folder: str, size_bytes: int = 256 * MIB, block_bytes: int = 8 * MIB) -> dict[str, float]:
-    """Sequential write and read rate of a temporary file, past the page cache where the file system allows it, and the
-    seconds of a read of one page.
-
-    Four threads, as the runtime's own. Raises OSError when the folder cannot be written or is full.
-    """
-    handle, path = tempfile.mkstemp(dir=folder, prefix="measure-")
-    os.close(handle)
-    try:
-        write_s, direct = _timed_blocks(path, size_bytes, block_bytes, write=True)
-        read_s, _ = _timed_blocks(path, size_bytes, block_bytes, write=False)
-        latency_s = _page_s(path, size_bytes)
-    finally:
-        os.unlink(path)
-    rates = {"disk_write": size_bytes / write_s, "disk_read": size_bytes / read_s, "disk_direct": float(direct)}
-    return {**rates, "disk_latency_s": latency_s}
-
-
-def _timed_blocks(path: str, size_bytes: int, block_bytes: int, write: bool) -> tuple[float, bool]:
-    """Seconds to write (and flush) or read the whole file, and whether O_DIRECT was possible."""
-    handle, direct = _open_direct(path, os.O_RDWR)
-
-    def move(offset: int) -> None:
-        with mmap.mmap(-1, block_bytes) as block:  # anonymous maps are page-aligned, as O_DIRECT demands
-            if write:
-                block[:] = os.urandom(4096) * (block_bytes // 4096)
-            moved = os.pwritev(handle, [block], offset) if write else os.preadv(handle, [block], offset)
-            if moved != block_bytes:
-                raise OSError(errno.EIO, f"moved {moved} of {block_bytes} bytes", path)
-
-    try:
-        if not write and not direct:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(move, range(0, size_bytes, block_bytes)))
-        if write:
-            os.fsync(handle)
-        return time.perf_counter() - start, direct
-    finally:
-        os.close(handle)
-
-
-def _page_s(path: str, size_bytes: int) -> float:
-    """Seconds of the read of one page, each time of another, far from the last."""
-    handle, direct = _open_direct(path, os.O_RDWR)
-    places = itertools.cycle(range(0, size_bytes, 17 * mmap.PAGESIZE))
-    try:
-        if not direct:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap.mmap(-1, mmap.PAGESIZE) as page:
-            return steady_s(lambda: os.preadv(handle, [page], next(places)), slice_s=0.1)
-    finally:
-        os.close(handle)
-
-
-def _open_direct(path: str, flags: int) -> tuple[int, bool]:
-    try:
-        return os.open(path, flags | os.O_DIRECT), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct access
-            raise
-        return os.open(path, flags), False
-
-
-def measure_cpu(disk_folder: str | None, store: dist.Store) -> dict[str, float]:
-    """All rates of this process's device, in step with the other ranks; the disk on rank 0 only. `store`: where ranks
+def measure_cpu(disk_directories: Sequence[str], store: dist.Store) -> dict[str, Any]:
+    """All rates of this process's device, in step with the other ranks; the disks on rank 0 only. `store`: where ranks
     0 and 1 meet to exchange messages."""
     tasks: dict[str, Callable[[], float]] = {
         "fp32": lambda: matmul_flops(torch.float32),
@@ -189,7 +120,7 @@ def measure_cpu(disk_folder: str | None, store: dist.Store) -> dict[str, float]:
         "op_overhead_s": call_overhead_s,
         "adamw": adamw_params_per_s,
     }
-    rates = {}
+    rates: dict[str, Any] = {}
     for name, task in tasks.items():
         dist.barrier()
         rates[name] = task()
@@ -197,14 +128,14 @@ def measure_cpu(disk_folder: str | None, store: dist.Store) -> dict[str, float]:
     if dist.get_world_size() > 1 and dist.get_rank() < 2:
         rates |= message_rates(store, dist.get_rank(), MESSAGE_BYTES)
     dist.barrier()
-    if disk_folder is not None and dist.get_rank() == 0:
-        rates |= disk_rates(disk_folder)
+    if dist.get_rank() == 0:
+        rates["disks"] = [disk_rates(directory) for directory in disk_directories]
     dist.barrier()
     return rates
 
 
 def main(arguments: list[str]) -> None:
-    rank, world, threads, rendezvous, *folder = arguments
+    rank, world, threads, rendezvous, *directories = arguments
     keep_freed_memory()  # as the devices themselves do
     sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(int(threads))
@@ -213,7 +144,7 @@ def main(arguments: list[str]) -> None:
     )
     try:
         store = dist.FileStore(f"{rendezvous}-messages", 2)
-        print(json.dumps(measure_cpu(folder[0] if folder else None, store)))
+        print(json.dumps(measure_cpu(directories, store)))
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Timing what CUDA devices do: matrix products, their memory, pinned copies alone and together, peers.
 
-Run as `python -m penstock.runtime.measure_cuda GROUPS [DISK_FOLDER]` where GROUPS is a JSON list with the device
+Run as `python -m penstock.runtime.measure_cuda GROUPS [DIRECTORY ...]` where GROUPS is a JSON list with the device
 indices under each root complex. Prints one line of JSON. A process of its own, so that the caller keeps no context.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .measure import MIB, adamw_params_per_s, copy_bandwidth, disk_rates
+from .disks import disk_rates
+from .measure import MIB, adamw_params_per_s, copy_bandwidth
 
 SLICE_S = 0.3
 COPY_BYTES = 256 * MIB
@@ -118,8 +119,8 @@ def peer_rates(src: int, dst: int) -> dict[str, float]:
     }
 
 
-def measure_machine(groups: list[list[int]], disk_folder: str | None) -> dict[str, Any]:
-    """Rates of every GPU, of each root complex's group together, of a pair of peers, of the host and its disk."""
+def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) -> dict[str, Any]:
+    """Rates of every GPU, of each root complex's group together, of a pair of peers, of the host and its disks."""
     num_devices = sum(map(len, groups))
     report: dict[str, Any] = {
         "devices": [measure_device(device) for device in range(num_devices)],
@@ -129,14 +130,13 @@ def measure_machine(groups: list[list[int]], disk_folder: str | None) -> dict[st
     }
     if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
         report["peer"] = peer_rates(0, 1)
-    if disk_folder is not None:
-        report["disk"] = disk_rates(disk_folder)
+    report["disks"] = [disk_rates(directory) for directory in disk_directories]
     return report
 
 
 def main(arguments: list[str]) -> None:
-    groups, *folder = arguments
-    print(json.dumps(measure_machine(json.loads(groups), folder[0] if folder else None)))
+    groups, *directories = arguments
+    print(json.dumps(measure_machine(json.loads(groups), directories)))
 
 
 if __name__ == "__main__":

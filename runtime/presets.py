@@ -146,9 +146,7 @@ def _mobius_v100() -> Document:
         "Mobius (ASPLOS 2023) section 4: EC2 p3.8xlarge, NVLink 300 GB/s both directions together; "
         "DRAM, cores and price from AWS; 4 channels of DDR4-2400"
     )
-    server = host(
-        "244GiB", 76.8, 16, 2, PCIE_X16[3], p2p=True, nvlink_bandwidth=150e9, price_dollars_per_hour=12.24
-    )
+    server = host("244GiB", 76.8, 16, 2, PCIE_X16[3], p2p=True, nvlink_bandwidth=150e9, price_dollars_per_hour=12.24)
     return machine("mobius-v100", source, "v100-16gb", [2, 2], server)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -52,8 +51,10 @@ def test_measuring_times_every_figure_on_this_machine(no_gpu: None, tmp_path: Pa
         assert 1e-6 < hardware.latency_s("cpu0", "cpu1") < 0.1
     hardware.save(tmp_path / "here.yaml")
     assert Hardware.load(tmp_path / "here.yaml") == hardware
-    folder = detect.scratch_folder()
-    assert folder is None or not list(Path(folder).glob("measure-*"))
+    for measured, guessed in zip(host.ssds, guess.hosts[0].ssds, strict=True):
+        assert measured.directory == guessed.directory and measured.directory is not None
+        assert measured.read_bandwidth != guessed.read_bandwidth and 1e6 < measured.write_bandwidth < 1e11
+        assert not list(Path(measured.directory).glob("penstock-*-measure"))
 
 
 def test_a_failing_measurement_shows_the_childs_error() -> None:
@@ -72,30 +73,6 @@ def test_a_hanging_measurement_is_stopped_and_leaves_no_process(
         detect.run_children("measure", [["0", "2", "1", str(tmp_path / "alone")]], threads=1)
     assert time.monotonic() - start < 10
     assert {child.pid for child in psutil.Process().children()} <= before
-
-
-def test_disk_rates_leave_no_file(tmp_path: Path) -> None:
-    rates = measure.disk_rates(str(tmp_path), size_bytes=16 * measure.MIB, block_bytes=measure.MIB)
-    assert rates["disk_read"] > 0 and rates["disk_write"] > 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_without_direct_access_is_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refusing(path: str, flags: int, *more: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *more, **options)
-
-    monkeypatch.setattr(measure.os, "open", refusing)
-    rates = measure.disk_rates(str(tmp_path), size_bytes=4 * measure.MIB, block_bytes=measure.MIB)
-    assert rates["disk_direct"] == 0 and rates["disk_write"] > 0
-
-
-def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        measure.disk_rates(str(tmp_path / "missing"))
 
 
 def test_median_is_of_the_work_given() -> None:
@@ -210,28 +187,32 @@ def test_gpus_are_described_with_their_slots_and_datasheets(three_gpus: None) ->
     assert "guessed for NVIDIA Unheard Of" in hardware.source
 
 
-def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
     figures = {"fp32": 30e12, "fp16": 60e12, "bf16": 61e12, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3, "down": [24.5e9, 12e9],
         "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
-        "disk": {"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6},
+        "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
     }  # fmt: skip
 
     def answer(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
-        asked.append((module, arguments[0][0]))
+        asked.append((module, *arguments[0]))
         return [report]
 
     monkeypatch.setattr(detect, "run_children", answer)
+    monkeypatch.setattr(detect, "disk_directories", lambda: [str(tmp_path)])
     hardware = Hardware.detect(measure=True)
-    assert asked == [("measure_cuda", "[[0, 1], [2]]")]
+    assert asked == [("measure_cuda", "[[0, 1], [2]]", str(tmp_path))]
     assert hardware.source.endswith("; all rates measured")
     device, host = hardware.devices[1], hardware.hosts[0]
     assert device.achieved_flops("bf16") == 61e12
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
     assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
+    (disk,) = host.ssds
+    assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
+    assert disk.directory == str(tmp_path) and disk.size_bytes > 0
 
 
 @pytest.mark.parametrize(("active", "major", "rate"), [(12, 8, 240e9), (18, 9, 360e9), (18, 10, 720e9), (0, 8, None)])
