@@ -273,8 +273,9 @@ class OptimizerSpec:
                 self.build_alone(index, [_tiny((2,) * len(shape))]).step()
             except FAILURES as error:
                 raise PlanError(
-                    f"optimizer {self.path} does not work for {name}, of shape {list(shape)}: {error}; freeze such "
-                    "parameters (requires_grad_(False)), or use an optimizer for all shapes, like torch.optim.AdamW"
+                    f"optimizer {self.path} does not work for {name}, of shape {list(shape)} (tried on a small one: "
+                    f"{error}); freeze such parameters (requires_grad_(False)), or use an optimizer for all shapes, like "
+                    "torch.optim.AdamW"
                 ) from error
 
     def _has_fused(self, like: Tensor) -> bool:
