@@ -1,0 +1,97 @@
+"""A peer in a process of its own, which may be another Python's: one line of JSON per step, over its pipes.
+
+The peer calls `serve` when it is ready to train; whoever drives it holds a `Child`. Needs the standard library only,
+since the other Python has no Penstock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Idle threads of several processes on few cores else burn the cores that the others need.
+CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+class Child:
+    """A running peer: `step()` trains one step and returns its loss. `facts`: what it said of itself when ready;
+    `peak_bytes`: the most RAM that its process has held so far.
+
+    Raises RuntimeError with the end of what the peer printed when it ends early.
+    """
+
+    def __init__(
+        self, script: Path, settings: Mapping[str, Any], threads: int, python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self.peak_bytes = 0
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="bench-", suffix=".log")  # noqa: SIM115, closed by `close`
+        counts = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            [python, str(script), json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env={**os.environ, **CALM, **counts, **(environment or {})},
+        )  # fmt: skip
+        try:
+            self.facts = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        self.peak_bytes = int(answer["peak_bytes"])
+        return float(answer["loss"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended: {self._last_words()}")
+        return json.loads(line)
+
+    def _last_words(self, lines: int = 3) -> str:
+        text = Path(self.log.name).read_text(errors="replace").strip().splitlines()
+        return " | ".join(line.strip() for line in text[-lines:])
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[str, Any]]]) -> None:
+    """The peer's side. `prepare(settings)` returns a function that trains one step, and facts.
+
+    What libraries print goes to standard error, as standard output carries the answers.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    step, facts = prepare(json.loads(sys.argv[1]))
+    print(json.dumps(facts), file=answers, flush=True)
+    for _ in sys.stdin:
+        loss = step()
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"loss": loss, "peak_bytes": peak_bytes}), file=answers, flush=True)

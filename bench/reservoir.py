@@ -1,0 +1,355 @@
+"""A model whose states are four times the DRAM given to it, trained from files on a disk: against what bounds it,
+against itself without overlap, and against what people use. For a machine without a GPU.
+
+Step: beside the job run, turn by turn and with as many threads: eager PyTorch with everything in RAM (its computation
+and its optimizer are two parts of the bound, its losses the right ones), and the same bytes of disk traffic through the
+same files with nothing else going on, once reads behind writes and once both at once; the faster is the third part.
+The bound is the longest part, if the machine has a core that computation leaves to the optimizer; else both share cores
+and their sum counts. `ratio_recomputing` is against the same bound with every block computed twice.
+
+Peers: ZeRO-Infinity with weights and states in files (`--deepspeed-python`, a Python that has it), a loop written by
+hand, FSDP2 with CPU offload (which has no disk tier: all in RAM).
+
+Run: python bench/reservoir.py [--deepspeed-python PYTHON] [--directory DIR] [--rounds N] [--section NAME] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.bench.peers import footprint, models, rows
+from penstock.bench.peers.bound import Bound, Disk, EagerParts
+from penstock.bench.peers.children import CALM, Child
+from penstock.bench.peers.offload_loop import OffloadLoop
+from penstock.bench.peers.timing import alternate
+from penstock.compiler.strategies import STRATEGIES
+from penstock.runtime.disks import disk_rates
+
+STEP_TARGET, MEMORY_TARGET, SIMULATOR_TARGET = 1.15, 0.10, 0.20
+STATES_OVER_DRAM = 4
+STATE_BYTES = 12  # per parameter: fp32 weights and AdamW's two moments
+LR, THREADS = 1e-4, 1
+PEERS = Path(__file__).resolve().parent / "peers"
+FUYOU = STRATEGIES["fuyou"]
+APART = FUYOU.replace("overlap-optimizer", "overlap-optimizer{overlap=false}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT-2, a global batch of sequences of 128, and a device's memory. `dram_bytes` is a fourth of the states."""
+
+    name: str
+    layers: int
+    width: int
+    vocabulary: int
+    batch: int
+    micro_batches: int
+    memory: str
+    tied: bool = True
+    lr: float = LR
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.model().parameters())
+
+    @property
+    def dram_bytes(self) -> int:
+        return STATE_BYTES * self.parameters // STATES_OVER_DRAM
+
+    def model(self) -> Any:
+        return models.gpt2(self.layers, self.width, self.tied, self.vocabulary)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return models.batch(self.batch, vocabulary=self.vocabulary)
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "case": self.name, "model": f"gpt2 {self.layers} x {self.width}, vocabulary {self.vocabulary}, fp32",
+            "batch": f"{self.batch} x 128", "micro_batches": self.micro_batches, "parameters": self.parameters,
+            "state_bytes": STATE_BYTES * self.parameters, "dram_bytes": self.dram_bytes, "memory": self.memory,
+        }  # fmt: skip
+
+
+CASES = (
+    Case("bound by computation", 24, 384, 2048, batch=8, micro_batches=4, memory="400MB"),
+    Case("bound by the disk", 24, 384, 2048, batch=2, micro_batches=2, memory="200MB"),
+)
+SMALL = (Case("small", 4, 64, 256, batch=4, micro_batches=2, memory="16MB"),)
+
+
+@dataclass
+class Bench:
+    """What all sections share. `disk`: where the files go. `machine`: this machine, its rates measured now."""
+
+    cases: tuple[Case, ...]
+    machine: penstock.Hardware
+    disk: Path
+    rounds: int
+    deepspeed: Path | None
+    out: Path | None
+
+    def hardware(self, case: Case) -> penstock.Hardware:
+        return self.machine.with_(memory=case.memory, dram=case.dram_bytes)
+
+    def compiled(self, case: Case, strategy: str) -> penstock.Job:
+        return penstock.compile(
+            case.model(), self.hardware(case), ssd_dirs=[str(self.disk)], example_inputs=case.inputs(),
+            optimizer=partial(torch.optim.AdamW, lr=LR), strategy=strategy, micro_batches=case.micro_batches,
+        )  # fmt: skip
+
+    def save(self, figure: str, row: dict[str, Any]) -> None:
+        rows.save("reservoir", {"figure": figure, **row}, self.out)
+
+
+class Runner:
+    """A side of a comparison: runs steps, and keeps their losses."""
+
+    def __init__(self, step: Callable[[], Any]):
+        self.run, self.losses = step, []
+
+    def __call__(self) -> None:
+        self.losses.append(float(self.run()))
+
+
+# -- a step against its bound, and against the peers ------------------------------------------------------------------
+
+
+def measure_steps(bench: Bench) -> None:
+    for case in bench.cases:
+        say(f"steps: {case.name}")
+        with ExitStack() as stack:
+            compare(bench, case, stack)
+
+
+def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
+    """All sides of one case, turn by turn; one row for the bound and the overlap, one per peer."""
+    batch = case.inputs()
+    overlapped = stack.enter_context(bench.compiled(case, "fuyou"))
+    apart = stack.enter_context(bench.compiled(case, APART))
+    ours = Runner(lambda: overlapped.step(batch))
+    ours()
+    moved = disk_bytes(overlapped.last.moved_bytes)
+    disk = stack.enter_context(Disk(bench.disk, moved["read"], moved["write"]))
+    eager = EagerParts(case.model(), case.micro_batches, LR)
+    twice = EagerParts(case.model(), case.micro_batches, LR)
+    twice.model.gradient_checkpointing_enable({"use_reentrant": False})
+    sides: dict[str, Callable[[], object]] = {
+        "penstock": ours, "penstock, no overlap": Runner(lambda: apart.step(batch)),
+        "eager": Runner(lambda: eager.step(batch)), "eager, recomputing": Runner(lambda: twice.step(batch)),
+        "disk in turn": disk.in_turn, "disk at once": disk.at_once,
+    }  # fmt: skip
+    peers, skipped = start_peers(bench, case, stack)
+    times_s = alternate({**sides, **{name: Runner(peer.step) for name, peer in peers.items()}}, bench.rounds, warm_up=1)
+    eager.compute_s, eager.optimizer_s = eager.compute_s[1:], eager.optimizer_s[1:]
+    losses = {name: side.losses for name, side in sides.items() if isinstance(side, Runner)}
+    bound_row(bench, case, overlapped, times_s, eager, twice, disk, moved, losses)
+    peer_rows(bench, case, times_s, peers, skipped)
+
+
+def bound_row(
+    bench: Bench, case: Case, job: penstock.Job, times_s: dict[str, list[float]], eager: EagerParts, twice: EagerParts,
+    disk: Disk, moved: dict[str, int], losses: dict[str, list[float]],
+) -> None:  # fmt: skip
+    step_s, disk_s = times_s["penstock"], min(times_s["disk in turn"], times_s["disk at once"], key=statistics.median)
+    shared = len(os.sched_getaffinity(0)) < THREADS + 1
+    median = statistics.median
+    bound = Bound(median(eager.compute_s), median(eager.optimizer_s), median(disk_s), shared)
+    recomputing = replace(bound, compute_s=median(twice.compute_s[1:]))
+    added_up = replace(bound, cores_shared=True)
+    by_round = zip(step_s, eager.compute_s, eager.optimizer_s, disk_s)
+    pairs = [step / Bound(*parts, shared).seconds for step, *parts in by_round]
+    bench.save(
+        "step",
+        {
+            **case.described(), "threads": THREADS, "plan": summary(job), "step": rows.spread(step_s),
+            "no_overlap": rows.spread(times_s["penstock, no overlap"]),
+            "gain_of_overlap": median(times_s["penstock, no overlap"]) / median(step_s),
+            "compute": rows.spread(eager.compute_s), "compute_recomputing": rows.spread(twice.compute_s[1:]),
+            "optimizer": rows.spread(eager.optimizer_s), "disk": rows.spread(disk_s),
+            "disk_in_turn_s": median(times_s["disk in turn"]), "disk_at_once_s": median(times_s["disk at once"]),
+            "disk_bytes": moved, "disk_read_s": median(disk.read_s), "disk_write_s": median(disk.write_s),
+            "disk_engine": disk.folder.engine,
+            "bound_s": bound.seconds, "bound_by": bound.by, "cores_shared": shared,
+            "ratio": median(step_s) / bound.seconds, "ratio_of_fastest": min(step_s) / bound.seconds,
+            "ratio_of_pairs": median(pairs), "target": STEP_TARGET,
+            "ratio_recomputing": median(step_s) / recomputing.seconds,
+            "ratio_if_cores_were_shared": median(step_s) / added_up.seconds,
+            "predicted_s": job.plan.predicted.step_s, "losses_differ_by": apart_by(losses),
+        },
+    )  # fmt: skip
+
+
+def apart_by(losses: dict[str, list[float]]) -> float:
+    """The largest relative difference between a loss of either job and eager's of the same step."""
+    ours = (losses["penstock"], losses["penstock, no overlap"])
+    return max(abs(a - b) / abs(b) for mine in ours for a, b in zip(mine, losses["eager"], strict=False))
+
+
+def disk_bytes(moved: dict[str, int]) -> dict[str, int]:
+    """Bytes read from and written to all disks in one step."""
+    return {way: sum(n for link, n in moved.items() if link.startswith("ssd") and link.endswith(way))
+            for way in ("read", "write")}  # fmt: skip
+
+
+def summary(job: penstock.Job) -> dict[str, Any]:
+    decisions = job.plan.decisions
+    return {
+        "stages": len(decisions.stages), "rematerialised": len(decisions.rematerialise),
+        "predicted_peak_bytes": job.plan.predicted.peak_bytes, "bottleneck": job.plan.predicted.bottleneck,
+    }  # fmt: skip
+
+
+def start_peers(bench: Bench, case: Case, stack: ExitStack) -> tuple[dict[str, Any], dict[str, str]]:
+    """The peers that run here, and why others do not."""
+    settings = {**asdict(case), "directory": str(bench.disk), "port": 29600 + os.getpid() % 300, "checkpoint": False}
+    loop = OffloadLoop(case.model(), bench.disk, case.micro_batches, LR)
+    peers: dict[str, Any] = {"loop by hand": LoopPeer(stack.enter_context(loop), case.inputs())}
+    peers["fsdp2, all in RAM"] = stack.enter_context(Child(PEERS / "fsdp_offload.py", settings, THREADS))
+    if bench.deepspeed is None:
+        return peers, {"zero-infinity": "no --deepspeed-python was given"}
+    variants = {
+        "zero-infinity": (THREADS, False), "zero-infinity, recomputing": (THREADS, True),
+        "zero-infinity, two threads": (2, False),
+    }  # fmt: skip
+    skipped = {}
+    for number, (name, (threads, checkpoint)) in enumerate(variants.items()):
+        folder = bench.disk / f"zero{number}"
+        folder.mkdir(exist_ok=True)
+        mine = {**settings, "directory": str(folder), "port": settings["port"] + number, "checkpoint": checkpoint}
+        say(f"starting {name}; its first start ever builds its extensions, which takes minutes")
+        try:
+            peers[name] = stack.enter_context(zero_infinity(bench.deepspeed, mine, threads))
+        except RuntimeError as error:
+            skipped[name] = str(error)
+    return peers, skipped
+
+
+def zero_infinity(python: Path, settings: dict[str, Any], threads: int) -> Child:
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies beside its python
+    environment = {"DS_ACCELERATOR": "cpu", "MAX_JOBS": "1", "PATH": path}
+    return Child(PEERS / "zero_infinity.py", settings, threads, str(python), environment)
+
+
+class LoopPeer:
+    def __init__(self, loop: OffloadLoop, batch: dict[str, torch.Tensor]):
+        self.loop, self.batch, self.peak_bytes = loop, batch, None
+
+    def step(self) -> float:
+        return self.loop.step(self.batch)
+
+
+def peer_rows(
+    bench: Bench, case: Case, times_s: dict[str, list[float]], peers: dict[str, Any], skipped: dict[str, str]
+) -> None:
+    ours = times_s["penstock"]
+    for name, peer in peers.items():
+        theirs = times_s[name]
+        bench.save(
+            "peer",
+            {
+                **case.described(), "peer": name, "facts": getattr(peer, "facts", {}), "peer_step": rows.spread(theirs),
+                "step": rows.spread(ours), "times_faster": statistics.median(theirs) / statistics.median(ours),
+                "times_faster_of_fastest": min(theirs) / min(ours), "peer_peak_rss_bytes": peer.peak_bytes,
+            },
+        )  # fmt: skip
+    for name, reason in skipped.items():
+        bench.save("peer", {**case.described(), "peer": name, "skipped": reason})
+
+
+# -- memory and predictions -------------------------------------------------------------------------------------------
+
+
+def measure_memory(bench: Bench) -> None:
+    """Each case in a process of its own, see `footprint`."""
+    for case in bench.cases:
+        say(f"memory: {case.name}")
+        weights = bench.disk / "weights"
+        case.model().save_pretrained(weights)
+        machine = bench.hardware(case).model_dump(mode="json")
+        settings = {**asdict(case), "machine": machine, "weights": str(weights), "directory": str(bench.disk)}
+        found = subprocess.run(
+            [sys.executable, footprint.__file__, json.dumps({**settings, "strategy": "fuyou", "steps": 3})],
+            stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **CALM, "OMP_NUM_THREADS": str(THREADS)},
+        )  # fmt: skip
+        row = json.loads(found.stdout.splitlines()[-1])
+        bench.save("memory", {**case.described(), **row, "error": row["ratio"] - 1, "target": MEMORY_TARGET})
+
+
+def measure_predictions(bench: Bench) -> None:
+    """Predicted against measured steps of several plans on the machine as measured at the start."""
+    for case in bench.cases:
+        for name, strategy in plans().items():
+            say(f"prediction: {case.name}, {name}")
+            batch, times_s = case.inputs(), []
+            with bench.compiled(case, strategy) as job:
+                times_s = alternate({"job": partial(job.step, batch)}, max(bench.rounds, 3))["job"]
+            predicted_s = job.plan.predicted.step_s
+            bench.save(
+                "prediction",
+                {
+                    **case.described(), "plan": {"name": name, **summary(job)}, "predicted_s": predicted_s,
+                    "step": rows.spread(times_s), "error": predicted_s / statistics.median(times_s) - 1,
+                    "error_of_fastest": predicted_s / min(times_s) - 1, "target": SIMULATOR_TARGET,
+                },
+            )  # fmt: skip
+
+
+def plans() -> dict[str, str]:
+    return {"fuyou": FUYOU, "no overlap": APART, "rematerialised": FUYOU.replace("choose-activations", "insert-remat")}
+
+
+SECTIONS = {"steps": measure_steps, "memory": measure_memory, "predictions": measure_predictions}
+
+
+def this_machine(disk: Path) -> penstock.Hardware:
+    """One CPU device of this machine, all rates measured; the disk's through the runtime's own files."""
+    say("measuring this machine")
+    rates = disk_rates(disk)
+    found = penstock.Hardware.detect(measure=True)
+    ssd = {
+        "size_bytes": "20GB", "read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"],
+        "latency_s": rates["disk_latency_s"],
+    }  # fmt: skip
+    return found.with_(num_devices=1, threads=THREADS, ssds=[ssd])
+
+
+def say(text: str) -> None:
+    print(f"-- {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed-python", type=Path, help="a Python that has deepspeed; without: not compared")
+    parser.add_argument("--directory", help="on the disk to use; default: the temporary folder")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="only this; may be repeated")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the benchmark itself")
+    parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/reservoir.jsonl")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory(prefix="reservoir-", dir=args.directory) as folder:
+        machine = this_machine(Path(folder))
+        cases = SMALL if args.small else CASES
+        bench = Bench(cases, machine, Path(folder), args.rounds, args.deepspeed_python, args.out)
+        for name in args.section or SECTIONS:
+            SECTIONS[name](bench)
+
+
+if __name__ == "__main__":
+    main()
