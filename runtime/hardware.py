@@ -76,8 +76,8 @@ class Part(BaseModel):
 class Ssd(Part):
     """One disk. Reads and writes take turns on it.
 
-    `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its life
-    (TBW on its datasheet).
+    `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its
+    life (TBW on its datasheet).
     """
 
     size_bytes: Bytes

@@ -1,7 +1,7 @@
 """Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
 
-Run as `python -m penstock.runtime.measure RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device, all at
-once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
+Run as `python -m penstock.runtime.measure RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device, all
+at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
 """
 
 from __future__ import annotations
