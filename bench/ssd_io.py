@@ -1,8 +1,8 @@
 """Scratch files on SSD against a plain loop of O_DIRECT pread and pwrite, engines and checksums, turn by turn.
 
-One file is written and read in regions, as the runtime does; the plain loops move the same bytes in blocks of 4 MiB, one
-after the other and four at a time. Every file has been written once before. Beside a
-thread that runs Python code without a pause: `busy_bytes_per_s`, and `busy_share`, its own speed (1: as if alone).
+One file is written and read in regions, as the runtime does; the plain loops move the same bytes in blocks of 4 MiB,
+one after the other and four at a time. Every file has been written once before. `busy_bytes_per_s` is the rate beside
+a thread that runs Python code without a pause, `busy_share` that thread's own speed (1: as if alone).
 
 Run: python bench/ssd_io.py DIRECTORY [--size 1GiB] [--region 64MiB] [--rounds N]
 """
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def main() -> None:
     memory.random_()
     with tempfile.TemporaryDirectory(dir=args.directory) as folder, movers(Path(folder), args.size) as all_movers:
         jobs = {
-            (name, direction): lambda call=getattr(mover, direction): sweep(call, args.size, memory)
+            (name, direction): partial(sweep, getattr(mover, direction), args.size, memory)
             for (name, mover), direction in product(all_movers.items(), ("write", "read"))
         }
         for (_, direction), job in jobs.items():  # blocks of the file that were never written are slower

@@ -190,14 +190,14 @@ def probe(engine: Engine, folder: Path) -> None:
     path = folder / "probe"
     descriptor = scratch.open_direct(path)
     try:
-        with mmap.mmap(-1, ALIGN_BYTES) as memory, memoryview(memory) as view:
-            view[:] = written = secrets.token_bytes(ALIGN_BYTES)
-            piece = Piece(descriptor, 0, view, str(path), 0)
-            engine.write([piece])
-            view[:] = bytes(ALIGN_BYTES)
-            engine.read([piece])
-            if view != written:
-                raise SsdError(f"{path}: a page does not read as it was written.", file=str(path))
+        memory = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+        memory[:] = written = secrets.token_bytes(ALIGN_BYTES)
+        piece = Piece(descriptor, 0, memory, str(path), 0)
+        engine.write([piece])
+        memory[:] = bytes(ALIGN_BYTES)
+        engine.read([piece])
+        if memory != written:
+            raise SsdError(f"{path}: a page does not read as it was written.", file=str(path))
     finally:
         os.close(descriptor)
         path.unlink()
