@@ -50,6 +50,7 @@ class Draft:
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device, or EVERYWHERE
     programs: list[Program] = field(default_factory=list)
+    on_ssd: dict[str, str] = field(default_factory=dict)  # stage -> what of it is there: "states" or "all"
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
     def stage_of(self, name: str) -> Stage:

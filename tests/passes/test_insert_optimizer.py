@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.passes.base import Draft
-from penstock.passes.insert_optimizer import UNCLIPPED, InsertOptimizer, tie_groups
+from penstock.passes.insert_optimizer import InsertOptimizer
+from penstock.passes.updates import UNCLIPPED, tie_groups
 from penstock.runtime import ops
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import profile_memory
@@ -41,11 +42,19 @@ def order_of(draft: Draft, device: int) -> list[str]:
     return [f"{n.target.name} {n.args[0]}" if n.target in (ops.backward, ops.step) else n.target.name for n in nodes]  # type: ignore[union-attr]
 
 
-def test_a_swapped_stage_is_stepped_as_soon_as_its_gradients_are_complete() -> None:
+def test_a_swapped_stage_is_stepped_behind_the_offload_of_the_next() -> None:
+    """Which so need not wait until the step has used the gradients before."""
     draft = apply(ready(), InsertOptimizer())
     last, first = ["backward stage2"] * 2, ["backward stage0"] * 2
-    update = ["offload", "step stage2", "offload", "step stage0"]
-    assert order_of(draft, 0) == [*last, *update[:2], *first, *update[2:]]
+    assert order_of(draft, 0) == [*last, "offload", *first, "offload", "step stage2", "step stage0"]
+
+
+def test_gradients_of_one_stage_at_a_time_where_dram_has_no_room_for_two() -> None:
+    roomy = apply(ready(), InsertOptimizer())
+    need = sum(profile_memory(p).peak_bytes[ops.DRAM] for p in roomy.programs)
+    draft = apply(ready(Hardware.cpu(num_devices=2, dram=need - 1).with_(dram_usable_fraction=1.0)), InsertOptimizer())
+    assert [name.split()[0] for name in order_of(draft, 0)] == 2 * ["backward", "backward", "offload", "step"]
+    assert sum(profile_memory(p).peak_bytes[ops.DRAM] for p in draft.programs) < need
 
 
 def swapped_chain(hardware: Hardware) -> Draft:

@@ -1,0 +1,261 @@
+"""The update part of programs: gradients are reduced, clipped and used. `insert-optimizer` and `overlap-optimizer`
+write it with this.
+
+Of a stage that lives in DRAM the gradients are offloaded behind its last backward and used there. Its place in the text
+decides what may run at the same time, because values in DRAM lie in an arena and a place is used again only behind the
+`free` of what lay there. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there
+are at a time; `script` gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from ..runtime import ops
+from ..runtime.program import Program, place_frees
+from .base import EVERYWHERE, REPLICAS, SHARDS, Draft
+from .insert_fetch import phases
+
+UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
+Group = tuple[tuple[int, str, str], ...]
+Move = tuple[str, str]  # "read", "step" or "write", and the stage
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`lag`: a stage is stepped behind the offload of so many more; `buffers`: states from SSD there at a time."""
+
+    lag: int = 1
+    buffers: int = 1
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What all programs of a draft have in common. `where`: per stage the memory of its states; `groups`: of tied
+    parameters, and of the norm; `max_norm`: None where nothing is clipped; `scaled`: with a loss scale.
+
+    `overlap`: stages are stepped while the backward of others runs; `speculative`: also before the norm is known.
+    """
+
+    where: Mapping[str, str]
+    groups: dict[str, Group] = field(default_factory=dict)
+    max_norm: float | None = None
+    scaled: bool = False
+    overlap: bool = True
+    speculative: bool = False
+
+    @property
+    def tied(self) -> set[str]:
+        return {stage for rows in self.groups.values() for _, stage, _ in rows if stage}
+
+    def is_late(self, stage: str) -> bool:
+        """Whether a swapped stage's step waits for what is known behind the last backward only."""
+        return not self.overlap or stage in self.tied or (self.max_norm is not None and not self.speculative)
+
+
+def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
+    """As the user's options ask for."""
+    scaled = draft.options.precision == "fp16"
+    clip = draft.options.max_grad_norm
+    max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
+    groups = tie_groups(draft)
+    if max_norm is not None and REPLICAS not in draft.programs[0].interface.groups:
+        groups["world"] = tuple((p.device, "", "") for p in draft.programs)
+    return Updates(where, groups, max_norm, scaled)
+
+
+def tie_groups(draft: Draft) -> dict[str, Group]:
+    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages. Where
+    stages are everywhere, each device has groups of its own: it adds up what was summed over the devices before."""
+    ties = draft.graph.ties()
+    members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
+    for stage, home in zip(draft.stages, draft.devices):
+        for param in stage.spec.params:
+            name = ties.get(param.name, param.name)
+            homes = {f"tie.{name}": home}
+            if home == EVERYWHERE:
+                homes = {f"tie.{name}.{device}": device for device in range(draft.hardware.num_devices)}
+            for group, device in homes.items():
+                if param.requires_grad:
+                    members[group].append((device, stage.spec.name, param.name))
+    return {group: tuple(rows) for group, rows in members.items() if len(rows) > 1}
+
+
+def write_updates(programs: Sequence[Program], updates: Updates, timings: Sequence[Timing]) -> None:
+    """Into all programs of a draft, each with its timing."""
+    there = programs[0].interface.groups
+    for program in programs:
+        program.with_interface(groups={**there, **updates.groups})
+    for program, timing in zip(programs, timings):
+        _Writer(program, updates, timing).write()
+
+
+@dataclass(frozen=True)
+class Script:
+    """When the swapped stages of one program are updated. `order`: as their gradients come; `begin`: the op in front of
+    which slot 0 is. Slot i is behind the offload of the i-th of them; the last but one behind the last backward, the
+    last behind the norm."""
+
+    order: list[str]
+    slots: list[list[Move]]
+    begin: fx.Node | None
+
+
+def script(program: Program, updates: Updates, timing: Timing) -> Script:
+    """Of a program whose results hold the gradients."""
+    grads = _gradients(program)
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    swapped = [stage for stage in grads if updates.where[stage] != ops.DEVICE]
+    order = sorted(swapped, key=lambda stage: position[grads[stage]])
+    late = [stage for stage in order if updates.is_late(stage)]
+    if not updates.overlap:
+        late.reverse()  # the stream is in order: none is stepped before the last gradients have come
+    on_ssd = [stage for stage in order if updates.where[stage] == ops.SSD]
+    begin = None
+    if order:
+        begin = next(phase.nodes[0] for phase in reversed(phases(program)) if phase.stage == order[0])
+    return Script(order, slots(order, late, on_ssd, timing), begin)
+
+
+def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timing: Timing) -> list[list[Move]]:
+    """Per slot its moves. States are read when a buffer is free, and at most as many stages early as there are buffers;
+    they are written back behind their step, and that frees their buffer."""
+    last = len(order) + 2
+    at = {stage: min(i + timing.lag, last - 1) for i, stage in enumerate(order, 1)} | dict.fromkeys(late, last)
+    steps = [stage for stage in order if stage not in late] + list(late)
+    reads = [stage for stage in steps if stage in set(on_ssd)]
+    following = dict(zip(reads, reads[timing.buffers :]))
+    found: list[list[Move]] = [[] for _ in range(last + 1)]
+    for stage in reads[: timing.buffers]:
+        found[max(0, at[stage] - timing.buffers)].append(("read", stage))
+    for stage in steps:
+        found[at[stage]].append(("step", stage))
+        if stage in on_ssd:
+            found[at[stage]].append(("write", stage))
+        if stage in following:
+            other = following[stage]
+            found[max(at[stage], at[other] - timing.buffers)].append(("read", other))
+    return found
+
+
+def _gradients(program: Program) -> dict[str, fx.Node]:
+    return {str(n.meta["type"].stage): n for n in program.results().get("grads", [])}
+
+
+class _Writer:
+    """Writes the update part of one program."""
+
+    def __init__(self, program: Program, updates: Updates, timing: Timing):
+        self.program, self.updates = program, updates
+        self.grads = _gradients(program)
+        self.script = script(program, updates, timing)
+        self.weights_on_ssd = stages_read(program)
+        self.states: dict[str, fx.Node] = {}
+        self.norm: fx.Node | None = None
+
+    def write(self) -> None:
+        graph, order, moves = self.program.graph, self.script.order, self.script.slots
+        results = self.program.results()
+        results.pop("grads", None)
+        self.program.returns(results)
+        output = next(reversed(graph.nodes))
+        for stage, value in self.grads.items():
+            self.grads[stage] = self.collect(stage, value)
+        if self.script.begin is not None:
+            with graph.inserting_before(self.script.begin):
+                self.make(moves[0])
+        for stage, own in zip(order, moves[1:]):
+            with graph.inserting_before(self.grads[stage].next):
+                self.make(own)
+        with graph.inserting_before(output):
+            self.make(moves[-2])
+            self.reduce_ties()
+            if self.updates.max_norm is not None:
+                self.norm = self.total_norm()
+            for stage in self.grads:
+                if stage not in order:
+                    self.step(stage)
+            self.make(moves[-1])
+            for stage in order:
+                self.redo(stage)
+        place_frees(self.program)
+
+    def collect(self, stage: str, grads: fx.Node) -> fx.Node:
+        """Right behind its last backward a stage's gradients are summed over the devices, and offloaded."""
+        name, groups = _short("g", stage), self.program.interface.groups
+        with self.program.graph.inserting_before(grads.next):
+            if SHARDS in groups:
+                (grads,) = self.program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard"], group=SHARDS)
+            elif len(groups.get(REPLICAS, ())) > 1:
+                (grads,) = self.program.emit(ops.all_reduce, grads, names=[f"{name}_all"], group=REPLICAS)
+            if stage in self.script.order:
+                (grads,) = self.program.emit(ops.offload, grads, names=[f"{name}_dram"])
+        return grads
+
+    def make(self, moves: Sequence[Move]) -> None:
+        for kind, stage in moves:
+            what = f"{stage}.{'all' if stage in self.weights_on_ssd else 'states'}"
+            if kind == "read":
+                (self.states[stage],) = self.program.emit(ops.read, what, names=[_short("states", stage)])
+            elif kind == "write":
+                self.program.emit(ops.write, self.states[stage], to=what)
+            else:
+                self.step(stage)
+
+    def step(self, stage: str) -> None:
+        """With its states, if they came from SSD; before the norm is known, or on clipped gradients."""
+        grads, fields = self.grads[stage], {}
+        early = stage in self.script.order and not self.updates.is_late(stage)
+        if self.updates.max_norm is not None and early:
+            fields["speculative"] = True
+        elif self.norm is not None:
+            names, max_norm = [f"{_short('g', stage)}_clipped"], self.updates.max_norm
+            (grads,) = self.program.emit(ops.clip, grads, self.norm, names=names, max_norm=max_norm)
+        norm = [self.norm] if self.updates.scaled and not early else []
+        if stage not in self.states:
+            self.program.emit(ops.step, stage, grads, *norm, **fields)
+            return
+        names = [f"{_short('states', stage)}_new"]
+        (self.states[stage],) = self.program.emit(
+            ops.step, stage, grads, *norm, states=self.states[stage], names=names, **fields
+        )
+
+    def redo(self, stage: str) -> None:
+        if self.norm is not None and not self.updates.is_late(stage):
+            max_norm = self.updates.max_norm
+            self.program.emit(ops.redo, stage, self.grads[stage], self.norm, max_norm=max_norm)
+
+    def reduce_ties(self) -> None:
+        for group, rows in self.updates.groups.items():
+            mine = [stage for device, stage, _ in rows if device == self.program.device and stage]
+            if not mine:
+                continue
+            names = [f"{_short('g', stage)}_summed" for stage in mine]
+            reduced = self.program.emit(ops.all_reduce, *(self.grads[s] for s in mine), names=names, group=group)
+            self.grads.update(zip(mine, reduced))
+
+    def total_norm(self) -> fx.Node:
+        """The sum of squares over all devices, wherever their gradients lie."""
+        (own,) = self.program.emit(ops.norm, *self.grads.values(), names=["norm"])
+        if "world" not in self.updates.groups:  # every device has all gradients
+            return own
+        (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group="world")
+        return total
+
+
+def stages_read(program: Program) -> set[str]:
+    """The stages whose weights a program reads from SSD."""
+    names = [n.args[0] for n in program.ops() if n.target is ops.read and isinstance(n.args[0], str)]
+    return {name.partition(".")[0] for name in names if name.endswith(".weights")}
+
+
+def _short(prefix: str, stage: str) -> str:
+    return f"{prefix}{stage.removeprefix('stage')}"
+
+
+def speculating(updates: Updates) -> Updates:
+    return replace(updates, speculative=True)

@@ -1,0 +1,36 @@
+"""First fit: places in one block of memory, taken and given back in a known order."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable
+
+
+class FirstFit:
+    """Each value gets the lowest place that is free and large enough. `size` is what the block must hold."""
+
+    def __init__(self, alignment: int):
+        self.alignment = alignment
+        self.size = 0
+        self._live: list[tuple[int, int, int]] = []  # (offset, end, number), sorted
+        self._numbers: dict[Hashable, int] = {}
+        self._taken = 0
+
+    def take(self, key: Hashable, num_bytes: int) -> int:
+        """The offset of a new value."""
+        need, offset = -(-num_bytes // self.alignment) * self.alignment, 0
+        for start, end, _ in self._live:
+            if offset + need <= start:
+                break
+            offset = max(offset, end)
+        self._taken += 1
+        self._numbers[key] = self._taken
+        insort(self._live, (offset, offset + need, self._taken))
+        self.size = max(self.size, offset + need)
+        return offset
+
+    def give(self, key: Hashable) -> None:
+        """Nothing where the key has no place."""
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self._live = [row for row in self._live if row[2] != number]
