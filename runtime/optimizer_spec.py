@@ -274,8 +274,8 @@ class OptimizerSpec:
             except FAILURES as error:
                 raise PlanError(
                     f"optimizer {self.path} does not work for {name}, of shape {list(shape)} (tried on a small one: "
-                    f"{error}); freeze such parameters (requires_grad_(False)), or use an optimizer for all shapes, like "
-                    "torch.optim.AdamW"
+                    f"{error}); freeze such parameters (requires_grad_(False)), or use an optimizer for all shapes, "
+                    "like torch.optim.AdamW"
                 ) from error
 
     def _has_fused(self, like: Tensor) -> bool:
