@@ -28,6 +28,7 @@ from .fit import check_states_fit
 from .folder import Folder, Settings, print_files
 from .garbage import rare_collections
 from .job import Job
+from .launch import plain_directories
 from .nearest import with_nearest
 from .plan import Plan
 from .prediction import make_plan
@@ -59,6 +60,8 @@ def compile(
     search_s: float = SEARCH_S,
     dump: Callable[[str, Draft], None] | None = None,
     profile: bool | str | Path | None = None,
+    ssd_dirs: Sequence[str | Path] | None = None,
+    ssd_verify: bool = False,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
 
@@ -76,10 +79,14 @@ def compile(
     dump: called as `dump(pass name, draft)` behind every pass that is run.
     profile: True to time one block of each kind on this machine's own devices, in child processes, instead of computing
         its time from the hardware's rates; what was timed before comes from a cache, whose directory may be given.
+    ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
+        that keep something on SSD need any, and only when they run. ssd_verify: check all that is read from there
+        against what was written.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
     _check(model, precision, max_grad_norm, strategy, seed)
+    directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
@@ -111,6 +118,8 @@ def compile(
         batch=[(name, dims, str(dtype).removeprefix("torch.")) for name, (dims, dtype) in shape.leaves.items()],
         flags=shape.flags,
         weights=None if weights is None else str(weights),
+        ssd_dirs=directories,
+        ssd_verify=ssd_verify,
         evaluation=best.draft.graph.eval_error,
     )
     files = print_files(model, best.draft, best.evaluation, made)
@@ -199,14 +208,15 @@ def _model_name(model: nn.Module) -> str:
     return f"{name}, {params / 1e6:.1f} M parameters"
 
 
-def load(directory: str | Path, model: nn.Module) -> Job:
-    """The job whose files `Job.write` wrote, also after a person edited them.
+def load(directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path] | None = None) -> Job:
+    """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs`: others than it was made with.
 
     The files are read back as programs and verified before anything runs. Raises `VerifyError` with file and line where
     an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
     """
     folder, programs = read_programs(directory)
     _check_model(model, folder)
+    folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
     return Job(model, folder, programs, ties=ties_of(model), directory=directory)
 
 

@@ -36,6 +36,8 @@ class Settings(BaseModel):
     batch: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype of every leaf of the global batch
     flags: dict[str, str] = {}  # the batch's other leaves as text
     weights: str | None = None  # directory of safetensors
+    ssd_dirs: list[str] = []  # for files, one per SSD; empty: those of the hardware document
+    ssd_verify: bool = False
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
 
 

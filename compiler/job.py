@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,7 @@ from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
 from ..runtime.drivers import Driver, Setup
-from ..runtime.errors import HardwareError, NonFiniteLoss, PlanError, WorkerError
-from ..runtime.hardware import Hardware
+from ..runtime.errors import NonFiniteLoss, PlanError, WorkerError
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program
@@ -33,6 +31,7 @@ from ..runtime.weights import LiveWeights, WeightSource, open_directory, stage_b
 from .batch import BatchShape
 from .folder import Folder
 from .job_state import Held, load_checkpoint, save_checkpoint, stage_states, state_dict_of, sync_model
+from .launch import require_machine
 from .report import explain
 from .strategies import PassRecord
 from .what_helps import Help
@@ -197,8 +196,9 @@ class Job:
         return self._driver
 
     def _start(self) -> Driver:
-        """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine has too few GPUs."""
-        _require_gpus(self.hardware, self.folder.interface.num_devices)
+        """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine is not what the
+        plan is for: too few GPUs, too little DRAM, no directory for files."""
+        require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
         if self._directory is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
             self._directory = self.folder.write(self._scratch.name)
@@ -223,6 +223,8 @@ class Job:
             optimizer=OptimizerSpec.from_json(settings.optimizer),
             precision=settings.precision,
             seed=settings.seed,
+            ssd_dirs=settings.ssd_dirs,
+            ssd_verify=settings.ssd_verify,
         )
 
     def _source(self) -> WeightSource:
@@ -324,17 +326,6 @@ class Job:
             loss=loss,
             predicted_s=self.plan.predicted.step_s if self.plan.predicted else None,
             **report,
-        )
-
-
-def _require_gpus(hardware: Hardware, num_devices: int) -> None:
-    per_host = Counter(device.host for device in hardware.devices[:num_devices] if device.kind == "cuda")
-    wanted, present = max(per_host.values(), default=0), torch.cuda.device_count()
-    if wanted > present:
-        raise HardwareError(
-            f"{hardware.name}: the plan needs {wanted} GPUs on a host, torch {torch.__version__} sees {present} "
-            'here. It can be simulated, not run. Compile for this machine with hardware="auto", or for CPU '
-            "devices with Hardware.cpu(num_devices=...)"
         )
 
 

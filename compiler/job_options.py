@@ -53,7 +53,7 @@ class JobOptions:
     strategy: Annotated[
         str,
         typer.Option(
-            help="auto, mobius, ftpipe, gpipe, 1f1b, data-parallel, zero3-offload ..., or a pipeline of passes as text"
+            help="auto, mobius, ftpipe, fuyou, mobius-ssd, gpipe, zero3-offload ..., or a pipeline of passes as text"
         ),
     ] = "auto"
     search_seconds: Annotated[
@@ -69,7 +69,19 @@ class JobOptions:
     ] = None
     optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
     lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0.0, help="of the optimizer; without it: its own default")
+    ] = None
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(help='pattern of parameter names without weight decay, such as "*.bias"; repeatable'),
+    ] = None
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
+    ssd_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
+    ] = None
+    ssd_verify: Annotated[bool, typer.Option("--ssd-verify", help="check all that is read from SSD")] = False
     head: Annotated[
         str | None,
         typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
@@ -125,6 +137,7 @@ class JobOptions:
 
         arguments: dict[str, Any] = {
             "optimizer": self.optimizer_partial(),
+            "param_groups": self.param_groups(),
             "strategy": self.strategy,
             "plan": self.plan,
             "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
@@ -134,6 +147,8 @@ class JobOptions:
             "weights": weights,
             **({} if self.search_seconds is None else {"search_s": self.search_seconds}),
             "profile": self.profiling(),
+            "ssd_dirs": self.ssd_dir,
+            "ssd_verify": self.ssd_verify,
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
 
@@ -150,7 +165,12 @@ class JobOptions:
         if self.optimizer.lower() not in kinds:
             close = difflib.get_close_matches(self.optimizer.lower(), kinds, n=3) or sorted(kinds)
             raise PlanError(f"--optimizer {self.optimizer!r} is no class of torch.optim; try {', '.join(close)}")
-        return functools.partial(kinds[self.optimizer.lower()], lr=self.lr)
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return functools.partial(kinds[self.optimizer.lower()], lr=self.lr, **decay)
+
+    def param_groups(self) -> list[dict[str, Any]] | None:
+        """`param_groups` of `penstock.compile`."""
+        return [{"params": list(self.no_decay), "weight_decay": 0.0}] if self.no_decay else None
 
     def remember(self, directory: Path) -> None:
         """Write beside a written job how to make its model again, for `penstock check --job`."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, log10
+from math import ceil
 from typing import Any
 
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, PenstockError
 from ..runtime.hardware import Hardware
 from ..runtime.memory import profile_memory
-from ..runtime.units import format_seconds
+from ..runtime.units import format_seconds, short_bytes
 from .search import LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
 from .trial import Candidate
 
@@ -75,13 +75,13 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         tried = attempt_smallest(trace, wider, wishes)
         if isinstance(tried, Candidate):
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
-                change["dram"] = _spell(dram_bytes)
+                change["dram"] = short_bytes(dram_bytes)
             return Nearest(change, tried.timeline.step_s)
         if not isinstance(tried, DoesNotFit):
             return None
         largest = max(wider.devices, key=lambda device: device.memory_bytes)
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
-        change["memory"] = _spell(largest.memory_bytes + more_bytes)
+        change["memory"] = short_bytes(largest.memory_bytes + more_bytes)
         wider = wider.with_(memory=change["memory"])
     return None
 
@@ -98,13 +98,3 @@ def _dram_needs(candidate: Candidate) -> dict[int, int]:
 def _dram_bytes(candidate: Candidate, hardware: Hardware) -> int:
     """What every host must have for the candidate."""
     return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(candidate).items())
-
-
-def _spell(num_bytes: int) -> str:
-    """Three digits, rounded up: "1.87TB"."""
-    step = 10 ** max(0, int(log10(num_bytes)) - 2)
-    rounded = ceil(num_bytes / step) * step
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if rounded >= factor:
-            return f"{rounded / factor:g}{unit}"
-    return f"{rounded}B"

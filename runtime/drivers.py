@@ -31,7 +31,11 @@ from .timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that the devices need to start. `files`: one generated file per device, in their order."""
+    """Everything that the devices need to start. `files`: one generated file per device, in their order.
+
+    `ssd_dirs`: directories for files, one per SSD, the same on every host; without them each host's own in the hardware
+    document. `ssd_verify`: check all that is read from SSD.
+    """
 
     files: Sequence[Path]
     interface: Interface
@@ -40,6 +44,8 @@ class Setup:
     precision: str = "fp32"
     seed: int = 0
     timeout_s: float = 600.0  # until a silent peer counts as lost
+    ssd_dirs: Sequence[str] = ()
+    ssd_verify: bool = False
 
     @cached_property
     def programs(self) -> list[dict[str, Program]]:
@@ -85,7 +91,13 @@ class Setup:
             "timeout_s": self.timeout_s,
             "num_threads": self.num_threads(index),
             "dram_budget_bytes": self.dram_budget_bytes(index),
+            "ssd_dirs": self.ssd_dirs_of(self.hardware.devices[index].host),
+            "ssd_verify": self.ssd_verify,
         }
+
+    def ssd_dirs_of(self, host: int) -> list[str]:
+        """Where the files of a host lie, one directory per SSD."""
+        return list(self.ssd_dirs) or self.hardware.ssd_directories(host)
 
     @cached_property
     def shared_transfers(self) -> SharedTransfers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isfinite
+from math import isfinite, log10
 
 from .errors import HardwareError
 
@@ -127,6 +127,16 @@ def spell_bytes(value: int) -> str | int:
     """A size for a file: parses back to exactly `value`."""
     text = _BYTES_IN_FILES.spell(value)
     return text if isinstance(text, str) else value
+
+
+def short_bytes(num_bytes: int, *, up: bool = True) -> str:
+    """Bytes as text that parses back, three digits rounded up, or down: "1.87TB"."""
+    step = 10 ** max(0, int(log10(max(num_bytes, 1))) - 2)
+    rounded = (-(-num_bytes // step) if up else num_bytes // step) * step
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if rounded >= factor:
+            return f"{rounded / factor:g}{unit}"
+    return f"{rounded}B"
 
 
 def format_bytes(value: float) -> str:

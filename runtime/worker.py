@@ -92,6 +92,7 @@ def build_session(
     if rehearsed:
         return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
     optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])
+    options |= {"ssd_dirs": setup["ssd_dirs"], "ssd_verify": setup["ssd_verify"]}
     for what in ("shared", "collective_s"):
         options[what] = {name: dict(rows) for name, rows in setup.get(what, {}).items()}
     return DeviceSession(index, file, hardware, optimizer=optimizer, **options)
