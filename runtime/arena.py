@@ -138,7 +138,8 @@ class Arena:
         if num_bytes > self.bytes:
             self._views.clear()
             self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
-            self.flat = pages(num_bytes, self.pinned) if self.on_pages else allocate(num_bytes, self.device)
+            on_pages = self.on_pages and self.device.type == "cpu"
+            self.flat = pages(num_bytes, self.pinned) if on_pages else allocate(num_bytes, self.device)
 
     def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
         return self.flat[offset_bytes : offset_bytes + num_bytes]

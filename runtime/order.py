@@ -188,14 +188,14 @@ class _Device:
             if stage in self.updated:
                 self.wait(index, self.updated[stage], f"{stage} is updated first")
             return
-        stage = updated_stage(node)
-        if stage is None:
+        changed = updated_stage(node)
+        if changed is None:
             return
-        for other in self.fetches.pop(stage, []):
-            self.wait(index, other, f"the weights of {stage} are still being read")
-        if stage in self.updated:
-            self.wait(index, self.updated[stage], f"{stage} is updated before")
-        self.updated[stage] = index
+        for other in self.fetches.pop(changed, []):
+            self.wait(index, other, f"the weights of {changed} are still being read")
+        if changed in self.updated:
+            self.wait(index, self.updated[changed], f"{changed} is updated before")
+        self.updated[changed] = index
 
 
 def updated_stage(node: fx.Node) -> str | None:

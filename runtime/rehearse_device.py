@@ -33,6 +33,7 @@ class EmptyStore:
         self.layout = weights_layout(part)
         self.flat = allocate(self.layout.total_bytes, NOWHERE)
         self.weights: dict[str, Tensor] = {}
+        self.file = None
 
 
 class RehearsedSession(DeviceSession):
@@ -51,6 +52,9 @@ class RehearsedSession(DeviceSession):
 
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
         return work.stream
+
+    def _open_ssd(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
+        """Nothing is stored."""
 
     def _make_store(self, stage: str) -> Any:
         return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self._homes()[stage].group))

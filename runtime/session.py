@@ -102,7 +102,7 @@ class DeviceSession:
         self._notices: SimpleQueue[Any] = SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self.arena = Arena(self.device)
-        self.dram_arena = Arena(self._host_device(), on_pages=True, pinned=self.spec.kind == "cuda")
+        self.dram_arena = Arena(self._host_device(), on_pages=True, pinned=self.device.type == "cuda")
         whole_bytes = hardware.dram_budget_bytes(self.spec.host)
         self.dram_budget_bytes = whole_bytes if dram_budget_bytes is None else dram_budget_bytes
         programs = list(file.programs.values())
@@ -207,15 +207,18 @@ class DeviceSession:
         if not arena_bytes and not any(lasting.values()):
             return
         name = f"ssd{self.spec.host}"
-        if not directories:
-            raise HardwareError(
-                f"the plan keeps a part of the model on {name}, but no directory is known; "
-                'pass ssd_dirs=["/mnt/nvme0"], one directory per SSD, or name them in the hardware document'
-            )
         self.accounts[ops.SSD] = Account(name, self.hardware.budget_bytes(name))
         for what, num_bytes in {**lasting, "arena": arena_bytes}.items():
             if num_bytes:
                 self.accounts[ops.SSD].take(f"{LASTING}{what}", num_bytes, "the start")
+        self._open_ssd(directories, verify, arena_bytes)
+
+    def _open_ssd(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
+        if not directories:
+            raise HardwareError(
+                f"the plan keeps a part of the model on ssd{self.spec.host}, but no directory is known; "
+                'pass ssd_dirs=["/mnt/nvme0"], one directory per SSD, or name them in the hardware document'
+            )
         self.folder = SsdFolder(directories, self.spec.name, verify=verify)
         if arena_bytes:
             self.ssd_arena = self.folder.reserve("activations", arena_bytes)

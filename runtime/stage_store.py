@@ -214,13 +214,13 @@ class StageStore:
         self.load(state.weights, state.buffers)
         if self.optimizer is None or state.optimizer is None:
             return
-        self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        flat = None
         if self.file is not None and self.file.has_states:
             flat = self._stage()
             self.file.read_all(flat)
-            staged = self.file.views(flat)
-            self._bind(staged)
-            self.optimizer.adopt(staged.states)
+            self._bind(self.file.views(flat))
+        self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        if self.file is not None and flat is not None:
             self.file.write(flat)
             self.file.commit()
 

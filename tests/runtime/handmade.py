@@ -7,6 +7,8 @@ from torch import fx
 from penstock.runtime import ops
 from penstock.runtime.program import Interface, ParamSpec, Program, StageSpec, TensorSpec, place_frees
 
+MAX_NORM = 1.0  # of a program with `clip`
+
 
 def linear_stages(num_stages: int, width: int, rows: int, flops: float) -> dict[str, StageSpec]:
     """A chain of stages x -> h1 -> ... -> loss with one square weight each."""
@@ -46,25 +48,38 @@ def pipeline(
     kept: bool = False,
     prefetch: bool = True,
     clip: bool = False,
+    ssd: str = "",
+    moved: str = "",
+    speculative: bool = False,
 ) -> list[Program]:
     """A fill-and-drain pipeline; stage i runs on device i modulo `num_devices`.
 
     `fetched`: weights come from DRAM for each pass over the micro-batches and gradients go back there, else all is
     resident. `kept`: backward uses what forward kept, else it rematerialises. `prefetch`: the next stage is fetched
-    before the running one. `clip`: gradients are clipped by their global norm.
+    before the running one. `clip`: gradients are clipped by their global norm, `speculative`: behind a step that
+    counts on there being nothing to clip. `ssd`: "states" or "all" of each stage lies there. `moved`: "dram" or "ssd",
+    where what stages hand on to the next lies between forward and backward.
     """
     stages = linear_stages(num_stages, width, rows, flops)
     groups = {"world": tuple((device, "", "") for device in range(num_devices))} if clip else {}
     batch = {"x": TensorSpec("x", (rows, width), "float32")}
     face = Interface(stages, batch, num_devices=num_devices, micro_batches=micro_batches, groups=groups)
-    return [_Builder(face, device, fetched, kept, prefetch, clip).build() for device in range(num_devices)]
+    kind = {"fetched": fetched, "kept": kept, "prefetch": prefetch, "clip": clip}
+    return [
+        _Builder(face, device, **kind, ssd=ssd, moved=moved, speculative=speculative).build()
+        for device in range(num_devices)
+    ]
 
 
 class _Builder:
-    def __init__(self, face: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool):
+    def __init__(
+        self, face: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str, moved: str,
+        speculative: bool,
+    ):  # fmt: skip
         self.face = face
         self.program = Program(device, face)
         self.fetched, self.kept, self.prefetch, self.clip = fetched, kept, prefetch, clip
+        self.ssd, self.moved, self.speculative = ssd, moved, speculative
         self.own = [i for i in range(len(face.stages)) if i % face.num_devices == device]
         self.weights: dict[int, fx.Node] = {}
         self.outputs: dict[tuple[int, int], fx.Node] = {}
@@ -82,7 +97,10 @@ class _Builder:
 
     def bring(self, stage: int) -> None:
         op = ops.fetch if self.fetched else ops.resident
-        self.weights[stage] = self.emit(op, f"stage{stage}.weights", names=[f"w{stage}"])[0]
+        what: str | fx.Node = f"stage{stage}.weights"
+        if self.ssd == "all":
+            (what,) = self.emit(ops.read, what, names=[f"w{stage}_dram"])
+        self.weights[stage] = self.emit(op, what, names=[f"w{stage}"])[0]
 
     def build(self) -> Program:
         self.sweep(self.own, self.forward)
@@ -121,6 +139,10 @@ class _Builder:
             x = self.emit(ops.recv, f"stage{i - 1}.h{i}", src=source, tag=tag, names=[f"h{i}_m{m}"])[0]
         names = [f"y{i}_m{m}", f"k{i}_m{m}"]
         made = self.emit(ops.forward, f"stage{i}", self.weights[i], x, micro_batch=m, keep=self.kept, names=names)
+        if self.moved and i > 0:
+            (x,) = self.emit(ops.offload, x, names=[f"x{i}_m{m}_dram"])
+            if self.moved == "ssd":
+                (x,) = self.emit(ops.write, x, names=[f"x{i}_m{m}_ssd"])
         self.inputs[i, m], self.outputs[i, m] = x, made[0]
         if self.kept:
             self.keeps[i, m] = made[1]
@@ -136,6 +158,11 @@ class _Builder:
         else:
             source = self.device_of(i + 1)
             dout = self.emit(ops.recv, f"stage{i}.h{i + 1}", src=source, tag=f"b{i + 1}.m{m}", names=[f"dy{i}_m{m}"])[0]
+        if self.moved and i > 0:
+            x = self.inputs[i, m]
+            if self.moved == "ssd":
+                (x,) = self.emit(ops.read, x, names=[f"x{i}_m{m}_again"])
+            (self.inputs[i, m],) = self.emit(ops.fetch, x, names=[f"x{i}_m{m}_back"])
         names = ([f"dx{i}_m{m}"] if i > 0 else []) + [f"g{i}_m{m}"]
         made = self.emit(
             ops.backward, f"stage{i}", self.weights[i], self.keeps.get((i, m)), [self.inputs[i, m]], [dout],
@@ -150,11 +177,25 @@ class _Builder:
     def update(self) -> None:
         final = self.in_dram if self.fetched else self.grads
         total = None
+        if self.speculative:
+            for i in self.own[::-1]:
+                self.step(i, final[i], speculative=True)
         if self.clip:
             own = self.emit(ops.norm, *final.values(), names=["norm"])[0]
             total = self.emit(ops.all_reduce, own, group="world", names=["total"])[0]
         for i in self.own[::-1]:
             grads = final[i]
+            if self.speculative:
+                self.emit(ops.redo, f"stage{i}", grads, total, max_norm=MAX_NORM)
+                continue
             if total is not None:
-                grads = self.emit(ops.clip, grads, total, max_norm=1.0, names=[f"c{i}"])[0]
-            self.emit(ops.step, f"stage{i}", grads)
+                grads = self.emit(ops.clip, grads, total, max_norm=MAX_NORM, names=[f"c{i}"])[0]
+            self.step(i, grads)
+
+    def step(self, i: int, grads: fx.Node, **fields) -> None:
+        if not self.ssd:
+            self.emit(ops.step, f"stage{i}", grads, **fields)
+            return
+        (states,) = self.emit(ops.read, f"stage{i}.{self.ssd}", names=[f"s{i}"])
+        (states,) = self.emit(ops.step, f"stage{i}", grads, None, states, names=[f"s{i}_new"], **fields)
+        self.emit(ops.write, states, to=f"stage{i}.{self.ssd}")

@@ -15,6 +15,7 @@ from penstock.runtime.errors import BatchError, CheckpointError, HardwareError, 
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.launcher import LocalWorkers, start_driver, worker_environment
 from penstock.runtime.optimizer import OptimizerSpec
+from penstock.runtime.program import PAGE
 from penstock.runtime.reference import Reference
 from penstock.runtime.timeline import Span
 from penstock.tests.runtime.generated_files import write_chain, write_files
@@ -155,7 +156,7 @@ def test_dram_is_shared_out_between_the_devices_of_a_host(tmp_path: Path) -> Non
     programs = pipeline(2, 4, 2, width=16)
     setup = Setup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB", dram="1MB"))
     whole = setup.hardware.dram_budget_bytes(0)
-    per_stage = 16 * 16 * (4 + 8 + 4)  # weights, optimizer states, gradients
+    per_stage = 16 * 16 * (4 + 8) + PAGE  # weights, optimizer states; gradients in a page of the arena
     assert [setup.dram_budget_bytes(i) for i in range(2)] == [whole - 2 * per_stage] * 2
 
 

@@ -12,6 +12,7 @@ from penstock.runtime.hardware import Hardware
 from penstock.runtime.program import place_frees
 from penstock.runtime.reference_ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
+from penstock.tests.runtime.handmade import pipeline
 from penstock.tests.runtime.two_stages import evaluation, interface_of, models, spread, training
 
 
@@ -37,9 +38,10 @@ def test_the_simulator_times_every_op() -> None:
     evaluated[1].returns({"loss": total})
     place_frees(evaluated[1])
     shared = spread(face)
-    programs = (*swapped, *evaluated, *shared)
+    stored = pipeline(2, ssd="all", clip=True, speculative=True)
+    programs = (*swapped, *evaluated, *shared, *stored)
     assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
     timed = set()
-    for programs in (swapped, evaluated, shared):
-        timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2)).spans}
+    for programs in (swapped, evaluated, shared, stored):
+        timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2, ssd="1GB")).spans}
     assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time

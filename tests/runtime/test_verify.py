@@ -299,11 +299,11 @@ TRAINING = {
             ("    rt.free(g0_m1)\n", ""),
             ("rt.free(g0_dram)", "rt.free(g0_dram, g0_m1)"),
         ),
-        "stage0 is fetched, so its states lie in dram, but its gradients lie in device",
+        "stage0 is fetched, so it is stepped in dram, but its gradients lie in device",
     ),
     "resident and fetched": (
         (("    x_m0 =", '    w9 = rt.resident("stage0.weights")\n    x_m0 ='),),
-        "stage0 is both resident and fetched, first in line 2",
+        "stage0 is both fetched and resident, first in line 2",
     ),
     "op of the other function": (
         (("    x_m1 =", '    z, = rt.evaluate("stage0", w0, x_m0, micro_batch=0)\n    rt.free(z)\n    x_m1 ='),),
@@ -338,7 +338,7 @@ def test_resident_stages_are_not_updated_in_dram() -> None:
     programs = pipeline(1, 1, 1, fetched=False)
     changes = (('rt.step("stage0", g0_m0)', 'd = rt.offload(g0_m0)\n    rt.step("stage0", d)\n    rt.free(d)'),)
     refused(
-        edited(programs, 0, *changes), "stage0 is resident, so its states lie in device, but its gradients lie in dram"
+        edited(programs, 0, *changes), "stage0 is resident, so it is stepped in device, but its gradients lie in dram"
     )
 
 
