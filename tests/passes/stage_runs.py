@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penstock.passes.base import Draft
 from penstock.passes.stages import Stage
@@ -17,6 +20,31 @@ from penstock.runtime.program import StageSpec
 from penstock.tests.passes.running import all_passes, apply, draft_of, generated
 
 CPU = torch.device("cpu")
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of new tensors that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.live)
+        return out
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
 
 
 class Interpreted(nn.Module):
@@ -65,3 +93,7 @@ def one_device(graph: Any, stages: int) -> Draft:
     """All stages on one device, in their order."""
     draft = draft_of(graph, Hardware.cpu(num_devices=1), stages=stages)
     return apply(draft, *all_passes()[:4])
+
+
+def assert_close(predicted: int, real: int, where: str) -> None:
+    assert 0.97 * real - 256 <= predicted <= 1.12 * real + 256, (where, predicted, real)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.compiler.trace import trace
@@ -19,36 +13,11 @@ from penstock.passes.coarsen import Coarsen
 from penstock.passes.opgraph import OpGraph
 from penstock.runtime.hardware import Hardware
 from penstock.tests.passes.running import apply, chain, draft_of, traced
-from penstock.tests.passes.stage_runs import one_device, stages_of
+from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
 
 # Only oneDNN knows the workspace that its recurrent layers keep.
 KNOWN = [name for name in zoo() if name != "lstm"]
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of new tensors that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self.known:
-                storage = tensor.untyped_storage()
-                self.known.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.live)
-        return out
-
-    def forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
 
 
 @pytest.mark.parametrize("stages", [2, 0], ids=["two", "most"])
@@ -93,10 +62,6 @@ def test_workspaces_hold_what_the_real_stage_needs(name: str) -> None:
         forward = spec.forward_workspace_bytes + spec.kept_bytes + outputs
         backward = spec.backward_workspace_bytes + spec.kept_bytes + dinputs
         assert_close(max(forward, backward), again.most, spec.title)
-
-
-def assert_close(predicted: int, real: int, where: str) -> None:
-    assert 0.97 * real - 256 <= predicted <= 1.12 * real + 256, (where, predicted, real)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "wide_resnet"])
