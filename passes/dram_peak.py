@@ -13,7 +13,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.first_fit import FirstFit
-from ..runtime.memory import place_bytes, places_of, takes_place
+from ..runtime.memory import Home, bytes_of_homes, place_bytes, places_of, takes_place
 from ..runtime.program import PAGE, Program
 from .base import SHARDS
 from .insert_fetch import Phase, phases
@@ -102,33 +102,39 @@ class DramPeak:
                     ends[stage] = place
         for stage in made.order:
             value = f"gradients of {stage}"
-            redone = updates.max_norm is not None and not updates.is_late(stage)
-            end = (last + len(made.slots), 0, 0) if redone else ends[stage]
-            size = self.face.part_of(stage, self.group).grad_bytes
-            found += [((self.number[self.grads[stage]], 1, 0), value, size), (end, value, 0)]
+            end = (last + len(made.slots), 0, 0) if self._is_speculative(updates, stage) else ends[stage]
+            begin = (self.number[self.grads[stage]], 1, 0)
+            found += [(begin, value, self._grad_bytes(stage)), (end, value, 0)]
         return found
 
     def _lasting(self, updates: Updates, on_ssd: Collection[str]) -> int:
         """What lies in DRAM between steps."""
-        total = 0
-        for stage in self.in_dram:
-            spec = self.face.part_of(stage, self.group)
-            total += 0 if stage in on_ssd else spec.weight_bytes
-            if stage not in self.grads or updates.where[stage] == ops.SSD:
-                continue
-            states = self.face.state_bytes(spec)
-            total += states + (4 * spec.trained_params if self.face.master else 0)
-            if updates.speculative and not updates.is_late(stage):
-                total += states + 4 * spec.trained_params
-        return total
+        homes = {}
+        for stage in dict.fromkeys([*self.in_dram, *on_ssd]):
+            states = updates.where[stage] if stage in self.grads else None
+            undo = self._is_speculative(updates, stage)
+            homes[stage] = Home(ops.SSD if stage in on_ssd else ops.DRAM, states, self.group, undo)
+        return bytes_of_homes(self.face, homes).total(ops.DRAM)
 
     def _working(self, updates: Updates) -> int:
         """What an update on the CPU takes while it runs."""
-        stepped = [self.face.part_of(s, self.group) for s in self.grads if updates.where[s] != ops.DEVICE]
-        norm = NORM_BYTES if updates.max_norm is not None and stepped else 0
-        if not self.face.master:
-            return norm
-        return norm + max((4 * spec.trained_params for spec in stepped), default=0)
+        context = ops.Context(self.face, self.program.device)
+        most = 0
+        for stage in self.grads:
+            if updates.where[stage] == ops.DEVICE:
+                continue
+            value = ops.Value("grads", self._grad_bytes(stage), ops.DRAM, stage=stage, group=self.group)
+            most = max(most, ops.step.work(context, stage, value).workspace_bytes)
+            if self._is_speculative(updates, stage):
+                again = ops.redo.work(context, stage, value, value, max_norm=0.0)
+                most = max(most, again.workspace_bytes)
+        return most + (NORM_BYTES if updates.max_norm is not None else 0)
+
+    def _is_speculative(self, updates: Updates, stage: str) -> bool:
+        return stage in self.grads and updates.max_norm is not None and not updates.is_late(stage)
+
+    def _grad_bytes(self, stage: str) -> int:
+        return self.face.part_of(stage, self.group).grad_bytes
 
 
 def weights_reads(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -256,6 +256,3 @@ def stages_read(program: Program) -> set[str]:
 def _short(prefix: str, stage: str) -> str:
     return f"{prefix}{stage.removeprefix('stage')}"
 
-
-def speculating(updates: Updates) -> Updates:
-    return replace(updates, speculative=True)

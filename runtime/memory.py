@@ -18,7 +18,8 @@ from torch import fx
 
 from . import ops
 from .errors import BudgetExceeded
-from .program import PAGE, Program, aligned, donated, values_of, work_of
+from .first_fit import FirstFit
+from .program import PAGE, Interface, Program, aligned, donated, values_of, work_of
 from .units import format_bytes
 
 ARENA_OPS = {ops.DEVICE: (ops.fetch, ops.all_gather), ops.DRAM: (ops.offload, ops.read), ops.SSD: (ops.write,)}
@@ -72,9 +73,13 @@ def persistent_bytes(program: Program) -> Persistent:
 
     What a speculative update must be able to go back to lies there a second time.
     """
-    face = program.interface
+    return bytes_of_homes(program.interface, homes_of(program))
+
+
+def bytes_of_homes(face: Interface, homes: Mapping[str, Home]) -> Persistent:
+    """What stays of stages that persist there, on one device and in its host's memories."""
     where = {memory: _empty() for memory in ops.MEMORIES}
-    for stage, home in homes_of(program).items():
+    for stage, home in homes.items():
         spec = face.part_of(stage, home.group)
         own = where[home.weights]
         own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
@@ -103,24 +108,15 @@ def _empty() -> dict[str, int]:
 def plan_arena(program: Program, memory: str = ops.DEVICE) -> tuple[dict[fx.Node, int], int]:
     """Offset of each value that takes a place in a memory's arena (first fit, in issue order), and its bytes."""
     offsets: dict[fx.Node, int] = {}
-    live: list[tuple[int, int, fx.Node]] = []  # (offset, end, value), sorted by offset
-    size, alignment = 0, 512 if memory == ops.DEVICE else PAGE
+    arena = FirstFit(512 if memory == ops.DEVICE else PAGE)
     for node in program.ops():
         if takes_place(node, memory):
-            need = aligned(place_bytes(node), alignment)
-            offset = 0
-            for start, end, _ in live:
-                if offset + need <= start:
-                    break
-                offset = max(offset, end)
-            offsets[node] = offset
-            live.append((offset, offset + need, node))
-            live.sort(key=lambda row: row[0])
-            size = max(size, offset + need)
+            offsets[node] = arena.take(node, place_bytes(node))
         elif node.target is ops.free:
-            gone = {place for value in node.all_input_nodes for place in places_of(value)}
-            live = [row for row in live if row[2] not in gone]
-    return offsets, size
+            for value in node.all_input_nodes:
+                for place in places_of(value):
+                    arena.give(place)
+    return offsets, arena.size
 
 
 def takes_place(node: fx.Node, memory: str | None = None) -> bool:
