@@ -18,6 +18,8 @@ from ..runtime.errors import PlanError
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
+Memory = Literal["device", "dram", "ssd"]
+Memory = Literal["device", "dram", "ssd"]
 
 
 class Prediction(BaseModel):
@@ -46,6 +48,33 @@ class Rival(BaseModel):
     micro_batches: int | None = None
 
 
+class Activations(BaseModel):
+    """Of one stage: classes of saved tensors that are kept after all, where they lie, and where its inputs do."""
+
+    model_config = ConfigDict(extra="forbid")
+    classes: list[str]
+    classes_to: Memory
+    inputs_to: Memory
+
+
+class OnSsd(BaseModel):
+    """Per stage that is on SSD what of it; `ahead`: phases between the read of weights and their fetch."""
+
+    model_config = ConfigDict(extra="forbid")
+    stages: dict[str, Literal["states", "all"]] = {}
+    ahead: int = Field(1, ge=0)
+
+
+class Activations(BaseModel):
+    """Of one stage that is rematerialised: classes of saved tensors that are kept, and where these and its inputs lie
+    between forward and backward."""
+
+    model_config = ConfigDict(extra="forbid")
+    classes: list[str] = []
+    classes_to: Memory = "device"
+    inputs_to: Memory = "device"
+
+
 class Decisions(BaseModel):
     """One field per pass; its name is the pass's `decides`."""
 
@@ -56,9 +85,13 @@ class Decisions(BaseModel):
     devices: list[int]  # stage -> device, or -1: everywhere; mappings only exchange equal devices
     schedule: Literal["fill-drain", "1f1b", "replicas", "replicas-by-stage"]
     rematerialise: list[str]  # stages
+    activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
+    activations: dict[str, Activations] = {}  # rematerialised stages that keep classes, or move something
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
     shards: list[list[int]] = []  # devices over which stages are spread; empty: each device has its stages whole
-    optimizer: dict[str, Literal["device", "dram"]]  # stage -> where it is stepped
+    ssd: OnSsd = OnSsd()
+    optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
+    clipping: Literal["", "exact", "speculative"] = ""  # how an optimizer that overlaps clips; "": it does not, or waits
 
 
 class Plan(BaseModel):

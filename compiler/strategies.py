@@ -16,15 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..passes.base import Draft, Pass, check_contracts
+from ..passes.choose_activations import ChooseActivations
+from ..passes.choose_activations import ChooseActivations
 from ..passes.coarsen import Coarsen
 from ..passes.insert_fetch import InsertFetch
 from ..passes.insert_optimizer import InsertOptimizer
 from ..passes.insert_remat import InsertRemat
 from ..passes.insert_shard import InsertShard
+from ..passes.insert_ssd import InsertSsd
 from ..passes.map_cross import MapCross
 from ..passes.map_everywhere import MapEverywhere
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
+from ..passes.overlap_optimizer import OverlapOptimizer
 from ..passes.partition_acyclic import PartitionAcyclic
 from ..passes.partition_balanced import PartitionBalanced
 from ..passes.partition_max_stage import PartitionMaxStage
@@ -62,6 +66,7 @@ PASSES: dict[str, type[Pass]] = {
         Schedule1F1B,
         ScheduleDataParallel,
         InsertRemat,
+        ChooseActivations,
         InsertFetch,
         InsertShard,
         InsertOptimizer,
@@ -74,10 +79,16 @@ PIPELINE = (
     "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
 )
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
+WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
 BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside braces
 STRATEGIES: dict[str, str] = {
     "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
+    "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}",
+    "fuyou": (
+        "coarsen, partition-min-stage, map-round-robin, schedule-pipeline, choose-activations{swap=true, tier=all}, "
+        "insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer"
+    ),
     "ftpipe": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
     "balanced": PIPELINE,
     "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
@@ -139,7 +150,8 @@ def require_complete(passes: Sequence[Pass]) -> None:
     decided = {p.decides for p in passes}
     makers: dict[str, list[str]] = defaultdict(list)
     for kind in PASSES.values():
-        makers[kind.decides].append(kind.name)
+        if not kind.optional:
+            makers[kind.decides].append(kind.name)
     missing = [" or ".join(names) for decision, names in makers.items() if decision not in decided]
     if missing:
         raise PassError(f"strategy {pipeline_text(passes)!r} lacks {', '.join(missing)}; put it behind the others")

@@ -111,8 +111,10 @@ def phases(program: Program) -> list[Phase]:
             found[-1].nodes.append(node)
         else:
             found.append(Phase(stage, kind, [node]))
-    keeps = {  # stages whose saved tensors lie between forward and backward: their weights stay as well
-        str(n.args[0]) for n in program.ops() if n.target is ops.backward and n.args[2] is not None
+    keeps = {  # stages all of whose saved tensors lie between forward and backward: their weights stay as well
+        str(n.args[0])
+        for n in program.ops()
+        if n.target is ops.backward and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
     }
     for i, phase in enumerate(found):
         phase.last = max(j for j, p in enumerate(found) if p.stage == phase.stage) if phase.stage in keeps else i
