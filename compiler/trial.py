@@ -26,7 +26,7 @@ from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
 from ..runtime.verify import verify
 from .bounds import Bound, lower_bound
-from .fit import check_fit
+from .fit import check_fit, check_lasting
 from .strategies import PassRecord, parse_pipeline, require_complete, run_passes
 
 Dump = Callable[[str, Draft], None]
@@ -70,7 +70,12 @@ class Started:
         """What the simulated step will at least be; 0 where stages are not run each on one device."""
         if not any("devices" in p.gives for p in self.passes):
             return Bound(0.0, "nothing")
-        return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo))
+        return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo), tier=self.tier)
+
+    @property
+    def tier(self) -> str | None:
+        """What goes to SSD: the option of `insert-ssd`; None without that pass."""
+        return next((str(getattr(p, "tier", "auto")) for p in self.todo if "ssd" in p.gives), None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,10 @@ class Bench:
         draft = _copy(prefix.draft)
         made, took = self._run(draft, placed)
         todo = passes[len(shared) + len(placed) :]
-        return Started(draft, passes, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
+        started = Started(draft, passes, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
+        if started.tier is None:
+            check_lasting(draft)
+        return started
 
     def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:
         """A draft behind these passes, each of which is run once."""
@@ -163,7 +171,9 @@ def prove(candidate: Candidate) -> Candidate:
     except VerifyError as error:
         raise _waits_for_ever(error) from error
     has_evaluation = draft.graph.eval_error is None
-    candidate.evaluation = evaluation_programs(draft, candidate.decisions["fetch"]) if has_evaluation else []
+    candidate.evaluation = []
+    if has_evaluation:
+        candidate.evaluation = evaluation_programs(draft, candidate.decisions["fetch"], candidate.decisions.get("ssd"))
     return candidate
 
 

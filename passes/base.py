@@ -70,6 +70,7 @@ class Pass:
     gives: ClassVar[tuple[str, ...]] = ()
     decides: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False  # whether a job can do without its decision
 
     def plan(self, draft: Draft) -> Any:
         raise NotImplementedError

@@ -11,12 +11,13 @@ by the ratio of the two links (Fuyou 4.4), and as the DRAM has room for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..runtime import ops
 from ..runtime.errors import PassError
+from ..runtime.memory import plan_arena
 from ..runtime.program import Program, infer_all, place_frees
 from .base import EVERYWHERE, Draft, Pass
 from .dram_peak import weights_reads
@@ -83,6 +84,16 @@ def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
             fetch.args = (node, *fetch.args[1:])
     infer_all(program)
     place_frees(program)
+
+
+def read_within(program: Program, stages: Sequence[str], ahead: int, arena_bytes: int) -> None:
+    """The same as far ahead as the values in DRAM stay within so many bytes, or directly before each fetch."""
+    for depth in range(ahead, -1, -1):
+        trial = program.copy()
+        read_weights(trial, stages, depth)
+        if depth == 0 or plan_arena(trial, ops.DRAM)[1] <= arena_bytes:
+            read_weights(program, stages, depth)
+            return
 
 
 def _remark(tiers: Tiers, num_stages: int, ahead: int) -> str:

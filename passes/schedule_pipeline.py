@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -25,6 +25,7 @@ from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_f
 from .base import EVERYWHERE, SHARDS, Draft, Pass, require_own
 from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 from .insert_shard import gather_weights
+from .insert_ssd import read_within
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,14 @@ class SchedulePipeline(Pass):
         draft.programs = [Emitter(flow, device, order).step() for device in range(flow.face.num_devices)]
 
 
-def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Program]:
+def evaluation_programs(
+    draft: Draft, fetch: Early | None = None, ssd: Mapping[str, Any] | None = None
+) -> list[Program]:
     """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
-    memory allows beside the optimizer states of the others, in the arena of training.
+    memory allows beside the optimizer states of the others, in the arena of training. `ssd`: what lies on SSD (the
+    decision of `insert-ssd`); weights that do are read into the arena of training in DRAM.
     """
     face = draft.programs[0].interface if draft.programs else interface_of(draft)
     if EVERYWHERE in draft.devices:
@@ -70,6 +74,9 @@ def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Progra
         budget = draft.hardware.devices[program.device].budget_bytes
         arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
         fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
+        if ssd:
+            whole = [spec.name for spec in mine if ssd["stages"].get(spec.name) == "all"]
+            read_within(program, whole, ssd["ahead"], plan_arena(training, ops.DRAM)[1])
     return programs
 
 
