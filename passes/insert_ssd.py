@@ -29,7 +29,8 @@ TIERS = ("auto", "states", "all")
 
 @dataclass(frozen=True)
 class InsertSsd(Pass):
-    """`tier`: the states of all swapped stages, or all that persists of them; auto: as little as DRAM asks for."""
+    """`tier`: the states of all swapped stages, or all that persists of them; auto: as little as DRAM asks for.
+    `ahead`: at most so many phases between a read of weights and their fetch."""
 
     name: ClassVar[str] = "insert-ssd"
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
@@ -37,6 +38,7 @@ class InsertSsd(Pass):
     decides: ClassVar[str] = "ssd"
     optional: ClassVar[bool] = True
     tier: str = "auto"
+    ahead: int = MOST_AHEAD
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
@@ -46,10 +48,12 @@ class InsertSsd(Pass):
         """
         if self.tier not in TIERS:
             raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(TIERS)}")
+        if not 0 <= self.ahead <= MOST_AHEAD:
+            raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_AHEAD}")
         room = SsdRoom(draft)
         hosts = list(room.hosts)
         tiers: Tiers = {}
-        ahead = MOST_AHEAD
+        ahead = self.ahead
         for together in [hosts] if EVERYWHERE in draft.devices else [[host] for host in hosts]:
             found, depth = room.choose(together, self.tier)
             tiers.update(found)
