@@ -17,7 +17,6 @@ from typing import Any
 
 from ..passes.base import Draft, Pass, check_contracts
 from ..passes.choose_activations import ChooseActivations
-from ..passes.choose_activations import ChooseActivations
 from ..passes.coarsen import Coarsen
 from ..passes.insert_fetch import InsertFetch
 from ..passes.insert_optimizer import InsertOptimizer
@@ -69,7 +68,9 @@ PASSES: dict[str, type[Pass]] = {
         ChooseActivations,
         InsertFetch,
         InsertShard,
+        InsertSsd,
         InsertOptimizer,
+        OverlapOptimizer,
     )
 }
 
