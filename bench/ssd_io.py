@@ -4,7 +4,7 @@ One file is written and read in regions, as the runtime does; the plain loops mo
 one after the other and four at a time. Every file has been written once before. `busy_bytes_per_s` is the rate beside
 a thread that runs Python code without a pause, `busy_share` that thread's own speed (1: as if alone).
 
-Run: python bench/ssd_io.py DIRECTORY [--size 1GiB] [--region 64MiB] [--rounds N]
+Run: python bench/ssd_io.py [--directory DIRECTORY] [--size 1GiB] [--region 64MiB] [--rounds N]
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Spin:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument(
+        "--directory", type=Path, default=Path(), help="on the disk to measure; default: the current one"
+    )
     parser.add_argument("--size", type=parse_bytes, default=1 << 30)
     parser.add_argument("--region", type=parse_bytes, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=5)

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.direct_io import IN_FLIGHT, Engine, Piece, ThreadEngine
+from penstock.runtime.direct_io import IN_FLIGHT, Engine, Piece, RingEngine, ThreadEngine
 from penstock.runtime.errors import SsdError
 from penstock.tests.runtime.on_disk import EINTR, EIO, ENOSPC, PAGE, Faults, aligned, directories, make_engine
 
@@ -177,6 +178,29 @@ def test_nothing_touches_the_memory_after_a_failure(file: DirectFile) -> None:
     at_return = len(done)
     time.sleep(0.1)
     assert len(done) == at_return < SIZE // PAGE - 1  # those that had not begun never did
+    engine.close()
+
+
+def test_a_ring_has_nothing_under_way_after_a_failure(file: DirectFile) -> None:
+    engine = make_engine("io_uring")
+    assert isinstance(engine, RingEngine)
+    ring, begun, ended = engine.read_ring, [], []
+    Faults(engine, write=False, results=[EIO])
+    put, finished = ring.put, ring.finished
+
+    def counted_put(tag: int, *args: Any, **named: Any) -> None:
+        begun.append(tag)
+        put(tag, *args, **named)
+
+    def counted_finished() -> list[tuple[int, int]]:
+        found = finished()
+        ended.extend(tag for tag, _ in found)
+        return found
+
+    ring.put, ring.finished = counted_put, counted_finished  # type: ignore[method-assign]
+    with pytest.raises(SsdError):
+        engine.read(file.pieces(aligned(SIZE), PAGE))
+    assert len(begun) >= IN_FLIGHT and sorted(ended) == sorted(begun)
     engine.close()
 
 
