@@ -20,7 +20,7 @@ from ..passes.blocks import BlockSeconds
 from ..passes.profile import checked
 from ..runtime.errors import PlanError
 
-FORMAT = 2  # of the entries, and of how they are measured: another number makes all earlier ones stale
+FORMAT = 3  # of the entries, and of how they are measured: another number makes all earlier ones stale
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,15 @@ class Machine:
         """The stage's classes of saved tensors, for all its micro-batches."""
         count = self.counts[spec.name]
         measured = any(name == self.device.name for name, *_ in spec.seconds)
-        rate = self.device.achieved_flops(self.precision)
-        if measured and spec.forward_flops:
-            rate = spec.forward_flops / max(1e-12, self.seconds(spec)[1])
+        again_s = self.seconds(spec)[1]
+
+        def spared_s(flops: float) -> float:
+            if measured:
+                return again_s - spec.again_s(self.device.name, again_s, flops)
+            return flops / self.device.achieved_flops(self.precision)
+
         return [
-            Item(spec.name, saved.name, count * aligned_class(saved), count * saved.flops / rate)
+            Item(spec.name, saved.name, count * aligned_class(saved), count * spared_s(saved.flops))
             for saved in spec.saved
         ]
 

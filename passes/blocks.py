@@ -54,6 +54,7 @@ class BlockSeconds:
     forward_s: float  # that keeps nothing
     rematerialise_s: float  # a forward, the first one or again, that keeps what backward needs
     backward_s: float  # without rematerialisation
+    taking_s: float | None = None  # a forward again that takes all classes of saved tensors; None: there are none
 
 
 @dataclass(frozen=True)

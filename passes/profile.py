@@ -64,6 +64,8 @@ def checked(seconds: BlockSeconds, what: str) -> BlockSeconds:
     """The same. Raises `PlanError` for NaN, an infinite, zero or negative time, or what is no number."""
     for field in fields(seconds):
         value = getattr(seconds, field.name)
+        if value is None and field.name == "taking_s":
+            continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value <= 0:
             raise PlanError(f"profile: {field.name} of {what} is {value!r}; a measured time is positive and finite")

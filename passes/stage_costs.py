@@ -71,6 +71,7 @@ def stage_costs(
         "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
         "seconds": _seconds(blocks),
+        "taking": _taking(blocks),
     }
 
 
@@ -83,6 +84,15 @@ def _seconds(blocks: Sequence[Block]) -> tuple[tuple[str, float, float, float], 
         parts = (sum(s.forward_s for s in own), sum(s.rematerialise_s for s in own), sum(s.backward_s for s in own))
         rows.append((name, *parts))
     return tuple(rows)
+
+
+def _taking(blocks: Sequence[Block]) -> tuple[tuple[str, float], ...]:
+    """Per such device seconds of a rematerialisation that takes all classes of saved tensors."""
+    names = [name for name, *_ in _seconds(blocks)]
+    rows = [(name, [b.seconds[name] for b in blocks]) for name in names]
+    return tuple(
+        (name, sum(s.rematerialise_s if s.taking_s is None else s.taking_s for s in own)) for name, own in rows
+    )
 
 
 class _Lives:

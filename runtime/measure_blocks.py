@@ -3,7 +3,8 @@
 Run as `python -m penstock.runtime.measure_blocks FOLDER DEVICE PRECISION RANK WORLD THREADS`. FOLDER holds device0.py,
 interface.json and rows.json (stage -> input of indices -> number of rows); DEVICE is "cpu" or "cuda:0". CPU devices run
 in as many processes as the machine has of them, in step, since devices that share a memory bus slow each other down.
-Prints one line of JSON: stage -> seconds of a forward that keeps nothing, one that keeps what backward needs, backward.
+Prints one line of JSON: stage -> seconds of a forward that keeps nothing, one that keeps what backward needs, backward,
+and, of a stage with classes of saved tensors, a forward again that is given all of them.
 
 Weights are random, made for one stage on the device and dropped behind it: a model larger than memory can be timed.
 What the runtime does around every op (seeds, detaching) is not in the times of forwards: the simulator charges it once
@@ -82,14 +83,15 @@ def time_stage(
     shares_cores: bool = False,
     slice_s: float = SLICE_S,
 ) -> list[float]:
-    """Seconds of a forward that keeps nothing, one that keeps what backward needs, and backward: of each the first
-    quartile over the rounds in `slice_s`, since whatever else the machine does can only make them longer."""
+    """Seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and, where the stage has
+    classes of saved tensors, a forward that takes them all: of each the first quartile over the rounds in `slice_s`,
+    since whatever else the machine does can only make them longer."""
     runner = StageRunner(spec, file.build(spec.name), device, precision)
     runner.load_buffers({buffer.name: _filled(buffer, device) for buffer in spec.buffers})
     runner.bind({param.name: _weights(param, device) for param in spec.params})
     play = _round_of(runner, spec, rows, device, Watch(device, shares_cores))
     play()
-    times: list[tuple[float, float, float]] = []
+    times: list[tuple[float, ...]] = []
     end = time.perf_counter() + slice_s
     while len(times) < LEAST_ROUNDS or time.perf_counter() < end:
         times.append(play())
@@ -98,14 +100,15 @@ def time_stage(
 
 def _round_of(
     runner: StageRunner, spec: StageSpec, rows: Mapping[str, int], device: torch.device, watch: Watch
-) -> Callable[[], tuple[float, float, float]]:
+) -> Callable[[], tuple[float, ...]]:
     inputs = [_input(want, rows.get(want.name), device) for want in spec.inputs]
     douts = [_gradient(output, output.name == spec.loss, device) for output in spec.outputs]
     runner.module.register_forward_pre_hook(watch.start)
     runner.module.register_forward_hook(watch.stop)
     grads: dict[str, Tensor] = {}
+    classes = [saved.name for saved in spec.saved]
 
-    def play() -> tuple[float, float, float]:
+    def play() -> tuple[float, ...]:
         runner.forward(inputs, SEED, keep=False)
         light_s = watch.seconds()
         _, kept = runner.forward(inputs, SEED)
@@ -113,7 +116,12 @@ def _round_of(
         watch.start()
         runner.backward(kept, inputs, douts, grads, SEED)  # adds to `grads`, as from the second micro-batch on
         watch.stop()
-        return light_s, keeping_s, watch.seconds()
+        backward_s = watch.seconds()
+        if not classes:
+            return light_s, keeping_s, backward_s
+        _, kept = runner.forward(inputs, SEED, classes)
+        runner.backward(kept, inputs, douts, grads, SEED)  # the watch has seen the module last
+        return light_s, keeping_s, backward_s, watch.seconds()
 
     return play
 

@@ -137,9 +137,7 @@ def _backward_work(
     s = ctx.stage(stage)
     again = kept is None or bool(kept.classes)
     there = _saved(s, kept.classes) if kept is not None else []
-    # What need not be computed again; measured seconds are split by arithmetic.
-    spared_flops = sum(saved.flops for saved in there)
-    part = 1.0 - spared_flops / s.forward_flops if s.forward_flops else 1.0
+    spared_flops = sum(saved.flops for saved in there)  # what need not be computed again
     return Work(
         COMPUTE,
         flops=s.backward_flops + (s.forward_flops - spared_flops if again else 0.0),
@@ -148,7 +146,8 @@ def _backward_work(
         workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
         + (max(0, s.kept_bytes - sum(saved.bytes for saved in there if saved.is_saved)) if again else 0),
         seconds=tuple(
-            (name, backward_s + (part * again_s if again else 0.0)) for name, _, again_s, backward_s in s.seconds
+            (name, backward_s + (s.again_s(name, again_s, spared_flops) if again else 0.0))
+            for name, _, again_s, backward_s in s.seconds
         ),
     )
 

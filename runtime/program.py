@@ -108,6 +108,7 @@ class StageSpec:
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
     seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
     saved: tuple[SavedSpec, ...] = ()  # what could be kept, so that less is computed again
+    taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation that takes all of `saved`
 
     @property
     def weight_bytes(self) -> int:
@@ -135,6 +136,15 @@ class StageSpec:
     def trained_vector_params(self) -> int:
         """Of the trained parameters those of tensors with fewer than two dimensions."""
         return sum(p.numel for p in self.params if p.requires_grad and len(p.shape) < 2)
+
+    def again_s(self, device: str, whole_s: float, spared_flops: float) -> float:
+        """Seconds of a rematerialisation that takes `whole_s` but for classes of saved tensors of so many FLOPs. Where
+        a device was not measured with all classes, seconds are split by arithmetic."""
+        if device not in dict(self.taking):
+            return whole_s * (1.0 - spared_flops / self.forward_flops if self.forward_flops else 1.0)
+        every_flops = sum(saved.flops for saved in self.saved)
+        share = spared_flops / every_flops if every_flops else 0.0
+        return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])
 
     def shard(self, count: int) -> StageSpec:
         """The stage as one of `count` members of a group keeps it: of every parameter, read as one row, a piece. All
@@ -216,7 +226,8 @@ class Interface:
                 stage[key] = tensors(stage[key])
             for key in ("params", "buffers"):
                 stage[key] = params(stage[key])
-            stage["seconds"] = tuple((name, *parts) for name, *parts in stage["seconds"])
+            for key in ("seconds", "taking"):
+                stage[key] = tuple((name, *parts) for name, *parts in stage[key])
             stage["saved"] = tuple(SavedSpec(**{**row, "calls": tuple(row["calls"])}) for row in stage["saved"])
         raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
         raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}

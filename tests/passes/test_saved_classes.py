@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.compiler.trace import trace
 from penstock.passes.base import Draft
+from penstock.passes.blocks import BlockSeconds
 from penstock.passes.coarsen import Coarsen
 from penstock.passes.opgraph import OpGraph
+from penstock.passes.profile import with_seconds
+from penstock.passes.stages import build_stages
 from penstock.runtime.execute import Kept, StageRunner, micro_batch_seed
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.program import StageSpec
@@ -221,6 +224,22 @@ def test_plans_for_gpus_number_the_same_calls() -> None:
         draft = apply(draft_of(graph, hardware), Coarsen())
         rows.append([(b.name, c) for b in draft.blocks for c in b.cost.calls or ()])
     assert [(n, c.node, c.bytes, c.flops) for n, c in rows[0]] == [(n, c.node, c.bytes, c.flops) for n, c in rows[1]]
+
+
+def test_measured_seconds_fall_with_what_is_kept() -> None:
+    """From those of a whole rematerialisation to those of one that takes every class, by FLOPs."""
+    draft = apply(draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1)), Coarsen())
+    times = {b.hash: BlockSeconds(0.1, 0.2, 0.3, 0.05 if b.cost.calls else None) for b in draft.blocks}
+    blocks = with_seconds(draft.blocks, {"cpu0": times})
+    with_classes = sum(bool(b.cost.calls) for b in blocks)
+    (stage,) = build_stages(draft.graph, blocks, [[b.name for b in blocks]])
+    spec, whole_s, least_s = stage.spec, 0.2 * len(blocks), 0.2 * len(blocks) - 0.15 * with_classes
+    assert with_classes >= 2 and spec.taking == (("cpu0", pytest.approx(least_s)),)
+    every = sum(row.flops for row in spec.saved)
+    assert spec.again_s("cpu0", whole_s, 0.0) == whole_s
+    assert spec.again_s("cpu0", whole_s, every / 2) == pytest.approx((whole_s + least_s) / 2)
+    assert spec.again_s("cpu0", whole_s, every) == pytest.approx(least_s)
+    assert spec.again_s("gpu0", whole_s, every) == pytest.approx(whole_s * (1 - every / spec.forward_flops))
 
 
 class InPlace(nn.Module):

@@ -43,7 +43,7 @@ def test_every_kind_of_block_can_be_timed(name: str, tmp_path: Path) -> None:
     file = open_device_file(folder / "device0.py", interface, 0)
     for stage, spec in interface.stages.items():
         found = measure_blocks.time_stage(file, spec, rows[stage], CPU, "fp32", slice_s=0.0)
-        assert len(found) == 3 and all(0 < x < math.inf for x in found)
+        assert len(found) == 3 + bool(spec.saved) and all(0 < x < math.inf for x in found)
 
 
 def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
@@ -52,11 +52,11 @@ def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
     folder = folder_of("gpt2", tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
     file = open_device_file(folder / "device0.py", interface, 0)
-    forwards: list[bool] = []
+    forwards: list[bool | list[str]] = []
     grads: list[dict[str, Any]] = []
     forward, backward = StageRunner.forward, StageRunner.backward
 
-    def watched_forward(self: StageRunner, inputs: Any, seed: int, keep: bool = True) -> Any:
+    def watched_forward(self: StageRunner, inputs: Any, seed: int, keep: Any = True) -> Any:
         forwards.append(keep)
         found = forward(self, inputs, seed, keep)
         assert all(bool(torch.isfinite(value).all()) for value in found[0])
@@ -72,8 +72,9 @@ def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
     spec = interface.stages["stage2"]
     assert spec.title == "transformer.h.0"
     measure_blocks.time_stage(file, spec, {}, CPU, "fp32", slice_s=0.0)
-    assert forwards == [False, True] * (1 + measure_blocks.LEAST_ROUNDS)
-    assert len(grads) == 1 + measure_blocks.LEAST_ROUNDS and all(own is grads[0] for own in grads)
+    rounds = 1 + measure_blocks.LEAST_ROUNDS
+    assert spec.saved and forwards == [False, True, [saved.name for saved in spec.saved]] * rounds
+    assert len(grads) == 2 * rounds and all(own is grads[0] for own in grads)
     assert set(grads[0]) == {param.name for param in spec.params}
     assert all(bool(torch.isfinite(grad).all()) and bool(grad.any()) for grad in grads[0].values())
 
@@ -87,7 +88,7 @@ def test_low_precision_computes_as_its_plan_says(tmp_path: Path) -> None:
     interface = Interface.from_json((tmp_path / "interface.json").read_text())
     assert {param.dtype for spec in interface.stages.values() for param in spec.params} == {"bfloat16"}
     file = open_device_file(tmp_path / "device0.py", interface, 0)
-    assert len(measure_blocks.time_stage(file, interface.stages["stage2"], {}, CPU, "bf16", slice_s=0.0)) == 3
+    assert len(measure_blocks.time_stage(file, interface.stages["stage2"], {}, CPU, "bf16", slice_s=0.0)) == 4
 
 
 def test_an_error_names_the_block(tmp_path: Path) -> None:
