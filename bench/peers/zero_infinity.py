@@ -9,6 +9,7 @@ its best. `deepspeed.initialize` asks for weights of the model's own type but re
 accelerator without fp16: `zero.Init` with a configuration, and no type, keeps fp32. Its prefetch lists a weight twice
 that ends the forward pass and begins the backward pass, and then refuses to read it twice: listed once, it works;
 without the prefetch it works too, at a quarter more time.
+Checkpointed blocks must be the re-entrant kind: with the other kind, losses differ from the second step on, silently.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     block_params = sum(p.numel() for p in model.transformer.h[0].parameters())
     largest_params = max(p.numel() for p in model.parameters())
     if settings["checkpoint"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     config = configuration(settings, block_params, largest_params)
     deepspeed.zero.Init(module=model, config_dict_or_path=config, remote_device="nvme", pin_memory=False)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
