@@ -16,6 +16,7 @@ from .verify_devices import (
     check_host_memory,
     check_messages,
 )
+from .verify_reservoir import check_redo, check_states, check_written
 from .verify_training import check_coverage, check_gradients, check_legality, check_micro_batches
 from .verify_values import check_lifetimes, check_structure, check_types
 
@@ -34,6 +35,9 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_coverage,
     check_micro_batches,
     check_gradients,
+    check_states,
+    check_redo,
+    check_written,
 )
 
 

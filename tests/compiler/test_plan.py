@@ -128,7 +128,7 @@ def test_an_edit_that_cannot_be_carried_out(edit: Callable[[dict[str, Any]], Non
         (lambda d: d.update(micro_batch=4), r"micro_batch: .*not permitted"),
         (lambda d: d.pop("decisions"), r"decisions: .*required"),
         (lambda d: d["decisions"].update(schedule="2f2b"), r"decisions\.schedule: .*fill-drain.*2f2b"),
-        (lambda d: d["decisions"]["optimizer"].update(stage0="ssd"), r"decisions\.optimizer\.stage0.*ssd"),
+        (lambda d: d["decisions"]["optimizer"].update(stage0="moon"), r"decisions\.optimizer\.stage0.*moon"),
     ],
 )
 def test_a_document_that_is_no_plan(edit: Callable[[Any], None], said: str, plan: Plan, tmp_path: Path) -> None:
