@@ -20,7 +20,7 @@ from .importable import tupled
 from .optimizer_spec import MODES, OptimizerSpec, Traits
 from .snapshot import Snapshot, keep, put_back, room_bytes
 
-__all__ = ["OptimizerSpec", "Places", "Scratch", "Snapshot", "StageOptimizer"]
+__all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
 
@@ -28,8 +28,9 @@ MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param 
 PORTION_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # converted at once: what stays in a CPU's cache
 
 
-class Scratch:
-    """A row of elements that is taken once and used again by every step, also of several stages one after the other."""
+class Workspace:
+    """Where gradients are converted, used again by every step, also of several stages one after the other. A CPU's is
+    kept between steps, as fresh memory costs a CPU more than the conversion; a GPU's goes back to torch's allocator."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -47,12 +48,17 @@ class Scratch:
             self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._flat
 
+    def settle(self) -> None:
+        """A step is over."""
+        if self.device.type != "cpu":
+            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+
 
 class StageOptimizer:
     """Updates one stage's parameters in place, and its learning rate once a step.
 
     `places`: where the states are to lie that `OptimizerSpec.state_shapes` names; what these tensors hold before a
-    parameter's first step does not matter. `scratch` may be shared by stages whose steps never run at the same time.
+    parameter's first step does not matter. `workspace` may be shared by stages that are stepped by one thread.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class StageOptimizer:
         spec: OptimizerSpec,
         params: Mapping[str, Tensor],
         places: Places | None = None,
-        scratch: Scratch | None = None,
+        workspace: Workspace | None = None,
     ):
         self.spec = spec
         self.params = {name: nn.Parameter(p.detach()) for name, p in params.items()}  # shares their memory
@@ -68,7 +74,7 @@ class StageOptimizer:
         self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
-        self.scratch = Scratch(self.device) if scratch is None else scratch
+        self.workspace = Workspace(self.device) if workspace is None else workspace
         self._members: list[list[str]] = [[] for _ in spec.all_groups]
         for name in self.params:
             self._members[spec.group_of(name)].append(name)
@@ -122,6 +128,7 @@ class StageOptimizer:
                 self.params[name].grad = None
                 if weights is not None and name in weights:
                     weights[name].copy_(self.params[name].detach())
+        self.workspace.settle()
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -168,7 +175,7 @@ class StageOptimizer:
             yield portion
 
     def _convert(self, grads: Mapping[str, Tensor], names: Sequence[str], factor: Tensor | None) -> None:
-        flat = self.scratch.row(sum(self.params[name].nbytes for name in names))
+        flat = self.workspace.row(sum(self.params[name].nbytes for name in names))
         single = None if factor is None else factor.to(self.device, torch.float32)
         offset = 0
         for name in names:
@@ -255,7 +262,7 @@ class StageOptimizer:
         states = self.optimizer.state.values() if self.optimizer else ()
         return sum(s.numel() * s.element_size() for row in states for s in row.values() if isinstance(s, Tensor))
 
-    def scratch_bytes(self) -> int:
+    def workspace_bytes(self) -> int:
         """What a step needs at most where all gradients are converted: for gradients or weights of another precision,
         and for a step that must preserve gradients where the optimizer does not."""
         sizes = [param.nbytes for param in self.params.values()]

@@ -27,7 +27,7 @@ from .issue import Issue, Issues, plan_issues
 from .link import Link, group_members, group_memories, message_orders
 from .link_server import LinkClient
 from .memory import Account, Home, largest_values
-from .optimizer import OptimizerSpec, Scratch
+from .optimizer import OptimizerSpec, Workspace
 from .program import Interface, Program
 from .ssd_file import SsdFile
 from .ssd_folder import SsdFolder
@@ -116,7 +116,7 @@ class DeviceSession:
         }
         self.folder: SsdFolder | None = None
         self.ssd_arena: SsdFile | None = None
-        self._scratch = Scratch(torch.device("cpu"))
+        self._workspaces = {ops.COMPUTE: Workspace(self.device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         self._reserve(self.plans["step"])
         try:
             self._reserve_ssd(ssd_dirs, ssd_verify)
@@ -259,7 +259,7 @@ class DeviceSession:
             piece=self._piece(stage),
             folder=self.folder,
             staging=self._staging,
-            scratch=self._scratch if home.weights != ops.DEVICE or self.device.type == "cpu" else None,
+            workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
         )
 
     def _piece(self, stage: str) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from .clipping import Grads
 from .errors import CheckpointError
 from .execute import StageRunner
 from .memory import Home
-from .optimizer import OptimizerSpec, Scratch, Snapshot, StageOptimizer
+from .optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
 from .program import Interface, StageSpec
 from .shards import piece_of, whole_of
 from .ssd_folder import SsdFolder
@@ -54,7 +54,7 @@ class StageStore:
         piece: tuple[int, int] | None = None,
         folder: SsdFolder | None = None,
         staging: Callable[[int], Tensor] | None = None,
-        scratch: Scratch | None = None,
+        workspace: Workspace | None = None,
     ):
         self.spec, self.home, self.piece = spec, home, piece
         self.part = spec if piece is None else spec.shard(piece[1])
@@ -75,7 +75,7 @@ class StageStore:
         self.optimizer = None
         if optimizer is not None:
             places = staged.states if staged is not None and home.states == ops.SSD else None
-            self.optimizer = StageOptimizer(optimizer, self.masters, places, scratch)
+            self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace)
         self._bound = None if staged is None else staged.flat.data_ptr()
         self._before: Snapshot | None = None  # of a speculative step
         self._flat_before: Tensor | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.runtime import optimizer as stage_optimizers
 from penstock.runtime.errors import PlanError
-from penstock.runtime.optimizer import OptimizerSpec, Scratch, StageOptimizer
+from penstock.runtime.optimizer import OptimizerSpec, StageOptimizer, Workspace
 from penstock.runtime.param_groups import ParamGroup
 from penstock.tests.runtime.every_optimizer import EVERY_OPTIMIZER, Counting, Replacing
 
@@ -193,8 +193,8 @@ def test_converted_gradients_in_portions_are_the_same_bits(
     spec = OptimizerSpec.from_callable(CASES[case])
     mine, plain = weights(), weights()
     low = {name: torch.full(shape, math.nan, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
-    scratch = Scratch(torch.device("cpu"))
-    part, reference = StageOptimizer(spec, mine, scratch=scratch), StageOptimizer(spec, plain)
+    workspace = Workspace(torch.device("cpu"))
+    part, reference = StageOptimizer(spec, mine, workspace=workspace), StageOptimizer(spec, plain)
     factor = torch.tensor(1 / 3, dtype=torch.float64)
     for step in range(5):
         half = {name: g.bfloat16() for name, g in gradients(step).items()}
@@ -204,7 +204,7 @@ def test_converted_gradients_in_portions_are_the_same_bits(
             assert torch.equal(mine[name], want), (step, name)
             if step > 0:
                 assert torch.equal(low[name], want.bfloat16()), (step, name)
-    assert scratch.bytes <= part.scratch_bytes()
+    assert workspace.bytes <= part.workspace_bytes()
 
 
 @pytest.mark.parametrize("case", CASES)
