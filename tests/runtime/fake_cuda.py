@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.runtime import streams
 from penstock.runtime.device import DeviceRuntime
 from penstock.runtime.session import DeviceSession
+from penstock.runtime.ssd_file import SsdFile
 
 Clock = dict[str, int]  # per stream or host thread, how much of its work is known to be over
 
@@ -198,6 +199,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     _watch_tasks(monkeypatch, cuda)
+    _watch_files(monkeypatch, cuda)
     _carry_clocks(monkeypatch, cuda)
 
     def hold(stream: streams.CudaStream, tensors: Iterable[Tensor]) -> None:
@@ -220,6 +222,22 @@ def _watch_tasks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setattr(DeviceRuntime, "_launch", watched)
 
 
+def _watch_files(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """Disks read and write memory without any torch call."""
+    read, write = SsdFile.read, SsdFile.write
+
+    def watched_read(file: SsdFile, offset_bytes: int, into: Tensor) -> None:
+        cuda.touch(into, True, f"read of {file.name}")
+        read(file, offset_bytes, into)
+
+    def watched_write(file: SsdFile, offset_bytes: int, source: Tensor) -> None:
+        cuda.touch(source, False, f"write of {file.name}")
+        write(file, offset_bytes, source)
+
+    monkeypatch.setattr(SsdFile, "read", watched_read)
+    monkeypatch.setattr(SsdFile, "write", watched_write)
+
+
 def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     """Events and queues between host threads order them, too."""
     wait, set_event = streams.HostEvent.wait, streams.HostEvent.set
@@ -240,13 +258,16 @@ def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     issue = streams.ThreadStream.issue
 
     def issue_with_clock(stream: streams.ThreadStream, task: Any, waits: Any, label: Any) -> Any:
-        known = dict(cuda.host_clock())
+        known, waits = dict(cuda.host_clock()), list(waits)
+        for event in waits:
+            if isinstance(event, streams.HostEvent) and event.done:  # nobody will wait for it again
+                merge(known, clocks.get(id(event), {}))
 
         def behind() -> None:
             merge(cuda.host_clock(), known)
             task()
 
-        return issue(stream, behind, list(waits), label)
+        return issue(stream, behind, waits, label)
 
     monkeypatch.setattr(streams.ThreadStream, "issue", issue_with_clock)
     finish = DeviceSession._finish

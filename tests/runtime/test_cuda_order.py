@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,17 +35,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def gpu(kind: str) -> Hardware:
-    document = Hardware.cpu(1, memory="8MB").model_dump(mode="json")
+    document = Hardware.cpu(1, memory="8MB", ssd="64MB").model_dump(mode="json")
     document["devices"][0] |= {"kind": kind}
     return Hardware.from_any(document)
 
 
-def open_session(folder: Path, kind: str, **shape: bool) -> DeviceSession:
+def open_session(folder: Path, kind: str, **shape: Any) -> DeviceSession:
     folder.mkdir()
     (program,) = pipeline(1, STAGES, MICRO_BATCHES, width=WIDTH, rows=ROWS, **shape)
     (path,) = write_chain(folder, [program], WIDTH)
     file = open_device_file(path, program.interface, 0)
-    session = (FakeCudaSession if kind == "cuda" else DeviceSession)(0, file, gpu(kind), optimizer=ADAMW)
+    made_for = FakeCudaSession if kind == "cuda" else DeviceSession
+    session = made_for(0, file, gpu(kind), optimizer=ADAMW, ssd_dirs=[str(folder)])
     made = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(STAGES)]
     session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
@@ -68,11 +70,15 @@ SHAPES = [
     {"fetched": True, "kept": True},
     {"fetched": True, "clip": True},
     {"fetched": False, "clip": True},
+    {"fetched": True, "ssd": "states"},
+    {"fetched": True, "ssd": "all", "moved": "dram"},
+    {"fetched": True, "ssd": "all", "moved": "ssd"},
+    {"fetched": True, "ssd": "all", "clip": True, "speculative": True},
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_stream_touches_what_another_may_still_use(shape: dict[str, bool], cuda: FakeCuda, tmp_path: Path) -> None:
+def test_no_stream_touches_what_another_may_still_use(shape: dict[str, Any], cuda: FakeCuda, tmp_path: Path) -> None:
     session = open_session(tmp_path / "cuda", "cuda", **shape)
     losses = run(session)
     assert cuda.races == [] and cuda.not_held == set()
