@@ -19,7 +19,6 @@ from ..runtime.errors import PlanError
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
 Memory = Literal["device", "dram", "ssd"]
-Memory = Literal["device", "dram", "ssd"]
 
 
 class Prediction(BaseModel):
@@ -46,15 +45,6 @@ class Rival(BaseModel):
     reason: str
     passes: str = ""
     micro_batches: int | None = None
-
-
-class Activations(BaseModel):
-    """Of one stage: classes of saved tensors that are kept after all, where they lie, and where its inputs do."""
-
-    model_config = ConfigDict(extra="forbid")
-    classes: list[str]
-    classes_to: Memory
-    inputs_to: Memory
 
 
 class OnSsd(BaseModel):
@@ -86,12 +76,11 @@ class Decisions(BaseModel):
     schedule: Literal["fill-drain", "1f1b", "replicas", "replicas-by-stage"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
-    activations: dict[str, Activations] = {}  # rematerialised stages that keep classes, or move something
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
     shards: list[list[int]] = []  # devices over which stages are spread; empty: each device has its stages whole
     ssd: OnSsd = OnSsd()
     optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
-    clipping: Literal["", "exact", "speculative"] = ""  # how an optimizer that overlaps clips; "": it does not, or waits
+    clipping: Literal["", "exact", "speculative"] = ""  # how an overlapping optimizer clips; "": it does not, or waits
 
 
 class Plan(BaseModel):
