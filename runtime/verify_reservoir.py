@@ -30,14 +30,13 @@ def check_states(case: Case) -> None:
                     weights[stage] = node
         for node in program.ops():
             if node.target is ops.step:
-                _check_step(program, node, read, weights)
+                _check_step(program, node, weights)
             elif node.target is ops.write and node.kwargs.get("to") is not None:
                 _check_write(program, node)
 
 
 def _check_round(program: Program, read: fx.Node, stage: str, what: str) -> None:
-    steps = [user for user in read.users if user.target is ops.step and user.kwargs.get("states") is read]
-    steps += [user for user in read.users if user.target is ops.step and read in user.args[3:]]
+    steps = [user for user in read.users if user.target is ops.step]
     if len(steps) != 1:
         fail(program, read, f"`{read.name}` is taken by {len(steps)} steps of {stage}; one is needed")
     writes = [user for user in steps[0].users if user.target is ops.write]
@@ -49,10 +48,8 @@ def _check_round(program: Program, read: fx.Node, stage: str, what: str) -> None
         fail(program, others[0], f"the states of {stage} are for its step, to be written to '{stage}.{what}' behind it")
 
 
-def _check_step(program: Program, node: fx.Node, read: dict[str, fx.Node], weights: dict[str, fx.Node]) -> None:
+def _check_step(program: Program, node: fx.Node, weights: dict[str, fx.Node]) -> None:
     stage, states = str(node.args[0]), ops.step.bind(node.args, node.kwargs)["states"]
-    if states is None and stage in read:
-        fail(program, node, f"the states of {stage} are on SSD, and it is stepped without them")
     if stage in weights and (states is None or states.meta["type"].kind != "all"):
         message = f"{stage} persists on SSD, so it is stepped on what `read('{stage}.all')` gives and written back"
         fail(program, node, message)
