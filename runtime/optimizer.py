@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from .clipping import times_in_full
 from .errors import CheckpointError, PlanError
 from .importable import tupled
-from .optimizer_spec import MODES, OptimizerSpec, Traits
+from .optimizer_probe import Traits
+from .optimizer_saving import groups_in, saved_groups, saved_schedule
+from .optimizer_spec import OptimizerSpec
 from .snapshot import Snapshot, keep, put_back, room_bytes
 
 __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
 
-MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param group: not saved
 PORTION_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # converted at once: what stays in a CPU's cache
 
 
@@ -312,13 +313,8 @@ class StageOptimizer:
                     states.setdefault(name, {})[key] = value
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
-        rows = [
-            {key: _plain(value, key) for key, value in group.items() if key not in MACHINE_KEYS}
-            for group in self.optimizer.param_groups
-        ]
-        group = rows[0] if len(rows) == 1 else {"groups": rows}
-        scheduler = _plain(self.scheduler.state_dict(), "lr_scheduler") if self.scheduler else {}
-        return {"states": states, "scalars": scalars, "group": group, "scheduler": scheduler}
+        group, schedule = saved_groups(self.optimizer), saved_schedule(self.scheduler)
+        return {"states": states, "scalars": scalars, "group": group, "scheduler": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over copies of the states of this stage's parameters; `state` may hold those of others, too.
@@ -337,7 +333,7 @@ class StageOptimizer:
             if row:
                 rows[i] = row
         groups = self.optimizer.state_dict()["param_groups"]
-        for group, found in zip(groups, self._groups_in(state["group"])):
+        for group, found in zip(groups, groups_in(state["group"], len(groups))):
             group.update({key: tupled(value) for key, value in found.items()})
         self.optimizer.load_state_dict({"state": rows, "param_groups": groups})
         for name in self.params:
@@ -353,29 +349,3 @@ class StageOptimizer:
             found, want = list(value.shape), list(param.shape)
             raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
         return value.detach() if key in self.places.get(name, {}) else value.detach().clone()
-
-    def _groups_in(self, saved: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        found = saved.get("groups", [saved] if saved else [])
-        if found and len(found) != len(self._members):
-            raise CheckpointError(
-                f"the checkpoint's optimizer has {len(found)} parameter groups, this one {len(self._members)}; compile "
-                "with the param_groups with which it was saved"
-            )
-        return list(found)
-
-
-def _plain(value: Any, what: str) -> Any:
-    """The value if JSON can hold it; tensors of one element become numbers.
-
-    A dict with other keys than texts is left out: it comes from a constructor (the milestones of MultiStepLR).
-    """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if not (isinstance(v, dict) and any(not isinstance(i, str) for i in v))}
-        return {k: _plain(v, f"{what}.{k}") for k, v in kept.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v, what) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise CheckpointError(f"{what} of the optimizer is {value!r}, which cannot be saved as plain data")

@@ -1,4 +1,4 @@
-"""What a user asked for as an optimizer, as plain data, and what can be known of it by trying it on small parameters.
+"""What a user asked for as an optimizer, as plain data.
 
 An `OptimizerSpec` travels in plans and to workers as JSON.
 """
@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,27 +18,11 @@ from torch import Tensor, nn
 
 from .errors import PlanError
 from .importable import loaded, path_and_kwargs, resolve, tupled
+from .optimizer_probe import FAILURES, TINY, Build, Traits, find_traits, is_elementwise, states_of, tiny
 from .param_groups import ParamGroup, make_groups
 from .state_shapes import Shape, StateRule, find_rules
 
-TINY = (64, 64)  # large enough that factored and per-tensor states do not count as states per parameter
 MODES = ("fused", "foreach")
-FAILURES = (TypeError, ValueError, RuntimeError)  # what torch says in when an optimizer cannot work
-
-
-@dataclass(frozen=True)
-class Traits:
-    """How an optimizer steps, tried on one kind of device.
-
-    `divisible`: a step may be several calls, each for some of the parameters, as no group counts them. `keeps_grads`:
-    gradients are as they were behind a step. `in_place`: states stay the tensors that they are. `born_empty`: there are
-    no states before the first step.
-    """
-
-    divisible: bool
-    keeps_grads: bool
-    in_place: bool
-    born_empty: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +62,7 @@ class OptimizerSpec:
         spec._try()
         if param_groups is not None:
             assert model is not None, "groups of parameters need the model whose parameters they are"
-            known = spec._build([{"params": [_tiny(TINY)]}]).defaults
+            known = spec._build([{"params": [tiny(TINY)]}]).defaults
             spec = replace(spec, groups=make_groups(model, param_groups, known))
         if lr_scheduler is not None:
             example = "lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
@@ -171,9 +155,8 @@ class OptimizerSpec:
     def state_bytes_per_param(self) -> float:
         """Bytes of optimizer state for each trained fp32 parameter, found by stepping a small matrix; of several groups
         those of the one with the most."""
-        numel = math.prod(TINY)
-        found = [self._states_of(index, TINY).values() for index in range(len(self.all_groups))]
-        return max(sum(s.nbytes for s in states if s.numel() > 1) / numel for states in found)
+        found = [states_of(build, TINY).values() for build in self._builds]
+        return max(sum(s.nbytes for s in states if s.numel() > 1) / math.prod(TINY) for states in found)
 
     def state_shapes(self, shape: Shape, name: str | None = None) -> dict[str, tuple[Shape, torch.dtype]]:
         """The states of one fp32 parameter of this shape, without allocating it: name to shape and dtype of all that
@@ -196,7 +179,7 @@ class OptimizerSpec:
     def _large(self, index: int, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         key = (index, len(shape))
         if key not in self._rules:
-            self._rules[key] = find_rules(lambda small: self._states_of(index, small), len(shape), self.path)
+            self._rules[key] = find_rules(partial(states_of, self._builds[index]), len(shape), self.path)
         rules = self._rules[key]
         return {name: (rule.shape(shape), rule.dtype) for name, rule in rules.items() if rule.is_large}
 
@@ -204,62 +187,23 @@ class OptimizerSpec:
     def _rules(self) -> dict[tuple[int, int], dict[str, StateRule]]:
         return {}
 
-    def _states_of(self, index: int, shape: Shape) -> dict[str, Tensor]:
-        param = _tiny(shape)
-        optimizer = self.build_alone(index, [param])
-        for _ in range(2):
-            param.grad = torch.ones_like(param)
-            optimizer.step()
-        return {name: s for name, s in optimizer.state[param].items() if isinstance(s, Tensor)}
+    @property
+    def _builds(self) -> list[Build]:
+        return [partial(self.build_alone, index) for index in range(len(self.all_groups))]
 
     def traits(self, device: torch.device) -> Traits:
         """How it steps on this device."""
         if device not in self._traits:
-            found = [self._try_traits(index, device) for index in range(len(self.all_groups))]
-            self._traits[device] = Traits(*(all(column) for column in zip(*found)))
+            self._traits[device] = Traits.of_all([find_traits(build, device) for build in self._builds])
         return self._traits[device]
 
     @cached_property
     def _traits(self) -> dict[torch.device, Traits]:
         return {}
 
-    def _try_traits(self, index: int, device: torch.device) -> tuple[bool, bool, bool, bool]:
-        param = _tiny(TINY, device)
-        optimizer = self.build_alone(index, [param])
-        born_empty = not optimizer.state
-        (group,) = optimizer.param_groups
-        before = {key: value for key, value in group.items() if key != "params"}
-        given = torch.linspace(-1.0, 1.0, param.numel(), device=device).reshape(TINY)
-        keeps_grads, owners = True, []
-        for _ in range(3):
-            param.grad = given.clone()
-            optimizer.step()
-            keeps_grads = keeps_grads and torch.equal(param.grad, given)
-            owners.append({k: s for k, s in optimizer.state[param].items() if isinstance(s, Tensor) and s.numel() > 1})
-        divisible = before == {key: value for key, value in group.items() if key != "params"}
-        in_place = all(owners[1].get(key) is state for key, state in owners[2].items())
-        return divisible, keeps_grads, in_place, born_empty
-
     def is_elementwise(self) -> bool:
-        """Whether two steps update each element by its own gradients alone, so that a parameter may be updated in
-        pieces: tried on a matrix, whole and as two rows, in every group."""
-        return all(self._is_elementwise(index) for index in range(len(self.all_groups)))
-
-    def _is_elementwise(self, index: int) -> bool:
-        made = torch.Generator().manual_seed(0)
-        whole = nn.Parameter(torch.randn(4, 6, generator=made))
-        pieces = [nn.Parameter(piece.detach().clone()) for piece in whole.flatten().split(12)]
-        try:
-            optimizers = [self.build_alone(index, [whole]), self.build_alone(index, pieces)]
-            for _ in range(2):
-                whole.grad = torch.randn(4, 6, generator=made)
-                for piece, grad in zip(pieces, whole.grad.flatten().split(12)):
-                    piece.grad = grad.clone()
-                for optimizer in optimizers:
-                    optimizer.step()
-        except FAILURES:  # one for matrices only
-            return False
-        return torch.allclose(torch.cat(list(pieces)), whole.flatten(), rtol=1e-5, atol=1e-7)
+        """Whether each element is updated by its own gradients alone, so that a parameter may be updated in pieces."""
+        return all(is_elementwise(build) for build in self._builds)
 
     def check_shapes(self, shapes: Mapping[str, Shape]) -> None:
         """Raises `PlanError` naming the first parameter that the optimizer cannot step because of its dimensions."""
@@ -270,7 +214,7 @@ class OptimizerSpec:
                 continue
             tried.add((index, len(shape)))
             try:
-                self.build_alone(index, [_tiny((2,) * len(shape))]).step()
+                self.build_alone(index, [tiny((2,) * len(shape))]).step()
             except FAILURES as error:
                 raise PlanError(
                     f"optimizer {self.path} does not work for {name}, of shape {list(shape)} (tried on a small one: "
@@ -282,7 +226,7 @@ class OptimizerSpec:
         cls = resolve(self.path)
         if "fused" not in inspect.signature(cls).parameters:
             return False
-        param = _tiny((2,), like.device, like.dtype)
+        param = tiny((2,), like.device, like.dtype)
         try:
             cls([param], **loaded(self.kwargs), fused=True).step()
         except FAILURES:  # torch says in one of these that this device has none
@@ -292,7 +236,7 @@ class OptimizerSpec:
     def _try(self) -> None:
         """Step a small parameter once. Raises `PlanError` with what torch says where that fails."""
         try:
-            self._build([{"params": [_tiny(TINY)]}]).step()
+            self._build([{"params": [tiny(TINY)]}]).step()
         except FAILURES as error:
             hint = ""
             if "closure" in str(error) or "sparse" in str(error) or "dense" in str(error):
@@ -306,8 +250,8 @@ class OptimizerSpec:
         for index, group in enumerate(self.groups):
             options = {key: value for key, value in loaded(group.options).items() if key in takes}
             try:
-                cls([_tiny(TINY)], **{**kwargs, **options})
-                self.build_alone(index, [_tiny(TINY)]).step()
+                cls([tiny(TINY)], **{**kwargs, **options})
+                self.build_alone(index, [tiny(TINY)]).step()
             except FAILURES as error:
                 where = f"param_groups[{index}]"
                 raise PlanError(
@@ -317,7 +261,7 @@ class OptimizerSpec:
             self._try_scheduler()
 
     def _try_scheduler(self) -> None:
-        rows = [{"params": [_tiny(TINY)], **loaded(group.options)} for group in self.all_groups]
+        rows = [{"params": [tiny(TINY)], **loaded(group.options)} for group in self.all_groups]
         optimizer = self._build(rows)
         try:
             scheduler = self.build_scheduler(optimizer)
@@ -336,9 +280,3 @@ class OptimizerSpec:
 
 def _total_bytes(states: Mapping[str, tuple[Shape, torch.dtype]]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in states.values())
-
-
-def _tiny(shape: Shape, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    param = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    return param
