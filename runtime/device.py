@@ -8,7 +8,8 @@ of DRAM, so exceeding one raises at the op that would, whatever has run so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,12 @@ from .reduce import reduce_grads, reduce_norms, reduce_whole
 from .shards import gathered, packed, unpacked
 from .stage_file import Staged
 from .streams import CudaStream, Event, Fault, Stream
+from .turns import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from .session import DeviceSession
+
+FIRST_TURN = -1  # before that of any stage
 
 
 class Box:
@@ -188,24 +192,49 @@ class DeviceRuntime:
         def run() -> list[Any]:
             rest = self._pace(issue)
             source = store.flat if box is None else box.value
-            place.copy_(source[start:end], non_blocking=True)
+            self._copy_in(place, source[start:end], issue.turn)
             rest()
             return [value]
 
         return self._launch(issue, [] if box is None else [box], run)[0]
 
+    def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
+        """From DRAM to the device; where fetches have turns, in chunks, each when its turn has come."""
+        session = self.session
+        if session.turns is None or session.copies is None:
+            place.copy_(source, non_blocking=True)
+            return
+        with torch.cuda.stream(session.copies):
+            for start in range(0, len(place), CHUNK_BYTES):
+                with session.turns.hold(turn):
+                    end = min(start + CHUNK_BYTES, len(place))
+                    place[start:end].copy_(source[start:end], non_blocking=True)
+                    session.copies.synchronize()
+
     def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
         def run() -> list[Any]:
             rest = self._pace(issue)
             given: Any = box.value
-            if isinstance(given, Kept):
-                moved: Any = given.copied_to(torch.empty(given.num_bytes, dtype=torch.uint8, device=self.device))
-            else:
-                moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
+            with self._alone():
+                if isinstance(given, Kept):
+                    moved: Any = given.copied_to(torch.empty(given.num_bytes, dtype=torch.uint8, device=self.device))
+                else:
+                    moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
             rest()
             return [moved]
 
         return self._launch(issue, [box], run)[0]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where fetches have turns, activations come before all weights, and are there when this ends."""
+        session = self.session
+        if session.turns is None or session.copies is None:
+            yield
+            return
+        with torch.cuda.stream(session.copies), session.turns.hold(FIRST_TURN):
+            yield
+            session.copies.synchronize()
 
     def offload(self, value: Handle) -> Handle:
         issue = self._next("offload")

@@ -119,7 +119,7 @@ class Host(Part):
     p2p: bool = False
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
-    ordered_fetches: bool = False  # see `task_costs`; held-down CPU devices and rehearsals do so, GPUs do not yet
+    ordered_fetches: bool = False  # those of the stage that runs first come first: see `turns`
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 

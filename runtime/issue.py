@@ -16,6 +16,7 @@ from .memory import Home, Persistent, homes_of, place_bytes, places_of, plan_are
 from .order import Memory, build_order, lack_of
 from .program import PAGE, Program, aligned, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
+from .turns import is_weights_fetch, turn_of
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Issue:
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
     place: int | None  # of what is read, offloaded or written: its offset in the arena of its memory
     place_bytes: int  # whole pages
+    turn: int  # of fetched weights: see `turns.py`
     tag: str  # of a message; for a load the name of the input
     peer: int
     stages: list[str]  # of its operands and results, in order
@@ -141,6 +143,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         pieces=(),
         place=None,
         place_bytes=0,
+        turn=turn_of(node) if is_weights_fetch(node) else 0,
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",

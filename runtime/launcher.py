@@ -33,6 +33,7 @@ from .link import LOOPBACK
 from .link_server import LinkServer
 from .session import STREAM_SLOTS, StepResult
 from .torchrun import TorchrunDriver
+from .turns import TurnServer
 from .wire import receive_message, send_message
 from .worker import open_board
 
@@ -49,10 +50,13 @@ def start_driver(setup: Setup) -> Driver:
     where the document promises an order of fetches that nobody keeps here.
     """
     hardware = setup.hardware
-    if hardware.num_devices > 1 and not hardware.throttled and any(host.ordered_fetches for host in hardware.hosts):
+    ordered = hardware.num_devices > 1 and any(host.ordered_fetches for host in hardware.hosts)
+    on_gpus = all(device.kind == "cuda" for device in hardware.devices) and not TorchrunDriver.is_present()
+    if ordered and not (hardware.throttled or on_gpus):
         raise HardwareError(
-            f"hosts.ordered_fetches: True on {hardware.name}; only links that are held down (throttled=True) and "
-            "rehearsals order the fetches of several devices. To run here: hardware.with_(ordered_fetches=False)"
+            f"hosts.ordered_fetches: True on {hardware.name}; only GPUs of one script's own workers, links that are "
+            "held down (throttled=True) and rehearsals order the fetches of several devices. To run here: "
+            "hardware.with_(ordered_fetches=False)"
         )
     if TorchrunDriver.is_present():
         return TorchrunDriver(setup)
@@ -115,13 +119,15 @@ class LocalWorkers(Driver):
         self.scratch = tempfile.mkdtemp(prefix="penstock-")
         self.workers: list[Worker] = []
         self.link_server: LinkServer | None = None
-        self._servers: list[LinkServer] = []
+        self._servers: list[LinkServer | TurnServer] = []
         self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self._servers, self.scratch)
         try:
             for device in range(setup.interface.num_devices):
                 self.workers.append(self._start(device))
             self.link_server = self._serve_links()
             self._servers += [] if self.link_server is None else [self.link_server]
+            self.turns = self._serve_turns()
+            self._servers += [] if self.turns is None else [self.turns]
             requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
             requests = {w.device: ("set_up", self._for_device(w.device), {}) for w in self.workers}
             answers = self._exchange(requests)
@@ -157,7 +163,8 @@ class LocalWorkers(Driver):
         """What a worker is told at first."""
         address = None if self.link_server is None else self.link_server.address
         store = os.path.join(self.scratch, "store")
-        common = {"store": store, "hostname": LOOPBACK, "link_server": address}
+        turns = None if self.turns is None else self.turns.address
+        common = {"store": store, "hostname": LOOPBACK, "link_server": address, "turns": turns}
         return {**self.setup.for_device(device), **common, **self._paces(device)}
 
     def _paces(self, device: int) -> dict[str, Any]:
@@ -176,6 +183,12 @@ class LocalWorkers(Driver):
         if not shared:
             return None
         return LinkServer(os.path.join(self.scratch, "links"), self.setup.hardware.links(), shared.costs)
+
+    def _serve_turns(self) -> TurnServer | None:
+        """Where the fetches of GPUs are ordered, who hands out their turns."""
+        hardware = self.setup.hardware
+        ordered = any(d.kind == "cuda" and hardware.hosts[d.host].ordered_fetches for d in hardware.devices)
+        return TurnServer(os.path.join(self.scratch, "turns")) if ordered else None
 
     # --- commands
 
@@ -335,7 +348,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         return  # the caller looks at `poll`
 
 
-def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer], scratch: str) -> None:
+def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer | TurnServer], scratch: str) -> None:
     """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends, but not in forks of it."""
     if os.getpid() != owner:
         return

@@ -64,5 +64,8 @@ class RehearsingWorkers(LocalWorkers):
         address = os.path.join(self.scratch, "links")
         return LinkServer(address, self.model.links, self.costs, self.time_scale)
 
+    def _serve_turns(self) -> None:
+        """The link server orders what shares a root complex."""
+
     def _paces(self, device: int) -> dict[str, Any]:
         return {"waits_s": [None if cost.flows else cost.fixed_s * self.time_scale for cost in self.costs[device]]}

@@ -34,6 +34,7 @@ from .ssd_folder import SsdFolder
 from .stage_store import StageState, StageStore
 from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 from .timeline import Span
+from .turns import TurnClient
 
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
@@ -63,6 +64,7 @@ class DeviceSession:
     device's share of its host's DRAM; None takes all of it. `link_server` times the transfers that share links with
     others where links are held down; `shared` gives, per program, their ops' numbers there, `collective_s` what
     collectives take at least. `ssd_dirs`: where files go, one directory per SSD; `ssd_verify` checks all that is read.
+    `turns`: who says when the next chunk of weights may come, where fetches are ordered.
 
     Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be used,
     `DoesNotFit` where the disks have not the room.
@@ -86,6 +88,7 @@ class DeviceSession:
         collective_s: Mapping[str, Mapping[int, float]] | None = None,
         ssd_dirs: Sequence[str] = (),
         ssd_verify: bool = False,
+        turns: TurnClient | None = None,
     ):
         self.index, self.hardware, self.optimizer = index, hardware, optimizer
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
@@ -96,6 +99,8 @@ class DeviceSession:
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self.step_count = 0
         self.loss_scale = LossScale() if precision == "fp16" else None
+        self.turns = turns
+        self.copies = None if turns is None else torch.cuda.Stream(self.device)  # of chunks that wait for their turns
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step
@@ -277,7 +282,7 @@ class DeviceSession:
             slot = STREAM_SLOTS.index(key)
             if inline:
                 self._streams[name] = InlineStream(key, self.board, slot)
-            elif self.spec.kind == "cuda" and key not in HOST_STREAMS:
+            elif self.spec.kind == "cuda" and key not in HOST_STREAMS and not (key == ops.H2D and self.turns):
                 self._streams[name] = CudaStream(key, self.device, self.board, slot)
             else:
                 num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1

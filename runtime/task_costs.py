@@ -15,7 +15,6 @@ weights that come through one root complex come in chunks, those of the stage th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import fx
@@ -27,9 +26,9 @@ from .links import Link
 from .order import Task, build_order
 from .program import Program
 from .sharing import Cost
+from .turns import is_weights_fetch, turn_of
 
 URGENT, AHEAD = 0, 1
-LAST_TURN = 1 << 20  # more than any number of stages
 OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
 
@@ -119,19 +118,6 @@ class CostModel:
             path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
             self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
         return self.routes[source, target]
-
-
-def is_weights_fetch(node: fx.Node) -> bool:
-    return node.target is ops.fetch and bool(node.meta["type"].stage) and node.meta["type"].kind != "kept"
-
-
-def turn_of(fetch: fx.Node) -> int:
-    """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
-    user: fx.Node | None = fetch
-    while user is not None and user.target in (ops.fetch, operator.getitem, ops.all_gather):
-        user = next((u for u in user.users if u.target is not ops.free), None)
-    stage = int(fetch.meta["type"].stage.removeprefix("stage"))
-    return 2 * LAST_TURN - stage if user is not None and user.target is ops.backward else stage
 
 
 def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:

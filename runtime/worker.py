@@ -34,6 +34,7 @@ from .optimizer import OptimizerSpec
 from .program import Interface
 from .rehearse_device import RehearsedSession
 from .session import STREAM_SLOTS, DeviceSession, device_groups
+from .turns import TurnClient
 from .wire import receive_message, send_message
 
 PARENT_CHECK_MS = 1000
@@ -93,6 +94,9 @@ def build_session(
         return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
     optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])
     options |= {"ssd_dirs": setup["ssd_dirs"], "ssd_verify": setup["ssd_verify"]}
+    own, turns = hardware.devices[index], setup.get("turns")
+    if turns is not None and hardware.hosts[own.host].ordered_fetches:
+        options["turns"] = TurnClient(turns, own.root_complex)
     for what in ("shared", "collective_s"):
         options[what] = {name: dict(rows) for name, rows in setup.get(what, {}).items()}
     return DeviceSession(index, file, hardware, optimizer=optimizer, **options)
