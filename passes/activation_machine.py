@@ -14,7 +14,7 @@ from ..runtime.op_compute import aligned_class
 from ..runtime.program import Interface, Program, StageSpec
 from .activation_plan import Half, Item, Rates, Room
 from .base import EVERYWHERE, Draft
-from .insert_fetch import arena_bytes, fetched_phases, phases, profile_swapped, state_bytes
+from .insert_fetch import arena_bytes, fetch_weights, fetched_phases, phases, state_bytes
 
 BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
 SSD_SHARE = 0.9  # of the disks, to leave room for what an update must be able to undo
@@ -57,6 +57,13 @@ class Machine:
         tiers = self.tiers if swapped else self.free
         return Room(max(0.0, device_bytes), tiers.dram_bytes, tiers.ssd_bytes)
 
+    def keeps_all(self, program: Program) -> bool:
+        """Whether nothing need leave the device or be computed again."""
+        least_bytes = sum(self.counts[spec.name] * spec.kept_bytes for spec in self.specs if spec.name in self.trained)
+        if least_bytes > self.budget_bytes:
+            return False
+        return any(self.room_bytes(program.copy(), swapped) >= 0 for swapped in {self.swap, True})
+
     def must_swap(self, program: Program) -> bool:
         """Whether weights and optimizer states do not all stay beside what the program takes, or shall not."""
         return self.swap or self.resident_room_bytes(program) < 0
@@ -67,14 +74,16 @@ class Machine:
 
     def room_bytes(self, program: Program, swapped: bool) -> float:
         """Device memory that the program leaves beside all weights and states or, swapped, beside two stages' weights
-        wherever two may be there; negative where it lacks some."""
+        wherever two may be there; negative where it lacks some. The program is a trial: swapped, it is rewritten."""
         if not swapped:
             return self.resident_room_bytes(program)
         names = [spec.name for spec in self.specs]
-        profile = profile_swapped(program, {name: {} for name in names})
         order, specs = phases(program), program.interface.stages
         early = {i: len(specs[order[i].stage].params) for i in fetched_phases(order, names) if i > 0}
         two_stages = arena_bytes(order, specs, names, early)
+        program.returns({name: nodes for name, nodes in program.results().items() if name != "grads"})
+        fetch_weights(program, {name: {} for name in names})
+        profile = profile_memory(program)
         return self.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes) - two_stages
 
     def seconds(self, spec: StageSpec) -> tuple[float, float, float]:

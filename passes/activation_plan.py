@@ -184,8 +184,9 @@ def busiest(
 
 
 def best(points: Sequence[Point], share: float = -1.0) -> Point:
-    """The shortest step that has room, with the fewest bytes; with `share` in 0 to 1 the point that keeps that share of
-    all class bytes, as nearly as classes are cut. Where nothing has room, the first."""
+    """The shortest step that has room, and of those about as short one that moves the fewest bytes and keeps the most
+    beside; with `share` in 0 to 1 the point that keeps that share of all class bytes, as nearly as classes are cut.
+    Where nothing has room, the first."""
     if share >= 0:
         wanted = share * points[-1].kept_bytes
         return min(points, key=lambda point: abs(point.kept_bytes - wanted))
@@ -193,7 +194,8 @@ def best(points: Sequence[Point], share: float = -1.0) -> Point:
     if not able:
         return points[0]
     least_s = min(point.step_s for point in able)
-    return next(point for point in able if point.step_s <= least_s * CLOSE)
+    about = [point for point in able if point.step_s <= least_s * CLOSE]
+    return min(about, key=lambda point: (point.moved_bytes, -point.kept_bytes))
 
 
 def table(points: Sequence[Point], chosen: Point, rows: int = 8) -> str:

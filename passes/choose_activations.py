@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, ClassVar
 
 from ..runtime import ops
 from ..runtime.errors import PassError
-from ..runtime.memory import profile_memory
+from ..runtime.memory import plan_arena
 from ..runtime.program import Program
 from ..runtime.units import format_bytes, format_seconds
 from .activation_machine import Machine, machine_of
@@ -99,14 +100,22 @@ class ChooseActivations(Pass):
         machine = self.machine(draft, program)
         able = [spec.name for spec in machine.specs if spec.rematerialisable and spec.name in machine.trained]
         forced = self.to in ("dram", "ssd") or self.share >= 0
-        if not forced and any(machine.room_bytes(program, swapped) >= 0 for swapped in {machine.swap, True}):
+        if not forced and machine.keeps_all(program):
             return Outcome({})
-        usual = stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
         if self.to == "none" or not able:
-            return Outcome({name: Choice() for name in usual})
-        sets = [able] if forced else [able, able[:-1], [name for name in able if name in usual]]
-        found = [self.curve(program, machine, names) for names in {tuple(names): None for names in sets}]
+            return Outcome({name: Choice() for name in self.usual(program, machine)})
+        found = [self.curve(program, machine, able)]
+        if not forced:
+            found.append(self.curve(program, machine, able[:-1]))
+            usual_bytes = median(machine.counts[spec.name] * spec.kept_bytes for spec in machine.specs)
+            if found[0][0].room.device_bytes >= usual_bytes:  # one more stage may keep everything
+                usual = self.usual(program, machine)
+                found.append(self.curve(program, machine, [name for name in able if name in usual]))
         return _fitting(program, machine, *min(found, key=lambda row: _rank(row[1], self.share)), self.share)
+
+    def usual(self, program: Program, machine: Machine) -> list[str]:
+        """What `insert-remat` rematerialises."""
+        return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
     def curve(self, program: Program, machine: Machine, names: Sequence[str]) -> tuple[Problem, list[Point]]:
         """The model of the step in which these stages are rematerialised, and its sweep."""
@@ -198,11 +207,10 @@ def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) ->
     if not each_bytes:
         return Ahead()
     move_activations(trial, choices, Ahead())
-    swapped = machine.must_swap(trial)
+    swapped, taken_bytes = machine.must_swap(trial), plan_arena(trial, ops.DRAM)[1]
     most = max(2, *machine.counts.values())
     room_bytes = max(0.0, machine.room_bytes(trial, swapped))
     fetch = min(most, 1 + int(room_bytes // each_bytes))
-    taken_bytes = profile_memory(trial).arenas[ops.DRAM]
     spare_bytes = max(0.0, machine.room(swapped, 0).dram_bytes - taken_bytes)
     read = min(WIDER * most, 1 + int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 1
     return Ahead(fetch, max(fetch, read))
