@@ -53,7 +53,8 @@ class Work:
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
     "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of
     `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a
-    collective, in which `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring of members.
+    collective, in which `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring
+    of members.
     """
 
     stream: str

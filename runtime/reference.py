@@ -33,7 +33,8 @@ class Reference:
 
     `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` a module or a class per
     stage. `budgets` bounds "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's.
-    `grads` and `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights stay as they are.
+    `grads` and `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights
+    stay as they are.
     """
 
     def __init__(

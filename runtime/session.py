@@ -66,8 +66,8 @@ class DeviceSession:
     collectives take at least. `ssd_dirs`: where files go, one directory per SSD; `ssd_verify` checks all that is read.
     `turns`: who says when the next chunk of weights may come, where fetches are ordered.
 
-    Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be used,
-    `DoesNotFit` where the disks have not the room.
+    Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be
+    used, `DoesNotFit` where the disks have not the room.
     """
 
     def __init__(

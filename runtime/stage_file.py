@@ -80,8 +80,8 @@ class StageFile:
                 offset += aligned(num_bytes, 64)
         if offset > self.num_bytes:
             raise PlanError(
-                f"{self.spec.name}: the states of {self.optimizer.path} need {offset - self.num_bytes} bytes more on SSD "
-                "than planned; compile the plan again"
+                f"{self.spec.name}: the states of {self.optimizer.path} need {offset - self.num_bytes} bytes more on "
+                "SSD than planned; compile the plan again"
             )
         return found
 
@@ -90,7 +90,7 @@ class StageFile:
         self.file.read(self.slot * self.num_bytes, into[: self.weights_bytes])
 
     def read(self, into: Tensor) -> None:
-        """A buffer of `num_bytes`, as it was at the end of the last step; not the weights where masters stand for them."""
+        """A buffer of `num_bytes`, as the last step left it; without the weights where masters stand for them."""
         start = self.weights_bytes if self.master and self.has_states else 0
         self.file.read(self.slot * self.num_bytes + start, into[start : self.num_bytes])
 

@@ -19,7 +19,7 @@ from .optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
 from .program import Interface, StageSpec
 from .shards import piece_of, whole_of
 from .ssd_folder import SsdFolder
-from .stage_file import StageFile, Staged
+from .stage_file import Staged, StageFile
 
 
 @dataclass

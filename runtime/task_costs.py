@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import fx
-
 from . import ops
 from .cpu_costs import copying, core_flow, core_links, messaging, update_s
 from .hardware import Device, Hardware

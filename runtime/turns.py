@@ -16,7 +16,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import fx
 
@@ -67,9 +66,9 @@ class Tokens:
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """One connection: asks for a token, is granted it, gives it back; and so on. One that breaks gives its token back."""
+    """One connection: asks for a token, is granted it, gives it back; and so on. A broken one gives its token back."""
 
-    server: Any
+    server: _Server
 
     def handle(self) -> None:
         while True:
@@ -88,13 +87,20 @@ class _Handler(socketserver.BaseRequestHandler):
                 return
 
 
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+    def __init__(self, address: str):
+        self.tokens = Tokens()
+        super().__init__(address, _Handler)
+
+
 class TurnServer:
     """Hands out tokens at `address`, a path of its own, until `close`."""
 
     def __init__(self, address: str):
         self.address = address
-        self._server: Any = socketserver.ThreadingUnixStreamServer(address, _Handler)
-        self._server.daemon_threads, self._server.tokens = True, Tokens()
+        self._server = _Server(address)
         self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-turns", daemon=True)
         self._thread.start()
 
@@ -102,7 +108,7 @@ class TurnServer:
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
-        self._server.socket.close()
+        self._server.server_close()
 
 
 class TurnClient:

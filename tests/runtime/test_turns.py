@@ -72,6 +72,8 @@ def test_the_token_of_a_device_that_is_gone_comes_back(server: TurnServer) -> No
     done.start()
     done.join(PATIENCE_S)
     assert not done.is_alive()
+    with pytest.raises(OSError):
+        holding.__exit__(None, None, None)
 
 
 def test_a_server_that_is_gone_is_an_error(tmp_path: Path) -> None:
