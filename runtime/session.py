@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from . import ops
 from .arena import Arena, pages
 from .clipping import LossScale
+from .cores import available_cores, optimizer_cores
 from .device import Box, DeviceRuntime
 from .device_file import DeviceFile
 from .errors import BatchError, BudgetExceeded, HardwareError, PenstockError, PlanError, WorkerError
@@ -287,8 +288,14 @@ class DeviceSession:
             else:
                 num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1
                 gpu = self.device if self.spec.kind == "cuda" else None
-                self._streams[name] = ThreadStream(key, self._notices, self.board, slot, num_threads, gpu)
+                cores = self._optimizer_cores() if gpu is not None and key == ops.CPU else []
+                num_threads = len(cores) or num_threads
+                self._streams[name] = ThreadStream(key, self._notices, self.board, slot, num_threads, gpu, cores)
         return self._streams[name]
+
+    def _optimizer_cores(self) -> list[int]:
+        beside = [i for i, other in enumerate(self.hardware.devices) if other.host == self.spec.host]
+        return optimizer_cores(available_cores(), beside.index(self.index), len(beside))
 
     def _streams_for(self, plan: Issues) -> dict[str, Stream]:
         alone = self.spec.kind == "cpu" and plan.streams <= {ops.HOST, ops.COMPUTE}

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+
+from .cores import use_cores
 
 Task = Callable[[], None]
 
@@ -142,7 +144,8 @@ class ThreadStream(Stream):
 
     A task that raises puts a `Fault` into `notices`; what is issued behind it or waits for it elsewhere is skipped, and
     fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor. `device` is
-    the GPU for which the thread works: CUDA gives each new thread the first one.
+    the GPU for which the thread works: CUDA gives each new thread the first one. `cores`: those that it, and what it
+    computes with, is kept to.
     """
 
     def __init__(
@@ -153,8 +156,10 @@ class ThreadStream(Stream):
         slot: int,
         num_threads: int,
         device: torch.device | None = None,
+        cores: Sequence[int] = (),
     ):
         super().__init__(name)
+        self.cores = cores
         self.notices, self.board, self.slot, self.num_threads = notices, board, slot, num_threads
         self.device = device
         self.queue: SimpleQueue[Any] = SimpleQueue()
@@ -173,6 +178,8 @@ class ThreadStream(Stream):
         self.queue.put((None, None, None, None))
 
     def _run(self) -> None:
+        if self.cores:
+            use_cores(self.cores)
         torch.get_num_threads()  # a thread's first use would else overwrite the number set next
         torch.set_num_threads(self.num_threads)
         if self.device is not None:
