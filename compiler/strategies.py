@@ -87,8 +87,8 @@ STRATEGIES: dict[str, str] = {
     "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
     "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}",
     "fuyou": (
-        "coarsen, partition-min-stage, map-round-robin, schedule-pipeline, choose-activations{swap=true, tier=all}, "
-        "insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer"
+        "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline, "
+        "choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer"
     ),
     "ftpipe": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
     "balanced": PIPELINE,
