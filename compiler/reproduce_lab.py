@@ -21,7 +21,7 @@ from ..passes.stages import COMPUTE_DTYPES
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, VerifyError
 from ..runtime.hardware import Hardware
-from ..runtime.program import Program, work_of
+from ..runtime.program import Program, StageSpec, work_of
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
 from ..runtime.verify import verify
@@ -75,11 +75,14 @@ class Trial:
     params: int
     timeline: Timeline | None = None
     misses: str = ""
+    misses_in: str = ""  # the memory that lacks room
     stages: list[list[str]] = field(default_factory=list)  # stage -> its blocks
     devices: list[int] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     planning_cpu_s: dict[str, float] = field(default_factory=dict)  # pass -> processor seconds of its planning
     notes: dict[str, str] = field(default_factory=dict)
+    decisions: dict[str, Any] = field(default_factory=dict)  # by field of a plan
+    specs: list[StageSpec] = field(default_factory=list)
 
     @property
     def step_s(self) -> float | None:
@@ -158,11 +161,11 @@ class Lab:
         try:
             for p in passes[1:]:
                 begin_s = time.process_time()
-                run_passes(draft, [p])
+                made.decisions |= run_passes(draft, [p])[0]
                 made.planning_cpu_s[p.name] = time.process_time() - begin_s
             check_fit(draft)
         except DoesNotFit as error:
-            made.misses = str(error).split("\n")[0]
+            made.misses, made.misses_in = str(error).split("\n")[0], error.memory
             return made
         try:
             verify(draft.programs, hardware)
@@ -171,6 +174,7 @@ class Lab:
             return made
         made.timeline = simulate(draft.programs, hardware, precision=case.precision)
         made.stages, made.devices, made.notes = draft.partition, draft.devices, draft.notes
+        made.specs = [stage.spec for stage in draft.stages]
         made.transfers = list(transfers(draft.programs, made.timeline))
         return made
 
