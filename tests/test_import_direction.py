@@ -19,8 +19,9 @@ MAY_IMPORT = {
 GROUND_FLOOR_PARTS = {
     "errors": set(),
     "units": set(),
-    "hardware": {"describe", "detect", "hardware_errors", "links", "overrides", "presets"},
-    "ops": set(),
+    "hardware": {"describe", "detect", "disks", "hardware_errors", "links", "overrides", "presets"},
+    "ops": {"op", "op_compute", "op_devices", "op_transfers", "op_update"},
+    "ssd_folder": {"checksums", "direct_io", "scratch", "ssd_file"},
     "program": {"text"},
 }
 GROUND_FLOOR = set(GROUND_FLOOR_PARTS).union(*GROUND_FLOOR_PARTS.values())
