@@ -27,8 +27,8 @@ class SsdFolder:
 
     At the start, folders that crashed processes of this user left there are removed; those of live jobs stay. The own
     ones are removed by `close`, and at the latest when the process ends normally. `verify` keeps checksums of what
-    is written (4 bytes per 4096) and compares at each read. `engine` "auto" takes io_uring where it works and threads
-    elsewhere; afterwards `engine` is the one that was taken and `engine_note` the reason why not the other.
+    is written (4 bytes per 4096) and compares at each read. `engine` "auto" takes io_uring where it works, and threads
+    elsewhere and with `verify`; afterwards `engine` is the one that was taken and `engine_note` why not the other.
 
     Raises `HardwareError` for a directory that is missing, no directory, not writable, in memory, without O_DIRECT,
     or given twice, and for an engine that does not work here.
@@ -53,7 +53,7 @@ class SsdFolder:
             for directory in self.directories:
                 scratch.remove_left(directory)
                 self._folders.append(scratch.make(directory, owner))
-            made, self.engine_note = make_engine(engine, [folder.path for folder in self._folders])
+            made, self.engine_note = make_engine(engine, [folder.path for folder in self._folders], verify)
         except BaseException:
             _remove(os.getpid(), None, self._folders, self._descriptors)
             raise
@@ -152,7 +152,7 @@ def different(directories: Sequence[str | Path]) -> tuple[Path, ...]:
     return tuple(path.resolve() for path in seen.values())
 
 
-def make_engine(wanted: str, folders: Sequence[Path]) -> tuple[Engine, str]:
+def make_engine(wanted: str, folders: Sequence[Path], verify: bool) -> tuple[Engine, str]:
     """The engine, and why it is not io_uring (empty if it is). Raises `HardwareError` where O_DIRECT does not work."""
     threads = ThreadEngine(len(folders))
     for folder in folders:
@@ -162,6 +162,8 @@ def make_engine(wanted: str, folders: Sequence[Path]) -> tuple[Engine, str]:
             raise scratch.no_direct(folder.parent, str(error)) from error
     if wanted == "threads":
         return threads, "threads were asked for"
+    if wanted == "auto" and verify:
+        return threads, "threads compute the checksums of several pieces at once"
     try:
         ring = ring_engine(folders)
     except (ImportError, AttributeError, OSError, SsdError) as error:  # AttributeError: another wheel of that name

@@ -281,12 +281,14 @@ def test_a_kernel_that_forbids_rings_or_answers_wrongly_is_found_out(
 
 def test_auto_takes_the_ring_where_it_works(disk: Path) -> None:
     make_engine("io_uring").close()
+    options: dict[str, Any]
     folder = SsdFolder([disk], "gpu0")
     assert (folder.engine, folder.engine_note) == ("io_uring", "")
     folder.close()
-    folder = SsdFolder([disk], "gpu0", engine="threads")
-    assert folder.engine == "threads"
-    folder.close()
+    for options in ({"engine": "threads"}, {"verify": True}):
+        folder = SsdFolder([disk], "gpu0", **options)
+        assert folder.engine == "threads" and folder.engine_note
+        folder.close()
     with pytest.raises(HardwareError, match="one of auto, io_uring, threads"):
         SsdFolder([disk], "gpu0", engine="mmap")
 
