@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,7 +52,7 @@ class OnSsd(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     stages: dict[str, Literal["states", "all"]] = {}
-    ahead: int = Field(1, ge=0)
+    ahead: Annotated[int, Field(ge=0)] = 1
 
 
 class Activations(BaseModel):

@@ -62,4 +62,6 @@ def require_where(decision: dict[str, str], own: dict[str, str]) -> None:
         if stage not in decision:
             raise PassError(f"optimizer says nothing of {stage}; it is stepped on {memory}")
         if decision[stage] != memory:
-            raise PassError(f"{stage} is {how[memory]}, so it is stepped on {memory}; optimizer says {decision[stage]!r}")
+            raise PassError(
+                f"{stage} is {how[memory]}, so it is stepped on {memory}; optimizer says {decision[stage]!r}"
+            )

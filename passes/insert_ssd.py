@@ -59,7 +59,10 @@ class InsertSsd(Pass):
             tiers.update(found)
             ahead = min(ahead, depth)
         draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
-        return {"stages": {s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers}, "ahead": ahead}
+        return {
+            "stages": {s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers},
+            "ahead": ahead,
+        }
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
         tiers, ahead = decision.get("stages", {}), decision.get("ahead", 0)

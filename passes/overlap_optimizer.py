@@ -1,4 +1,4 @@
-"""`overlap-optimizer`: stages are stepped on the CPU while the backward of others runs, with states from SSD or in DRAM.
+"""`overlap-optimizer`: stages are stepped on the CPU under the backward of others, with states from SSD or in DRAM.
 
 In: programs whose results hold every stage's gradients, and what `insert-ssd` put on SSD. Out: programs that update the
 weights (Fuyou 4.3). A stage's states are read while stages before it run backward, its gradients are offloaded right
@@ -53,7 +53,9 @@ class OverlapOptimizer(Pass):
         if self.clip not in CLIPS:
             raise PassError(f"pass {self.name!r}: option clip={self.clip!r} is none of {', '.join(CLIPS)}")
         if self.clip == "speculative" and not self.overlap:
-            raise PassError(f"pass {self.name!r}: clip=speculative steps before the norm is known, so not overlap=false")
+            raise PassError(
+                f"pass {self.name!r}: clip=speculative steps before the norm is known, so not overlap=false"
+            )
         where = stepped_where(draft)
         return {"optimizer": where, "clipping": self._clipping(draft, self._updates(draft, where))}
 

@@ -22,7 +22,7 @@ from .updates import Timing, Updates, updates_of
 Tiers = dict[str, str]  # stage -> "states" or "all"
 MOST_AHEAD = 4
 # Room for reading, stepping and writing at the same time is worth more on SSD; without it, a plan may still fit.
-COMFORTS = ((Timing(lag=1, buffers=2), 1), (Timing(lag=0, buffers=1), 1), (Timing(lag=0, buffers=1), 0))
+COMFORTS = ((Timing(1, buffers=2), 1), (Timing(0, buffers=2), 1), (Timing(0, buffers=1), 1), (Timing(0, buffers=1), 0))
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, without their whole parts, are spread evenly however many there are
 
 
@@ -60,7 +60,8 @@ class SsdRoom:
 
             if not fits(levels[-1]):
                 continue
-            level = levels[bisect_left(levels, True, hi=len(levels) - 1, key=fits)]
+            # The first stage on SSD takes a buffer and gives back no more; only behind it more levels are less DRAM.
+            level = levels[0 if fits(levels[0]) else bisect_left(levels, True, hi=len(levels) - 1, key=fits)]
             tiers = tiers_at(self.specs, stages, level)
             self.require_space(hosts, tiers)
             deepest = self.wanted_ahead(hosts) if timing == COMFORTS[0][0] else ahead
@@ -102,7 +103,9 @@ class SsdRoom:
     def require_ssds(self, hosts: Sequence[int], who: str) -> None:
         for host in hosts:
             if not self.hardware.hosts[host].ssds:
-                raise PassError(f"{who} needs SSDs, and host {host} of {self.hardware.name} has none; give it some (ssds=2)")
+                raise PassError(
+                    f"{who} needs SSDs, and host {host} of {self.hardware.name} has none; give it some (ssds=2)"
+                )
 
     def require_space(self, hosts: Sequence[int], tiers: Tiers) -> None:
         """Raise `DoesNotFit` where the SSDs of a host do not hold what shall lie there."""

@@ -1,10 +1,10 @@
 """The update part of programs: gradients are reduced, clipped and used. `insert-optimizer` and `overlap-optimizer`
 write it with this.
 
-Of a stage that lives in DRAM the gradients are offloaded behind its last backward and used there. Its place in the text
-decides what may run at the same time, because values in DRAM lie in an arena and a place is used again only behind the
-`free` of what lay there. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there
-are at a time; `script` gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
+Of a stage that lives in DRAM the gradients are offloaded behind its last backward and used there. Values in DRAM lie
+in an arena, where a place is used again only behind the `free` of what lay there: so the text decides what may run at
+the same time. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there are;
+`script` gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -208,7 +209,7 @@ class _Writer:
 
     def step(self, stage: str) -> None:
         """With its states, if they came from SSD; before the norm is known, or on clipped gradients."""
-        grads, fields = self.grads[stage], {}
+        grads, fields = self.grads[stage], dict[str, Any]()
         early = stage in self.script.order and not self.updates.is_late(stage)
         if self.updates.max_norm is not None and early:
             fields["speculative"] = True
@@ -255,4 +256,3 @@ def stages_read(program: Program) -> set[str]:
 
 def _short(prefix: str, stage: str) -> str:
     return f"{prefix}{stage.removeprefix('stage')}"
-

@@ -1,4 +1,4 @@
-"""Rules about what lives on SSD: states go round once a step, steps before the norm are judged, nothing is read stale."""
+"""Rules about SSDs: states go round once a step, steps before the norm are judged, nothing is read stale."""
 
 from __future__ import annotations
 
