@@ -15,8 +15,9 @@ from torch import Tensor, fx
 
 from . import ops
 from .arena import allocate, weights_layout
-from .device import Box, DeviceRuntime, Handle
+from .device import DeviceRuntime
 from .issue import Issue, Issues
+from .issuing import Box, Handle
 from .link_server import LinkClient
 from .program import StageSpec, work_of
 from .session import DeviceSession, StepResult

@@ -20,11 +20,12 @@ from . import ops
 from .arena import Arena, pages
 from .clipping import LossScale
 from .cores import available_cores, optimizer_cores
-from .device import Box, DeviceRuntime
+from .device import DeviceRuntime
 from .device_file import DeviceFile
 from .errors import BatchError, BudgetExceeded, HardwareError, PenstockError, PlanError, WorkerError
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
+from .issuing import Box
 from .link import Link, group_members, group_memories, message_orders
 from .link_server import LinkClient
 from .memory import Account, Home, largest_values

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime import device
+from penstock.runtime import device_transfers
 from penstock.runtime.device_file import open_device_file
 from penstock.runtime.errors import WorkerError
 from penstock.runtime.turns import LAST_TURN, Tokens, TurnClient, TurnServer, is_weights_fetch, turn_of
@@ -92,7 +92,7 @@ def test_weights_in_chunks_are_the_same_weights_without_a_race(
     moved: str, server: TurnServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = install(monkeypatch)
-    monkeypatch.setattr(device, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(device_transfers, "CHUNK_BYTES", 100)
     plain = run(open_session(tmp_path / "plain", "cpu", moved=moved))
     (program,) = pipeline(1, STAGES, MICRO_BATCHES, width=WIDTH, rows=ROWS, moved=moved)
     (tmp_path / "turns_").mkdir()
