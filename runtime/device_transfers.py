@@ -65,9 +65,11 @@ class Transfers(Issuing):
         store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
-        place = self.session.arena.range(offset_bytes, end - start)
+        place = self.session.memory.device_arena.range(offset_bytes, end - start)
         # Of a shard nothing is computed: it goes on as it is.
-        value = place if group is not None else self.session.arena.views(stage, store.layout, issue.pieces)
+        value = (
+            place if group is not None else self.session.memory.device_arena.views(stage, store.layout, issue.pieces)
+        )
 
         def run() -> list[Any]:
             rest = self._pace(issue)
@@ -129,7 +131,7 @@ class Transfers(Issuing):
                     given, non_blocking=True
                 )
             else:
-                moved = self._placed(given, self.session.dram_arena.range(place, num_bytes), issue)
+                moved = self._placed(given, self.session.memory.dram_arena.range(place, num_bytes), issue)
             rest()
             return [moved]
 
@@ -148,7 +150,7 @@ class Transfers(Issuing):
     def read(self, what: str | Handle) -> Handle:
         issue = self._next("read")
         assert issue.place is not None
-        flat = self.session.dram_arena.range(issue.place, issue.place_bytes)
+        flat = self.session.memory.dram_arena.range(issue.place, issue.place_bytes)
         if isinstance(what, Handle):
             return self._read_activation(issue, what.box, flat)
         file = self.stores[issue.stage].file
@@ -169,8 +171,8 @@ class Transfers(Issuing):
         def run() -> list[Any]:
             rest = self._pace(issue)
             there: OnSsd = box.value
-            assert self.session.ssd_arena is not None
-            self.session.ssd_arena.read(there.offset_bytes, flat)
+            assert self.session.memory.ssd_arena is not None
+            self.session.memory.ssd_arena.read(there.offset_bytes, flat)
             rest()
             if isinstance(there.like, Kept):
                 return [there.like.placed_in(flat)]
@@ -198,10 +200,10 @@ class Transfers(Issuing):
         return made[0] if made else None
 
     def _write_activation(self, given: Any, issue: Issue) -> OnSsd:
-        assert self.session.ssd_arena is not None and issue.place is not None
+        assert self.session.memory.ssd_arena is not None and issue.place is not None
         first = next(iter(given.tensors.values())) if isinstance(given, Kept) else given
-        _, flat = self.session.dram_arena.pages_of(first, issue.place_bytes)
-        self.session.ssd_arena.write(issue.place, flat)
+        _, flat = self.session.memory.dram_arena.pages_of(first, issue.place_bytes)
+        self.session.memory.ssd_arena.write(issue.place, flat)
         if isinstance(given, Kept):
             return OnSsd(issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()}))
         return OnSsd(issue.place, given.to("meta"))

@@ -62,7 +62,7 @@ class Issuing:
         assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
         self.session.raise_fault()
         self._cursor += 1
-        accounts = self.session.accounts
+        accounts = self.session.memory.accounts
         for memory, name in issue.gives:
             accounts[memory].give(name)
         try:

@@ -21,6 +21,7 @@ from .issuing import Box, Handle
 from .link_server import LinkClient
 from .program import StageSpec, work_of
 from .session import DeviceSession, StepResult
+from .session_memory import SessionMemory
 from .streams import Stream, ThreadStream
 
 NOWHERE = torch.device("meta")
@@ -37,6 +38,13 @@ class EmptyStore:
         self.file = None
 
 
+class NoMemory(SessionMemory):
+    """Accounts alone."""
+
+    def open_files(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
+        """Nothing is stored."""
+
+
 class RehearsedSession(DeviceSession):
     """`waits_s`: per op of the step how long it takes, None where the link server says when it is over."""
 
@@ -48,14 +56,11 @@ class RehearsedSession(DeviceSession):
     def _find_device(self) -> torch.device:
         return NOWHERE
 
-    def _host_device(self) -> torch.device:
-        return NOWHERE
+    def _take_memory(self) -> SessionMemory:
+        return NoMemory(self.spec, self.hardware, self.dram_budget_bytes, self.plans, NOWHERE, NOWHERE)
 
     def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
         return work.stream
-
-    def _open_ssd(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
-        """Nothing is stored."""
 
     def _make_store(self, stage: str) -> Any:
         return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self._homes()[stage].group))

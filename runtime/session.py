@@ -17,22 +17,20 @@ import torch
 from torch import Tensor, fx
 
 from . import ops
-from .arena import Arena, pages
 from .clipping import LossScale
 from .cores import available_cores, optimizer_cores
 from .device import DeviceRuntime
 from .device_file import DeviceFile
-from .errors import BatchError, BudgetExceeded, HardwareError, PenstockError, PlanError, WorkerError
+from .errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
 from .issuing import Box
 from .link import Link, group_members, group_memories, message_orders
 from .link_server import LinkClient
-from .memory import Account, Home, largest_values
+from .memory import Home, largest_values
 from .optimizer import OptimizerSpec, Workspace
 from .program import Interface, Program
-from .ssd_file import SsdFile
-from .ssd_folder import SsdFolder
+from .session_memory import LASTING, SessionMemory
 from .stage_store import StageState, StageStore
 from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 from .timeline import Span
@@ -41,7 +39,6 @@ from .turns import TurnClient
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
 NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
-LASTING = "all steps' "  # no value of a program has such a name
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
 
 
@@ -108,8 +105,6 @@ class DeviceSession:
         self.spans: list[Span] = []  # of the last step
         self._notices: SimpleQueue[Any] = SimpleQueue()
         self._streams: dict[str, Stream] = {}
-        self.arena = Arena(self.device)
-        self.dram_arena = Arena(self._host_device(), on_pages=True, pinned=self.device.type == "cuda")
         whole_bytes = hardware.dram_budget_bytes(self.spec.host)
         self.dram_budget_bytes = whole_bytes if dram_budget_bytes is None else dram_budget_bytes
         programs = list(file.programs.values())
@@ -117,27 +112,21 @@ class DeviceSession:
             link.connect(message_orders(programs), group_memories(programs))
         self.throttled = hardware.throttled and self.spec.kind == "cpu"
         self.plans = {name: self._plan(name, program) for name, program in file.programs.items()}
-        self.accounts = {
-            ops.DEVICE: Account(self.spec.name, self.spec.budget_bytes),
-            ops.DRAM: Account(f"dram{self.spec.host}", self.dram_budget_bytes),
-        }
-        self.folder: SsdFolder | None = None
-        self.ssd_arena: SsdFile | None = None
+        self.memory = self._take_memory()
         self._workspaces = {ops.COMPUTE: Workspace(self.device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
-        self._reserve(self.plans["step"])
         try:
-            self._reserve_ssd(ssd_dirs, ssd_verify)
+            self.memory.take_files(ssd_dirs, ssd_verify)
             self.stores = {stage: self._make_store(stage) for stage in self._homes()}
         except BaseException:
-            self._close_ssd()
+            self.memory.close()
             raise
         self.resident = {name: Box(None, store.weights) for name, store in self.stores.items()}
         self._growth_before = self._stop_growth()
 
     # --- set-up
 
-    def _host_device(self) -> torch.device:
-        return torch.device("cpu")
+    def _take_memory(self) -> SessionMemory:
+        return SessionMemory(self.spec, self.hardware, self.dram_budget_bytes, self.plans, self.device)
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
@@ -187,59 +176,6 @@ class DeviceSession:
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
         return before
 
-    def _reserve(self, plan: Issues) -> None:
-        """Charge what persists, and take the arena."""
-        for memory in (ops.DEVICE, ops.DRAM):
-            for what, num_bytes in plan.persistent.parts(memory).items():
-                if num_bytes:
-                    self.accounts[memory].take(f"{LASTING}{what}", num_bytes, "the start")
-        self._grow(ops.DEVICE, self.arena, plan.arenas[ops.DEVICE])
-        self._grow(ops.DRAM, self.dram_arena, max(p.arenas[ops.DRAM] for p in self.plans.values()))
-
-    def _grow(self, memory: str, arena: Arena, num_bytes: int) -> None:
-        if num_bytes > arena.bytes:
-            account = self.accounts[memory]
-            if arena.bytes:
-                account.give(f"{LASTING}arena")
-            account.take(f"{LASTING}arena", num_bytes, "the start")
-            arena.ensure(num_bytes)
-
-    def _reserve_ssd(self, directories: Sequence[str], verify: bool) -> None:
-        """Take the space for activations, and open the folder in which each stage's store takes its own."""
-        arena_bytes = max(plan.arenas[ops.SSD] for plan in self.plans.values())
-        lasting = {
-            what: max(plan.persistent.ssd[what] for plan in self.plans.values())
-            for what in self.plans["step"].persistent.ssd
-        }
-        if not arena_bytes and not any(lasting.values()):
-            return
-        name = f"ssd{self.spec.host}"
-        self.accounts[ops.SSD] = Account(name, self.hardware.budget_bytes(name))
-        for what, num_bytes in {**lasting, "arena": arena_bytes}.items():
-            if num_bytes:
-                self.accounts[ops.SSD].take(f"{LASTING}{what}", num_bytes, "the start")
-        self._open_ssd(directories, verify, arena_bytes)
-
-    def _open_ssd(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
-        if not directories:
-            raise HardwareError(
-                f"the plan keeps a part of the model on ssd{self.spec.host}, but no directory is known; "
-                'pass ssd_dirs=["/mnt/nvme0"], one directory per SSD, or name them in the hardware document'
-            )
-        self.folder = SsdFolder(directories, self.spec.name, verify=verify)
-        if arena_bytes:
-            self.ssd_arena = self.folder.reserve("activations", arena_bytes)
-
-    def _close_ssd(self) -> None:
-        if self.folder is not None:
-            self.folder.close()
-
-    def _staging(self, num_bytes: int) -> Tensor:
-        """The first part of DRAM's arena, in which nothing lies between steps."""
-        if num_bytes > self.dram_arena.bytes:
-            return pages(num_bytes)
-        return self.dram_arena.range(0, num_bytes)
-
     def _homes(self) -> dict[str, Home]:
         homes: dict[str, Home] = {}
         for plan in self.plans.values():
@@ -264,8 +200,8 @@ class DeviceSession:
             self.face,
             optimizer=self.optimizer if trained else None,
             piece=self._piece(stage),
-            folder=self.folder,
-            staging=self._staging,
+            folder=self.memory.folder,
+            staging=self.memory.staging,
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
         )
 
@@ -349,7 +285,7 @@ class DeviceSession:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._close_ssd()
+        self.memory.close()
         if self._growth_before is not None:
             torch.cuda.set_per_process_memory_fraction(self._growth_before, self.device)
             self._growth_before = None
@@ -379,7 +315,7 @@ class DeviceSession:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
         plan = self.plans[function]
         check_batch(batch, self.face, plan.batch_names)
-        self._grow(ops.DEVICE, self.arena, plan.arenas[ops.DEVICE])
+        self.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
         runtime = DeviceRuntime(self, plan, self._streams_for(plan))
         results, report = self._execute(runtime, function, batch)
         if self.step_count == 0:
@@ -392,7 +328,7 @@ class DeviceSession:
         self, runtime: DeviceRuntime, function: str, batch: Mapping[str, Tensor]
     ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Issue all ops of the function and wait for their end: what it returned, and the report."""
-        for account in self.accounts.values():
+        for account in self.memory.accounts.values():
             account.peak_bytes = account.live_bytes
         start_s = time.perf_counter()
         for stream in runtime.streams.values():
@@ -441,12 +377,12 @@ class DeviceSession:
         if isinstance(error, PenstockError):
             return type(error)(f"{place}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
-            live = largest_values(self.accounts[ops.DEVICE].live)
+            live = largest_values(self.memory.accounts[ops.DEVICE].live)
             return BudgetExceeded(f"{place}: the GPU has no room left: {error}\nAccounted live values:\n{live}")
         return WorkerError(f"{place}: {type(error).__name__}: {error}", device=self.index, line=issue.text)
 
     def _forget_results(self) -> None:
-        for account in self.accounts.values():
+        for account in self.memory.accounts.values():
             for name in [name for name in account.live if not name.startswith(LASTING)]:
                 account.give(name)
 
@@ -463,7 +399,7 @@ class DeviceSession:
             "seconds": seconds,
             "busy_share": busy_share,
             "moved_bytes": self._moved_bytes(plan),
-            "peak_bytes": {account.memory: account.peak_bytes for account in self.accounts.values()},
+            "peak_bytes": {account.memory: account.peak_bytes for account in self.memory.accounts.values()},
             "gradient_norm": norm,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.scale,
             "skipped": skipped,

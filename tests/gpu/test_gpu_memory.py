@@ -79,7 +79,7 @@ def test_more_than_the_budget_raises_before_anything_is_allocated() -> None:
     model, data = model_of(), batches(count=1)
     with compiled(model, data[0]) as job:
         job.step(data[0])
-        account = session_of(job).accounts["device"]
+        account = session_of(job).memory.accounts["device"]
         account.budget_bytes = account.live_bytes + 1000
         before = torch.cuda.memory_allocated() if SETUP.on_gpu else 0
         with pytest.raises(BudgetExceeded, match=r"device 0 .*line \d+: .*missing"):

@@ -93,7 +93,7 @@ def test_the_allocator_stays_within_the_accounted_peak(tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated()
     session = open_session(tmp_path, 2048, 2048)
     session.step(batch_of(0, 2048, 2048))
-    lasting = session.accounts["device"].live_bytes
+    lasting = session.memory.accounts["device"].live_bytes
     libraries = torch.cuda.memory_allocated() - before - lasting  # workspaces of cuBLAS, taken once
     assert libraries <= 256 << 20
     torch.cuda.reset_peak_memory_stats()
