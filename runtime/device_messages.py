@@ -79,7 +79,8 @@ class Messages(Issuing):
         issue = self._next("all_gather")
         box, stage, link = shard.box, issue.stages[0], self.session.link
         part = self.stores[stage].part
-        views = self.session.memory.device_arena.views(f"{stage}, whole", weights_layout(self.face.stages[stage]), issue.pieces)
+        layout = weights_layout(self.face.stages[stage])
+        views = self.session.memory.device_arena.views(f"{stage}, whole", layout, issue.pieces)
 
         def run() -> list[Any]:
             gathered([box.value] if link is None else link.gather(box.value, group), part, views)
