@@ -132,6 +132,8 @@ class DeviceRuntime(Transfers, Messages):
             staged: Staged | None = None if staged_box is None else staged_box.value
             if squares is None or bool(torch.isfinite(squares.value)):
                 store.update(box.value, staged, factor)
+            else:
+                store.skip(staged)
             return [] if staged is None else [staged]
 
         made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)

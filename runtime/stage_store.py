@@ -129,6 +129,11 @@ class StageStore:
             else:
                 self.file.write(staged.flat)
 
+    def skip(self, staged: Staged | None) -> None:
+        """Instead of `update`: nothing changes. Of what came from SSD the weights were left out, and go back whole."""
+        if staged is not None:
+            self._follow(staged)
+
     def commit(self) -> None:
         """The step is over."""
         if self.file is not None:
