@@ -17,14 +17,19 @@ from penstock.compiler.models import find_model
 LIMIT_S, LIMIT_GB = 60.0, 2.0
 CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
     "gpt3-175b on mobius-8gpu": ("gpt3-175b", (), 8, 2048),
+    "gpt3-175b on 1 GPU with 2 SSDs": ("gpt3-175b", "rtx4090x1", 8, 2048),
+    "gpt3-175b on 8 GPUs with 2 SSDs": ("gpt3-175b", "rtx4090x8-2rc", 8, 2048),
     "llama-8b on 1 GPU": ("llama-8b", ("rtx3090x1",), 4, 2048),
     "llama-8b on 2 unequal GPUs": ("llama-8b", ("rtx4090x1", "rtx3090x1"), 4, 2048),
     "llama-8b on 4 unequal GPUs": ("llama-8b", ("rtx3090x1", "rtx4090x1", "ftpipe-2080ti", "rtx3090x1"), 8, 2048),
 }
 
 
-def machine(presets: tuple[str, ...]) -> penstock.Hardware:
-    """A server with 256 GB and one GPU of each preset, in turn under its two root complexes."""
+def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
+    """A server with 256 GB and one GPU of each preset, in turn under its two root complexes; or one preset with 256 GB
+    and two SSDs of 3.84 TB."""
+    if isinstance(presets, str):
+        return penstock.Hardware.preset(presets, dram="256GB", ssds=0).with_(ssds=2)
     if not presets:
         return penstock.Hardware.preset("mobius-8gpu", dram="4TB")
     document = penstock.Hardware.preset("rtx4090x4-2rc", dram="256GB").model_dump()

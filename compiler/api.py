@@ -184,8 +184,8 @@ def _capturer(
 
 def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> Found:
     try:
-        check_states_fit(model, machine, wishes.options)  # before the expensive work
-        return search(capture, machine, wishes)
+        beyond_bytes = check_states_fit(model, machine, wishes.options)  # before the expensive work
+        return search(capture, machine, dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes))
     except DoesNotFit as miss:
         profiler = wishes.options.profiler and for_machines_like(wishes.options.profiler, machine)
         options = dataclasses.replace(wishes.options, profiler=profiler)

@@ -5,6 +5,7 @@
 - A link: the weights that cannot stay on their devices come once for the forward and, but for one stage a device, once
   more for the backward; their gradients leave (Mobius eq. 1); what stages send each other is added.
 - The host's optimizer: all parameters of stages that are stepped in DRAM.
+- Its SSDs: what DRAM cannot hold of weights and states is read, and if it is trained written, once a step at least.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..passes.base import Draft
-from ..runtime.hardware import Device
+from ..passes.base import Draft, Options
+from ..runtime.hardware import Device, Hardware
 from ..runtime.program import StageSpec
+from .fit import lasting_parts
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class Bound:
     by: str
 
 
-def lower_bound(draft: Draft, swap: bool = False) -> Bound:
-    """For stages that are each run on one device. `swap`: weights come from DRAM in any case."""
+def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None) -> Bound:
+    """For stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what lies on SSD
+    ("auto": what DRAM cannot hold, "states", "all"); None: nothing."""
     specs = [stage.spec for stage in draft.stages]
-    loads = [*_compute(draft, specs), *_traffic(draft, specs, swap)]
+    loads = [*_compute(draft, specs), *_traffic(draft, specs, swap, tier)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -70,10 +73,10 @@ def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
     return [bool(s.trained_params or any(v.requires_grad and v.name in maker for v in s.inputs)) for s in specs]
 
 
-def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool) -> list[Bound]:
+def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
     hardware = draft.hardware
     moved: dict[str, float] = defaultdict(float)  # link to bytes
-    params: dict[int, int] = defaultdict(int)  # host to parameters stepped there
+    swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host to stages that lie there
 
     def move(source: str, target: str, amount: float) -> None:
         for link in hardware.path(source, target) if amount else ():
@@ -86,20 +89,46 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool) -> list[Bound
             twice = sum(again) - max(again, default=0)
             move(f"dram{device.host}", device.name, sum(spec.weight_bytes for spec in mine) + twice)
             move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in mine))
-            params[device.host] += sum(spec.trained_params for spec in mine)
+            swapped[device.host] += mine
     for value_bytes, source, target in _messages(specs, draft.devices):
         move(hardware.devices[source].name, hardware.devices[target].name, value_bytes * draft.options.micro_batches)
     rates = {name: link.bandwidth for name, link in hardware.links().items()}
     found = [Bound(amount / rates[link], link) for link, amount in moved.items()]
-    for host, count in params.items():
+    for host, own in swapped.items():
+        count = sum(spec.trained_params for spec in own)
         found.append(Bound(count / hardware.hosts[host].optimizer_params_per_s, f"optimizer of host {host}"))
+        if tier is not None and hardware.hosts[host].ssds:
+            found.append(_disks(draft, own, host, tier))
     return found
+
+
+def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
+    """Reads and writes of a host's SSDs take turns."""
+    parts = [(spec, lasting_parts(draft.options, spec)) for spec in specs]
+    frozen = sum(held["weights"] for spec, held in parts if not spec.trained_params)
+    whole = sum(sum(held.values()) for _, held in parts)
+    states = whole - sum(held["weights"] for _, held in parts)
+    beyond = max(0, whole - draft.hardware.dram_budget_bytes(host))
+    stored = {"auto": beyond, "states": states, "all": whole}[tier]
+    written = states if tier == "states" else max(0, stored - frozen)
+    return Bound(_disk_seconds(draft.hardware, [host], stored, written), f"ssd{host}")
+
+
+def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, written_bytes: float) -> float:
+    links = hardware.links()
+    read, write = (sum(links[f"ssd{host}.{way}"].bandwidth for host in hosts) for way in ("read", "write"))
+    return read_bytes / read + written_bytes / write
 
 
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """What a device holds at the end of a step if nothing is swapped."""
-    each = draft.options.state_bytes_per_param + (4 if draft.options.precision in ("bf16", "fp16") else 0)
+    each = each_bytes(draft.options)
     return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs))
+
+
+def each_bytes(options: Options) -> float:
+    """Masters and optimizer states of one trained parameter."""
+    return options.state_bytes_per_param + (4 if options.precision in ("bf16", "fp16") else 0)
 
 
 def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -118,7 +147,8 @@ def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[
 
 def machine_bound(draft: Draft) -> Bound:
     """What no plan for this machine and number of micro-batches undercuts: the computation of all blocks, split over
-    all devices without a rest, or one micro-batch through all of them on the fastest."""
+    all devices without a rest, or one micro-batch through all of them on the fastest; of what devices and DRAM together
+    cannot hold, the way from SSD and back."""
     devices, precision, count = draft.hardware.devices, draft.options.precision, draft.options.micro_batches
     per_device = [
         sum(sum(stage_seconds(stage.spec, device, precision)) for stage in draft.stages) for device in devices
@@ -129,5 +159,21 @@ def machine_bound(draft: Draft) -> Bound:
     return max(
         Bound(shared_s, "computation shared by all devices"),
         Bound(min(per_device), "one micro-batch through all stages"),
+        *_machine_disks(draft),
         key=lambda bound: bound.seconds,
     )
+
+
+def _machine_disks(draft: Draft) -> list[Bound]:
+    """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
+    hardware, ties, width = draft.hardware, draft.graph.ties(), each_bytes(draft.options)
+    hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
+    if not hosts:
+        return []
+    room = sum(device.budget_bytes for device in hardware.devices)
+    room += sum(hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts)))
+    params = {ties.get(param.name, param.name): param for stage in draft.stages for param in stage.spec.params}
+    frozen = sum(param.bytes for param in params.values() if not param.requires_grad)
+    trained = sum(param.bytes + width * param.numel for param in params.values() if param.requires_grad)
+    stored = max(0.0, frozen + trained - room)
+    return [Bound(_disk_seconds(hardware, hosts, stored, max(0, stored - frozen)), "SSDs")]

@@ -18,13 +18,16 @@ from .strategies import PASSES, STRATEGIES
 FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
+TO_SSD = "insert-ssd"
 SLOW = "partition-mixed"  # takes longer than all others together, so it comes behind them
 PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline by the passes that candidates differ in. `swap`: weights come from DRAM though they could stay.
+    """A pipeline by the passes that candidates differ in. `swap`: weights come from DRAM though they could stay;
+    `activations`: each class of them is kept, moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD,
+    and the optimizer runs under the backward pass.
 
     `named`: a strategy's whole line instead.
     """
@@ -33,15 +36,22 @@ class Recipe:
     mapping: str = PLAIN[1]
     schedule: str = PLAIN[2]
     swap: bool = False
+    activations: bool = False
+    reservoir: bool = False
     named: str = ""
 
     @property
     def line(self) -> str:
         if self.named:
             return STRATEGIES.get(self.named, self.named)
-        option = "{swap=true}" if self.swap else ""
-        parts = ("coarsen", self.partition, self.mapping, self.schedule)
-        return ", ".join((*parts, f"insert-remat{option}", f"insert-fetch{option}", "insert-optimizer"))
+        swap = ["swap=true"] if self.swap else []
+        parts = ["coarsen", self.partition, self.mapping, self.schedule]
+        if self.activations:
+            parts.append(_with_options("choose-activations", [*swap, *([] if self.reservoir else ["tier=none"])]))
+        else:
+            parts.append(_with_options("insert-remat", swap))
+        update = ["insert-ssd", "overlap-optimizer"] if self.reservoir else ["insert-optimizer"]
+        return ", ".join((*parts, _with_options("insert-fetch", swap), *update))
 
     @property
     def label(self) -> str:
@@ -50,14 +60,23 @@ class Recipe:
             return self.named
         usual = self.schedule == PLAIN[2]
         parts = [self.partition, self.mapping, *([] if usual else [self.schedule]), *(["swapped"] if self.swap else [])]
-        return ", ".join(parts)
+        parts += ["activations chosen"] if self.activations else []
+        return ", ".join([*parts, *(["reservoir"] if self.reservoir else [])])
 
     @property
     def is_slow(self) -> bool:
         return SLOW in self.line
 
+    @property
+    def uses_ssd(self) -> bool:
+        return TO_SSD in self.line
+
     def but(self, **changes: object) -> Recipe:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _with_options(name: str, options: list[str]) -> str:
+    return f"{name}{{{', '.join(options)}}}" if options else name
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
@@ -70,14 +89,14 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
     return usual, [m for m in divisors if m > max(usual)]
 
 
-def stage_counts(draft: Draft) -> list[int]:
+def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
     """The fewest stages that fit and one block a stage; of small models also what lies between.
 
     The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
     """
     devices, blocks = draft.hardware.num_devices, len(draft.blocks)
     try:
-        fewest = len(PartitionBalanced().plan(draft)["stages"])
+        fewest = len(PartitionBalanced(inputs_leave=inputs_leave).plan(draft)["stages"])
     except DoesNotFit:
         fewest = blocks
     counts = [fewest, blocks]
@@ -103,19 +122,25 @@ def device_orders(hardware: Hardware) -> list[str]:
     return ["" if order == numbered else " ".join(map(str, order)) for order in found[:MOST_ORDERS]]
 
 
-def scouts(draft: Draft) -> list[Recipe]:
+def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
-    return [Recipe(f"partition-balanced{{stages={count}}}") for count in stage_counts(draft)]
+    return [base.but(partition=_balanced(count, base)) for count in stage_counts(draft, base.activations)]
 
 
-def partitions(draft: Draft) -> Iterator[str]:
+def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
     """Every registered partitioner; balanced ones also in other orders of unequal devices."""
     for name, kind in PASSES.items():
         if kind.decides == "stages" and kind is not PartitionBalanced:
-            yield name
-    for count, order in itertools.product(stage_counts(draft), device_orders(draft.hardware)):
-        more = f", order={order}" if order else ""
-        yield f"partition-balanced{{stages={count}{more}}}"
+            can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
+            yield _with_options(name, ["inputs_leave=true"] if base.activations and can_leave else [])
+    orders = device_orders(draft.hardware)
+    for count, order in itertools.product(stage_counts(draft, base.activations), orders):
+        yield _balanced(count, base, order)
+
+
+def _balanced(count: int, base: Recipe, order: str = "") -> str:
+    options = [f"stages={count}", *([f"order={order}"] if order else [])]
+    return _with_options("partition-balanced", [*options, *(["inputs_leave=true"] if base.activations else [])])
 
 
 def more_of_mip(draft: Draft) -> list[str]:

@@ -12,37 +12,73 @@ from ..runtime import ops
 from ..runtime.errors import DoesNotFit
 from ..runtime.hardware import Hardware
 from ..runtime.memory import MemoryProfile, profile_memory
-from ..runtime.program import Program, dtype_bytes
+from ..runtime.program import Program, StageSpec, dtype_bytes
 from ..runtime.text import print_node
 from ..runtime.units import format_bytes
+from .host_memory import Need, host_needs
 
 
 def check_fit(draft: Draft) -> None:
     """Raise `DoesNotFit` naming the memory, what fills it and the missing bytes."""
     hardware = draft.hardware
-    dram: dict[int, list[MemoryProfile]] = defaultdict(list)
     for program in draft.programs:
         device = hardware.devices[program.device]
         profile = profile_memory(program)
-        dram[device.host].append(profile)
         peak, budget = profile.peak_bytes[ops.DEVICE], device.budget_bytes
         if peak > budget:
             raise DoesNotFit(
                 _device_text(draft, program, profile, budget), memory=device.name, missing_bytes=peak - budget
             )
-    for host, profiles in dram.items():
-        need = sum(p.peak_bytes[ops.DRAM] for p in profiles)
-        budget = hardware.dram_budget_bytes(host)
-        if need > budget:
-            raise DoesNotFit(
-                _dram_text(draft, host, profiles, need, budget), memory=f"dram{host}", missing_bytes=need - budget
-            )
+    for need in host_needs(draft.programs, hardware):
+        budget = _budget_bytes(hardware, need.memory)
+        if need.peak_bytes > budget:
+            missing = need.peak_bytes - budget
+            raise DoesNotFit(_host_text(draft, need, budget), memory=need.memory, missing_bytes=missing)
 
 
-def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> None:
+def _budget_bytes(hardware: Hardware, memory: str) -> int:
+    host = int(memory.removeprefix("dram").removeprefix("ssd"))
+    return hardware.dram_budget_bytes(host) if memory.startswith("dram") else hardware.ssd_budget_bytes(host)
+
+
+def check_lasting(draft: Draft) -> None:
+    """Raise `DoesNotFit` where what stages keep across steps exceeds their hosts' DRAM, before any program exists.
+
+    A lower bound, for stages of one device each and plans without SSDs: a device whose stages do not fit together has
+    all of them in DRAM.
+    """
+    hardware = draft.hardware
+    parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for index, device in enumerate(hardware.devices):
+        own = [stage.spec for stage, at in zip(draft.stages, draft.devices) if at == index]
+        if sum(lasting_bytes(draft.options, spec) + spec.grad_bytes for spec in own) > device.budget_bytes:
+            for spec in own:
+                for what, num_bytes in lasting_parts(draft.options, spec).items():
+                    parts[device.host][what] += num_bytes
+    for host, held in parts.items():
+        missing = sum(held.values()) - hardware.dram_budget_bytes(host)
+        if missing > 0:
+            need = Need(f"dram{host}", dict(held))
+            text = _host_text(draft, need, hardware.dram_budget_bytes(host))
+            raise DoesNotFit(text, memory=need.memory, missing_bytes=missing)
+
+
+def lasting_parts(options: Options, spec: StageSpec) -> dict[str, int]:
+    """Bytes of a stage across steps, each a little less than what a run rounds it up to."""
+    masters = 0 if options.precision == "fp32" else 4 * spec.trained_params
+    states = int(options.state_bytes_per_param * (spec.trained_params - spec.trained_vector_params))
+    return {"weights": spec.weight_bytes, "masters": masters, "states": states}
+
+
+def lasting_bytes(options: Options, spec: StageSpec) -> int:
+    return sum(lasting_parts(options, spec).values())
+
+
+def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> int:
     """Raise `DoesNotFit` where what lasts between steps exceeds all memories together: no plan could help.
 
-    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once.
+    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once. Returns the bytes that
+    neither devices nor DRAM have room for, so that they must lie on SSD.
     """
     width = dtype_bytes(COMPUTE_DTYPES[options.precision])
     params = {id(p): p for p in model.parameters()}.values()
@@ -52,19 +88,22 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
         "masters": 0 if options.precision == "fp32" else 4 * trained,
         "optimizer states": int(options.state_bytes_per_param * trained),
     }
-    drams = [hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts))]
+    hosts = range(len(hardware.hosts))
+    budgets = {f"dram{host}": hardware.dram_budget_bytes(host) for host in hosts}
     need = sum(parts.values())
-    missing = need - sum(drams) - sum(device.budget_bytes for device in hardware.devices)
+    beyond = need - sum(budgets.values()) - sum(device.budget_bytes for device in hardware.devices)
+    budgets |= {f"ssd{host}": hardware.ssd_budget_bytes(host) for host in hosts if hardware.hosts[host].ssds}
+    missing = beyond - sum(hardware.ssd_budget_bytes(host) for host in hosts)
     if missing <= 0:
-        return
+        return max(0, beyond)
     text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
-    memories = ", ".join(f"dram{i} {format_bytes(budget)} usable" for i, budget in enumerate(drams))
+    memories = ", ".join(f"{memory} {format_bytes(budget)} usable" for memory, budget in budgets.items())
     raise DoesNotFit(
         f"what lasts between steps needs {format_bytes(need)} ({text}); there is {memories}, and "
         f"{format_bytes(sum(device.budget_bytes for device in hardware.devices))} on the devices: missing "
         f"{format_bytes(missing)}. An optimizer with fewer states needs less (now "
         f"{options.state_bytes_per_param:g} bytes per parameter).",
-        memory="dram0",
+        memory="ssd0" if "ssd0" in budgets else "dram0",
         missing_bytes=missing,
     )
 
@@ -84,15 +123,13 @@ def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget:
     )
 
 
-def _dram_text(draft: Draft, host: int, profiles: list[MemoryProfile], need: int, budget: int) -> str:
-    parts: dict[str, int] = defaultdict(int)
-    for profile in profiles:
-        for what, num_bytes in profile.persistent.dram.items():
-            parts[what] += num_bytes
-    parts["gradients on their way"] = need - sum(parts.values())
-    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
+def _host_text(draft: Draft, need: Need, budget: int) -> str:
+    text = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in need.parts.items())
+    if need.loading_bytes > need.step_bytes:
+        text = f"while weights are loaded {format_bytes(need.loading_bytes)}, in a step {text}"
+    there = f"has {format_bytes(budget)} usable" if budget else "is not there"
     return (
-        f"dram{host} has {format_bytes(budget)} usable and needs {format_bytes(need)}, missing "
-        f"{format_bytes(need - budget)}: {text}. An optimizer with fewer states needs less (now "
+        f"{need.memory} {there} and needs {format_bytes(need.peak_bytes)}, missing "
+        f"{format_bytes(need.peak_bytes - budget)}: {text}. An optimizer with fewer states needs less (now "
         f"{draft.options.state_bytes_per_param:g} bytes per parameter)."
     )

@@ -4,6 +4,9 @@ The search goes down by coordinates. Scouts show which number of micro-batches p
 partitioner and mapping is tried, then schedules and tiers of the best; if the winner does better with another number of
 micro-batches, that one is swept as well. A candidate whose lower bound is no better than the best is not compiled, nor
 one that comes to the same programs as another. What is left when time is up is listed as such.
+
+Where scouts lack DRAM and there are SSDs, all candidates are such that use them. Where DRAM holds everything, the best
+is also tried with activations that move, and with an optimizer under the backward pass.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one m
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 SEARCH_S = 33.0  # of computation
 LEADERS = 3  # partitions whose schedules and tiers are tried
+RESERVOIR = Recipe(activations=True, reservoir=True)
 
 
 @dataclass
 class Wishes:
     """What the user fixed. None or "auto" leaves it to the search. `search_s`: seconds of computation after which
-    nothing new is tried, once something fits."""
+    nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`."""
 
     strategy: str
     micro_batches: int | None
@@ -42,6 +46,7 @@ class Wishes:
     dump: Dump | None = None
     decided: Plan | None = None
     search_s: float = SEARCH_S
+    beyond_dram_bytes: int = 0  # of what lasts between steps, what devices and DRAM cannot hold at least
 
 
 @dataclass
@@ -97,6 +102,8 @@ class Sweep:
         self.seen: dict[tuple[int, str], Tried] = {}  # what came to which programs
         self.done: set[tuple[int, Recipe]] = set()
         self.until_s = time.process_time() + wishes.search_s
+        self.has_ssds = any(host.ssds for host in hardware.hosts)
+        self.base = Recipe()  # what all candidates but named ones have in common
         self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
         if wishes.micro_batches is not None:
             self.usual, self.last_resort = [wishes.micro_batches], []
@@ -110,17 +117,40 @@ class Sweep:
 
     def everything(self) -> None:
         """See the module's text."""
-        for count in self.promising():
-            self.look(count, scouts(self.bench(count).base))
-        for count in (*self.usual, *self.last_resort) if self.best is None else ():
-            if self.best is None and not (self.is_late and self.tried):
-                self.sweep(count)
+        for base in self.bases():
+            self.base = base
+            self.scout()
+            if self.best is None and base != RESERVOIR and self.has_ssds and self.lacks_dram:
+                continue
+            for count in (*self.usual, *self.last_resort) if self.best is None else ():
+                if self.best is None and not (self.is_late and self.tried):
+                    self.sweep(count)
+            if self.best is not None:
+                break
         swept: set[int] = set()
         while self.best is not None and self.count not in swept:
             swept.add(self.count)
             self.sweep(self.count)
             for other in self.promising():
                 self.look(other, [self.best_recipe])
+
+    def bases(self) -> list[Recipe]:
+        """What all candidates are like; the next where nothing of the one before fits."""
+        if not self.has_ssds:
+            return [Recipe()]
+        return [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [Recipe(), RESERVOIR]
+
+    def scout(self) -> None:
+        """Every number of micro-batches that promises something; if nothing fits, others until something does."""
+        counts = self.promising()
+        for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
+            if count in counts or self.best is None:
+                self.look(count, scouts(self.bench(count).base, self.base))
+
+    @property
+    def lacks_dram(self) -> bool:
+        """Whether a candidate came as far as to lack DRAM."""
+        return any(isinstance(t.error, DoesNotFit) and t.error.memory.startswith("dram") for t in self.tried)
 
     def promising(self) -> list[int]:
         """Numbers of micro-batches to try; of a large model, whose traces take long, only one."""
@@ -129,21 +159,35 @@ class Sweep:
     def sweep(self, count: int) -> None:
         """Everything with this number of micro-batches, in order of what may not be left out when time is short: the
         named strategies, every partitioner, every mapping, schedules and tiers; then what is between."""
-        cuts, maps = list(partitions(self.bench(count).base)), mappings(self.hardware)
+        cuts, maps = list(partitions(self.bench(count).base, self.base)), mappings(self.hardware)
+        usual = [self.base.but(partition=cut, mapping=maps[0]) for cut in cuts]
         named = [Recipe(named=name) for name in STRATEGIES]
-        self.look(count, [recipe for recipe in named if not recipe.is_slow])
-        self.look(count, [recipe for cut in cuts if not (recipe := Recipe(cut, maps[0])).is_slow])
+        self.look(count, [r for r in named if not r.is_slow and (r.uses_ssd or not self.base.reservoir)])
+        self.look(count, [recipe for recipe in usual if not recipe.is_slow])
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
+        self.look(count, [recipe for row in self.leaders(count)[:1] for recipe in self.other_tiers(row.recipe)])
         if not self.is_late:
-            self.look(count, [Recipe(cut, maps[0]) for cut in more_of_mip(self.bench(count).base)])
-        self.look(count, [*(Recipe(cut, maps[0]) for cut in cuts), *named])
+            more = more_of_mip(self.bench(count).base)
+            self.look(count, [self.base.but(partition=cut, mapping=maps[0]) for cut in more])
+        self.look(count, [*usual, *named])
         for row in self.leaders(count):
             options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))
             self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
-        if not self.best_recipe.named and self.best_recipe.but(partition="", mapping="") != Recipe("", ""):
+        if not self.best_recipe.named and self.best_recipe.but(partition="", mapping="") != self.base.but(
+            partition="", mapping=""
+        ):
             self.look(count, [self.best_recipe.but(partition=cut) for cut in cuts])
             self.look(count, [self.best_recipe.but(mapping=mapping) for mapping in maps])
-        self.look(count, [Recipe(cut, mapping) for mapping in maps for cut in cuts])
+            self.look(count, self.other_tiers(self.best_recipe))
+        self.look(count, [self.base.but(partition=cut, mapping=mapping) for mapping in maps for cut in cuts])
+
+    def other_tiers(self, recipe: Recipe) -> list[Recipe]:
+        """The same with and without activations that move, and an optimizer under the backward pass. Only where there
+        are SSDs: elsewhere few gain by it, and each takes as long as another partition."""
+        if not self.has_ssds:
+            return []
+        both = itertools.product((True, False), (True,) if self.base.reservoir else (True, False))
+        return [recipe.but(activations=activations, reservoir=reservoir) for activations, reservoir in both]
 
     def leaders(self, count: int) -> list[Tried]:
         """The fastest so far, of each partition its best mapping."""
@@ -184,6 +228,8 @@ class Sweep:
     def attempt(self, count: int, recipe: Recipe) -> Tried:
         if self.best is not None and self.is_late:
             return Tried(recipe, count, reason="not tried: out of time")
+        if recipe.uses_ssd and not self.has_ssds and self.wishes.strategy == "auto":
+            return Tried(recipe, count, reason="needs SSDs, of which there are none")
         bench = self.bench(count)
         try:
             started = bench.start(recipe.line)
@@ -244,7 +290,9 @@ def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candid
     sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
     recipes = [Recipe(named=wishes.strategy)]
     if wishes.strategy == "auto":
-        recipes = [scouts(sweep.bench(count).base)[-1], *([] if is_large else [Recipe(named="ftpipe")])]
+        bases = [Recipe(), *([RESERVOIR] if sweep.has_ssds else [])]
+        recipes = [scouts(sweep.bench(count).base, base)[-1] for base in bases]
+        recipes += [] if is_large else [Recipe(named="ftpipe")]
     sweep.look(count, recipes)
     errors = [row.error for row in sweep.tried if row.error is not None]
     return sweep.best or _nearest(errors)
@@ -270,9 +318,12 @@ def why_not(error: PenstockError) -> str:
 
 def _nearest(errors: list[PenstockError]) -> PenstockError:
     """The miss by the fewest bytes, or the first one that is not about memory. A plan that lacks DRAM has passed every
-    device, and no other plan needs much less: what a worse cut lacks on a device would mislead."""
+    device, and no other plan needs much less: what a worse cut lacks on a device would mislead. Likewise one that lacks
+    SSDs has come further than one that lacks DRAM."""
     if not errors:
         return PlanError("no candidate could be built for this model and hardware")
     short = [error for error in errors if isinstance(error, DoesNotFit)]
-    short = [error for error in short if error.memory.startswith("dram")] or short
+    for memory in ("ssd", "dram"):
+        if found := [error for error in short if error.memory.startswith(memory)]:
+            return min(found, key=lambda error: error.missing_bytes or 1 << 62)
     return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else errors[0]

@@ -20,17 +20,19 @@ from .slices import Slices
 @dataclass(frozen=True)
 class PartitionBalanced(Partition):
     """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
-    devices of the first stages, such as "1 0"; without it as they are numbered."""
+    devices of the first stages, such as "1 0"; without it as they are numbered. `inputs_leave`: for pipelines that move
+    what enters a stage to DRAM or SSD until its backward."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
     order: str = ""
+    inputs_leave: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         num_devices = draft.hardware.num_devices
         asked = asked_stages(draft, self.stages)
         order = device_order(self.order, num_devices)
-        slices = Slices(draft, order)
+        slices = Slices(draft, order, self.inputs_leave)
         counts = [asked] if asked else _counts(num_devices, len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:

@@ -17,8 +17,11 @@ from .partition import Partition, StagesDecision
 
 @dataclass(frozen=True)
 class PartitionMaxStage(Partition):
+    """`inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
+
     name: ClassVar[str] = "partition-max-stage"
+    inputs_leave: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where a block is larger than any device."""
-        return filled(draft)
+        return filled(draft, inputs_leave=self.inputs_leave)
