@@ -19,6 +19,7 @@ from .reproduce_lab import Case, Lab, Trial, num_params
 
 PRECISION = "bf16"  # bytes and rates of fp16 without its loss scale, of which the paper says nothing
 BLOCK_FLOPS = {"A100": 172e12 / 0.86, "4090": 87e12 / 0.53}  # section 1: so much is so large a part of a block's rate
+MOST_PIECES = 8  # of a batch inside a stage
 FREE_BANDWIDTH = 1e18  # bytes/s of device memory: its traffic is a part of the block's measured rate
 STAGES = "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline"
 
@@ -90,13 +91,24 @@ class Bench:
     def trial(self, model: str, batch: int, hardware: Hardware, line: str = FUYOU) -> Trial:
         """The batch in one piece where the GPU holds it, else cut inside each stage into as few equal parts as fit:
         weights move once a step either way."""
-        for parts in halvings(batch):
-            name = self.setup.models[model]
+        name = self.setup.models[model]
+        too_large = self.rows_too_large(name, hardware, line)
+        pieces = list(halvings(batch))
+        for parts in pieces:
+            if batch // parts >= too_large and 2 * parts in pieces:
+                continue
             case = Case(name, batch // parts, parts, self.setup.sequence, precision=PRECISION)
             found = self.lab.trial(case, hardware, line)
-            if found.timeline is not None or found.misses_in not in ("device", hardware.devices[0].name):
+            if not lacks_device(found):
                 break
         return found
+
+    def rows_too_large(self, name: str, hardware: Hardware, line: str) -> float:
+        """The fewest rows of a micro-batch for which the same GPU lacked room under the same passes."""
+        tried = self.lab.trials.items()
+        rows = (t.case.micro_batch for (_, _, text), t in tried if text == line and t.case.model == name
+                and t.hardware.devices == hardware.devices and lacks_device(t))  # fmt: skip
+        return min(rows, default=float("inf"))
 
     def flops(self, model: str, batch: int) -> float:
         """Of a step as the paper must count them: see `step_flops`."""
@@ -126,10 +138,15 @@ class Bench:
         )
 
 
+def lacks_device(trial: Trial) -> bool:
+    """Does it miss room on the GPU, of which no other memory could give more?"""
+    return trial.misses_in in ("device", trial.hardware.devices[0].name)
+
+
 def halvings(batch: int) -> Iterator[int]:
-    """1, 2, 4, ... as long as they divide the batch."""
+    """1, 2, 4, ... as long as they divide the batch, up to `MOST_PIECES`."""
     parts = 1
-    while batch % parts == 0 and parts <= batch:
+    while batch % parts == 0 and parts <= MOST_PIECES:
         yield parts
         parts *= 2
 

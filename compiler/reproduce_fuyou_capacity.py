@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..passes.coarsen import Coarsen
-from ..runtime.hardware import Hardware
 from .figures import Bars
 from .reproduce import Finding, Row, near, number, same
-from .reproduce_fuyou_bench import FUYOU, PRECISION, ZERO_INFINITY, Bench, Setup, billions, machine, repeated_blocks
-from .reproduce_lab import Case, Lab, Trial
+from .reproduce_fuyou_bench import (
+    FUYOU,
+    PRECISION,
+    ZERO_INFINITY,
+    Bench,
+    Setup,
+    billions,
+    lacks_device,
+    machine,
+    repeated_blocks,
+)
+from .reproduce_lab import Case, Lab
 
 NONE = "none"
 TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by way of its ratios 5.96 and 2.04
@@ -102,17 +111,13 @@ def largest_models(bench: Bench, gpu: str, line: str) -> list[str]:
     found, count, stuck = [], 0, False
     for dram in bench.setup.drams:
         while count < len(names) and not stuck:
-            trial = _one_row(bench, names[count], machine(gpu, dram), line)
+            trial = bench.trial(names[count], 1, machine(gpu, dram), line)
             if trial.timeline is None:
-                stuck = trial.misses_in in ("device", trial.hardware.devices[0].name)  # no DRAM helps
+                stuck = lacks_device(trial)
                 break
             count += 1
         found.append(names[count - 1] if count else NONE)
     return found
-
-
-def _one_row(bench: Bench, model: str, hardware: Hardware, line: str) -> Trial:
-    return bench.trial(model, 1, hardware, line)
 
 
 def _row(system: str, gpu: str, dram: str, ours: str) -> Row:
