@@ -4,10 +4,11 @@ the optimizer are decided: seconds of each stage, shares of links, room beside w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..runtime import ops
+from ..runtime.cpu_costs import update_s as cpu_update_s
 from ..runtime.hardware import Device, Hardware
 from ..runtime.memory import profile_memory
 from ..runtime.op_compute import aligned_class
@@ -17,6 +18,7 @@ from .base import EVERYWHERE, Draft
 from .insert_fetch import arena_bytes, fetch_weights, fetched_phases, phases, state_bytes
 
 BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
+UPDATE_BYTES = 12  # a parameter: its master read and written, its gradient read
 SSD_SHARE = 0.9  # of the disks, to leave room for what an update must be able to undo
 
 
@@ -44,7 +46,8 @@ class Machine:
     swap: bool
     rates: Rates
     has_ssd: bool
-    updates_per_s: float
+    updates_per_s: float  # by the CPU
+    update_s: float  # of all stages by the device, where their states are
     tiers: Tiers
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
@@ -55,7 +58,7 @@ class Machine:
 
     def room(self, swapped: bool, device_bytes: float) -> Room:
         tiers = self.tiers if swapped else self.free
-        return Room(max(0.0, device_bytes), tiers.dram_bytes, tiers.ssd_bytes)
+        return Room(device_bytes, tiers.dram_bytes, tiers.ssd_bytes)
 
     def keeps_all(self, program: Program) -> bool:
         """Whether nothing need leave the device or be computed again."""
@@ -123,7 +126,7 @@ class Machine:
         received, sent, received_back, sent_back = self.messages
         if not swapped:
             forward = Half(forward_s, h2d_bytes=received, d2h_bytes=sent)
-            return forward, Half(backward_s, h2d_bytes=received_back, d2h_bytes=sent_back)
+            return forward, Half(backward_s + self.update_s, h2d_bytes=received_back, d2h_bytes=sent_back)
         weights = sum(spec.weight_bytes for spec in self.specs)
         # The weights of the last stage, and of those that keep everything, stay for their backward.
         twice = sum(spec.weight_bytes for spec in self.specs[:-1] if spec.name in again)
@@ -163,10 +166,20 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
         rates=_rates(hardware, program.device, neighbours),
         has_ssd=bool(hardware.hosts[owner.host].ssds),
         updates_per_s=hardware.hosts[owner.host].optimizer_params_per_s / len(neighbours),
+        update_s=_update_s(hardware, owner, program.interface, specs, draft.options.precision),
         tiers=_tiers(draft, program.interface, owner.host, neighbours, tier),
         free=_tiers(draft, program.interface, owner.host, neighbours, ""),
         messages=_messages(nodes),
     )
+
+
+def _update_s(hardware: Hardware, owner: Device, face: Interface, specs: Sequence[StageSpec], precision: str) -> float:
+    launches = sum(len(spec.params) for spec in specs)
+    params = sum(spec.trained_params for spec in specs)
+    if owner.kind == "cpu":
+        return cpu_update_s(owner, hardware, params) + launches * owner.op_overhead_s
+    states = sum(face.state_bytes(spec) for spec in specs)
+    return owner.compute_s(0.0, UPDATE_BYTES * params + 2 * states, precision, launches)
 
 
 def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> Rates:
@@ -184,7 +197,13 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> Rates:
     if hardware.hosts[host].ssds:
         read = shared((disks, dram), [(disks, dram)] * len(names))
         write = shared((dram, disks), [(dram, disks)] * len(names))
-    return Rates(shared((dram, name), down), shared((name, dram), up), read, write)
+    links = shared((dram, name), down), shared((name, dram), up), read, write
+    owner = hardware.devices[device]
+    if owner.kind != "cpu":
+        return Rates(*links)
+    cores = hardware.hosts[host].cpu_cores / len(names)
+    copying = 0.0 if hardware.throttled else 1 / (owner.h2d_bandwidth * cores)  # held down, they sleep
+    return Rates(*links, min(owner.threads / cores, 1.0), copying)
 
 
 def _tiers(draft: Draft, face: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:

@@ -53,12 +53,15 @@ class Half:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of one device's share of the links."""
+    """Bytes per second of one device's share of the links. A CPU device copies with the cores that compute:
+    `compute_cores` and `copy_cores_s` are what a second of computation and a byte moved take of its share of them."""
 
     h2d: float
     d2h: float
     read: float
     write: float
+    compute_cores: float = 0.0
+    copy_cores_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,15 @@ def busiest(
     half: Half, rates: Rates, *, h2d: float = 0, d2h: float = 0, read: float = 0, write: float = 0, saved_s: float = 0
 ) -> tuple[float, str]:
     """Seconds of half a step with so many more bytes and so much less computation, and what takes them (eq. 2, 5)."""
-    disks_s = (half.read_bytes + read) / rates.read + (half.write_bytes + write) / rates.write
+    compute_s = half.compute_s - saved_s
+    down, up, out, back = half.h2d_bytes + h2d, half.d2h_bytes + d2h, half.write_bytes + write, half.read_bytes + read
     took_s = {
-        "compute": half.compute_s - saved_s,
+        "compute": compute_s,
         "optimizer": half.cpu_s,
-        "h2d": (half.h2d_bytes + h2d) / rates.h2d,
-        "d2h": (half.d2h_bytes + d2h) / rates.d2h,
-        "ssd": disks_s,
+        "h2d": down / rates.h2d,
+        "d2h": up / rates.d2h,
+        "ssd": back / rates.read + out / rates.write,
+        "cores": (compute_s + half.cpu_s) * rates.compute_cores + (down + up + out + back) * rates.copy_cores_s,
     }
     bound = max(took_s, key=lambda name: took_s[name])
     return took_s[bound], bound

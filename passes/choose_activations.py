@@ -20,7 +20,7 @@ from ..runtime.memory import plan_arena
 from ..runtime.program import Program
 from ..runtime.units import format_bytes, format_seconds
 from .activation_machine import Machine, machine_of
-from .activation_plan import CLASSES, INPUTS, Point, Problem, best, by_benefit, sweep, table
+from .activation_plan import CLASSES, INPUTS, Item, Point, Problem, best, by_benefit, sweep, table
 from .base import Draft, Pass
 from .insert_remat import stages_to_rematerialise
 from .move_activations import Ahead, Choice, input_bytes, keep_chosen, move_activations, turn_bytes
@@ -34,6 +34,7 @@ MEMORIES = {
 }
 TIERS = ("auto", "states", "all", "none")
 MOST_ROUNDS = 4  # of giving out less device memory until the program fits
+PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
 WIDER = 2  # so many times further than a fetch comes early may reads and writes be apart from the copies
 
 
@@ -104,22 +105,27 @@ class ChooseActivations(Pass):
             return Outcome({})
         if self.to == "none" or not able:
             return Outcome({name: Choice() for name in self.usual(program, machine)})
-        found = [self.curve(program, machine, able)]
+        found = [self.curve(program, machine, able, MEMORIES[self.to])]
         if not forced:
-            found.append(self.curve(program, machine, able[:-1]))
+            found.append(self.curve(program, machine, able[:-1], MEMORIES[self.to]))
+            if not found[0][0].swapped:  # moving activations lets weights stay; moving weights may be better
+                found += [self.curve(program, machine, names, (ops.DEVICE,)) for names in (able, able[:-1])]
             usual_bytes = median(machine.counts[spec.name] * spec.kept_bytes for spec in machine.specs)
             if found[0][0].room.device_bytes >= usual_bytes:  # one more stage may keep everything
                 usual = self.usual(program, machine)
-                found.append(self.curve(program, machine, [name for name in able if name in usual]))
-        return _fitting(program, machine, *min(found, key=lambda row: _rank(row[1], self.share)), self.share)
+                again = [name for name in able if name in usual]
+                found.append(self.curve(program, machine, again, MEMORIES[self.to]))
+        return _fitting(program, machine, *min(found, key=lambda row: _rank(*row, self.share)), self.share)
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
         """What `insert-remat` rematerialises."""
         return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
-    def curve(self, program: Program, machine: Machine, names: Sequence[str]) -> tuple[Problem, list[Point]]:
-        """The model of the step in which these stages are rematerialised, and its sweep."""
-        memories = tuple(m for m in MEMORIES[self.to] if m != ops.SSD or machine.has_ssd)
+    def curve(
+        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[str, ...]
+    ) -> tuple[Problem, list[Point]]:
+        """The model of the step in which these stages are rematerialised and use these memories, and its sweep."""
+        memories = tuple(m for m in memories if m != ops.SSD or machine.has_ssd)
         if not memories:
             raise PassError(
                 f"pass {self.name!r}: option to={self.to!r}, but the host of {machine.device.name} has no SSD"
@@ -131,17 +137,24 @@ class ChooseActivations(Pass):
         move_activations(trial, {name: away for name in names}, Ahead())
         swapped = machine.must_swap(trial)
         forward, backward = machine.halves(names, swapped)
-        room = machine.room(swapped, machine.room_bytes(trial, swapped))
         items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
-        if self.to == "none":
-            items = ()
+        room = machine.room(swapped, machine.room_bytes(trial, swapped))
+        if ops.SSD in memories:  # what goes there passes through DRAM
+            turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
+            room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns)))
         problem = Problem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
         return problem, sweep(problem)
 
 
-def _rank(points: Sequence[Point], share: float) -> tuple[bool, float]:
+def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:
+    """All that a stage could have moved, for all its micro-batches."""
+    return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
+
+
+def _rank(problem: Problem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
+    """Whether something lacks room, then whether two stages' weights do, then the step."""
     chosen = best(points, share)
-    return not chosen.fits, chosen.step_s
+    return not chosen.fits, problem.room.device_bytes < 0, chosen.step_s
 
 
 def _fitting(program: Program, machine: Machine, problem: Problem, points: list[Point], share: float) -> Outcome:

@@ -108,7 +108,7 @@ def test_inputs_leave_where_they_do_not_fit() -> None:
 
 
 def test_what_dram_cannot_hold_goes_to_ssd() -> None:
-    small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="1600kB")
+    small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="600kB")
     draft = scheduled(720_000, stages=12)
     draft.hardware = small
     p = ChooseActivations(swap=True, tier="all")
@@ -116,7 +116,7 @@ def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     memories = [row["inputs_to"] for row in decision["activations"].values()]
     assert "ssd" in memories and "dram" in memories
     apply(draft, p, InsertFetch(swap=True))
-    assert profile_memory(draft.programs[0]).arenas[ops.DRAM] < 1_600_000
+    assert profile_memory(draft.programs[0]).arenas[ops.DRAM] < 600_000
 
 
 @settings(max_examples=12, deadline=None)
