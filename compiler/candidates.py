@@ -124,7 +124,10 @@ def device_orders(hardware: Hardware) -> list[str]:
 
 def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
-    return [base.but(partition=_balanced(count, base)) for count in stage_counts(draft, base.activations)]
+    found = [base.but(partition=_balanced(count, base)) for count in stage_counts(draft, base.activations)]
+    if base.reservoir:
+        found += [base.but(partition=_balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
+    return found
 
 
 def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
@@ -136,6 +139,17 @@ def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
     orders = device_orders(draft.hardware)
     for count, order in itertools.product(stage_counts(draft, base.activations), orders):
         yield _balanced(count, base, order)
+
+
+def fewer(hardware: Hardware) -> list[str]:
+    """Orders of half of the devices, a quarter and so on, in turn under each root complex: as buffers of states in DRAM
+    belong to devices, fewer of these need less of it, and disks are no faster for more."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, device in enumerate(hardware.devices):
+        groups.setdefault((device.host, device.root_complex), []).append(index)
+    crossed = [d for row in itertools.zip_longest(*groups.values()) for d in row if d is not None]
+    counts = itertools.takewhile(lambda n: n >= 1, (hardware.num_devices >> k for k in itertools.count(1)))
+    return [" ".join(map(str, crossed[:count])) for count in counts]
 
 
 def _balanced(count: int, base: Recipe, order: str = "") -> str:

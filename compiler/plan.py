@@ -32,6 +32,8 @@ class Prediction(BaseModel):
     busy: dict[str, float]  # "gpu0 compute" -> share of the step
     bottleneck: str
     arena_bytes: list[int]  # per device, part of its peak
+    parts: dict[str, dict[str, int]] = {}  # of a host's memory -> bytes at its peak in a step by what they are for
+    loading_bytes: dict[str, int] = {}  # of a host's DRAM, in all while weights are loaded
     bound_s: float = 0.0  # no plan for this machine with so many micro-batches takes less
     bound_by: str = ""
 

@@ -6,6 +6,7 @@ from ..passes.base import Draft
 from ..runtime.memory import profile_memory
 from ..runtime.timeline import Timeline
 from .bounds import machine_bound
+from .host_memory import host_needs
 from .plan import Decisions, Plan, Prediction
 from .search import Found
 from .strategies import pipeline_text
@@ -33,10 +34,13 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
     hardware = draft.hardware
     name, share = timeline.bottleneck()
     bound = machine_bound(draft)
+    needs = host_needs(draft.programs, hardware)
     return Prediction(
         step_s=timeline.step_s,
-        peak_bytes=dict(timeline.peak_bytes),
+        peak_bytes=dict(timeline.peak_bytes) | {need.memory: need.peak_bytes for need in needs},
         budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
+        parts={need.memory: need.parts for need in needs},
+        loading_bytes={need.memory: need.loading_bytes for need in needs if need.loading_bytes},
         moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
         busy={
             f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share

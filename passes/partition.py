@@ -61,12 +61,14 @@ def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = 
     return {"stages": stages, "planned_for": [order[j % len(order)] for j in range(len(stages))]}
 
 
-def device_order(text: str, num_devices: int) -> list[int]:
-    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each comes once."""
+def device_order(text: str, num_devices: int, some: bool = False) -> list[int]:
+    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each comes once; with
+    `some` not all need to come."""
     if not text:
         return list(range(num_devices))
     parts = text.split()
     order = [int(part) for part in parts if part.isdecimal()]
-    if len(order) != len(parts) or sorted(order) != list(range(num_devices)):
+    known = len(order) == len(parts) and len(set(order)) == len(order) and set(order) <= set(range(num_devices))
+    if not known or (len(order) < num_devices and not some):
         raise PassError(f"order={text!r}; it names each of the devices 0 to {num_devices - 1} once, such as '1 0'")
     return order

@@ -20,8 +20,8 @@ from .slices import Slices
 @dataclass(frozen=True)
 class PartitionBalanced(Partition):
     """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
-    devices of the first stages, such as "1 0"; without it as they are numbered. `inputs_leave`: for pipelines that move
-    what enters a stage to DRAM or SSD until its backward."""
+    devices of the first stages, such as "1 0", where all others stay idle; without it as they are numbered.
+    `inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
@@ -29,11 +29,10 @@ class PartitionBalanced(Partition):
     inputs_leave: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
-        num_devices = draft.hardware.num_devices
         asked = asked_stages(draft, self.stages)
-        order = device_order(self.order, num_devices)
+        order = device_order(self.order, draft.hardware.num_devices, some=True)
         slices = Slices(draft, order, self.inputs_leave)
-        counts = [asked] if asked else _counts(num_devices, len(draft.blocks))
+        counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:
             cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
