@@ -115,7 +115,7 @@ class ChooseActivations(Pass):
                 usual = self.usual(program, machine)
                 again = [name for name in able if name in usual]
                 found.append(self.curve(program, machine, again, MEMORIES[self.to]))
-        return _fitting(program, machine, *min(found, key=lambda row: _rank(*row, self.share)), self.share)
+        return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
         """What `insert-remat` rematerialises."""
