@@ -58,6 +58,7 @@ class InsertSsd(Pass):
             found, depth = room.choose(together, self.tier)
             tiers.update(found)
             ahead = min(ahead, depth)
+        ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only
         draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
         return {
             "stages": {s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers},

@@ -148,7 +148,7 @@ NORMED = [name for name, options in CASES.items() if "max_grad_norm" in options 
 @pytest.mark.parametrize(
     ("name", "clip"), [*((name, "exact") for name in CASES), *((name, "speculative") for name in NORMED)]
 )
-@pytest.mark.parametrize("model", ["gpt2", "wide_resnet"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("wide_resnet", marks=pytest.mark.slow)])
 def test_the_same_weights_as_insert_optimizer(model: str, name: str, clip: str) -> None:
     """Bit for bit; "gpt2" has a weight that two stages share."""
     options = CASES[name]
@@ -187,11 +187,11 @@ def test_replicas_step_their_own_copies() -> None:
 
 
 def test_less_dram_than_insert_optimizer() -> None:
-    graph = chain(11, 64)
-    usual = apply(ready(machine(), {}, graph, stages=12), InsertOptimizer())
-    states, everything = (apply(ready(machine(), t, graph, stages=12), OverlapOptimizer()) for t in ("states", "all"))
+    graph = chain(7, 64)
+    usual = apply(ready(machine(), {}, graph, stages=8), InsertOptimizer())
+    states, everything = (apply(ready(machine(), t, graph, stages=8), OverlapOptimizer()) for t in ("states", "all"))
     need = [profile_memory(d.programs[0]).peak_bytes[ops.DRAM] for d in (usual, states, everything)]
-    assert need[0] > 1.3 * need[1] > 1.3 * 1.3 * need[2]
+    assert need[0] > 1.2 * need[1] > 1.2 * 1.2 * need[2]
 
 
 def with_disks(rate: float) -> Hardware:
@@ -204,7 +204,7 @@ def with_disks(rate: float) -> Hardware:
 
 
 def wide(hardware: Hardware, **options: object) -> Draft:
-    return ready(hardware, "all", chain(15, 128, rows=64), stages=16, **options)
+    return ready(hardware, "all", chain(11, 128, rows=64), stages=12, **options)
 
 
 @pytest.mark.parametrize(("rate", "micro_batches"), [(200e6, 2), (500e6, 6)], ids=["slow disks", "much computation"])
@@ -262,15 +262,12 @@ def test_fp16_is_judged_by_overflow_alone() -> None:
 def test_auto_takes_what_is_faster_and_says_so() -> None:
     hardware = with_disks(500e6)
     draft = wide(hardware, micro_batches=6, max_grad_norm=1.0)
-    decision = OverlapOptimizer().plan(draft)
+    apply(draft, OverlapOptimizer())
     said = draft.notes["overlap-optimizer"]
-    assert decision["clipping"] == "speculative"
-    took_s = {}
-    for clip in ("exact", "speculative"):
-        other = apply(wide(hardware, micro_batches=6, max_grad_norm=1.0), OverlapOptimizer(clip=clip))
-        took_s[clip] = simulate(other.programs, hardware).step_s
-        assert f"{clip} clipping takes {took_s[clip]:.4g} s a step" in said
-    assert took_s["exact"] > 1.3 * took_s["speculative"] and "a step that is clipped takes" in said
+    assert said.startswith("clips speculative; ") and "a step that is clipped takes" in said
+    took_s = [float(said.partition(f"{clip} clipping takes ")[2].split()[0]) for clip in ("exact", "speculative")]
+    assert took_s[0] > 1.3 * took_s[1]
+    assert f"{simulate(draft.programs, hardware).step_s:.4g}" == f"{took_s[1]:.4g}"
 
 
 def test_auto_is_exact_where_speculation_gains_nothing() -> None:
@@ -321,7 +318,7 @@ def test_decisions_that_cannot_be_carried_out() -> None:
 # --- any chain, any budget ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     depth=st.integers(1, 6),
     devices=st.integers(1, 3),
