@@ -124,9 +124,9 @@ def device_orders(hardware: Hardware) -> list[str]:
 
 def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
-    found = [base.but(partition=_balanced(count, base)) for count in stage_counts(draft, base.activations)]
+    found = [base.but(partition=balanced(count, base)) for count in stage_counts(draft, base.activations)]
     if base.reservoir:
-        found += [base.but(partition=_balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
+        found += [base.but(partition=balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
     return found
 
 
@@ -138,7 +138,7 @@ def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
             yield _with_options(name, ["inputs_leave=true"] if base.activations and can_leave else [])
     orders = device_orders(draft.hardware)
     for count, order in itertools.product(stage_counts(draft, base.activations), orders):
-        yield _balanced(count, base, order)
+        yield balanced(count, base, order)
 
 
 def fewer(hardware: Hardware) -> list[str]:
@@ -152,7 +152,7 @@ def fewer(hardware: Hardware) -> list[str]:
     return [" ".join(map(str, crossed[:count])) for count in counts]
 
 
-def _balanced(count: int, base: Recipe, order: str = "") -> str:
+def balanced(count: int, base: Recipe, order: str = "") -> str:
     options = [f"stages={count}", *([f"order={order}"] if order else [])]
     return _with_options("partition-balanced", [*options, *(["inputs_leave=true"] if base.activations else [])])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..passes.base import EVERYWHERE
@@ -10,12 +11,19 @@ from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program
 from ..runtime.simulate import simulate
+from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
 from .plan import Plan
 from .strategies import PassRecord
+from .tiers import AGAIN, activations_tier, states_tier, weights_tier
+from .wear import Wear, wear_of
 from .what_helps import Help, changed_machines
 
 WIDTH = 110
+CLIPPING = {
+    "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
+    "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
+}
 
 
 def explain(
@@ -29,7 +37,7 @@ def explain(
 
     `helps`: plans for other machines; without them the same programs are simulated on faster parts.
     """
-    parts = [_stages(plan, programs, hardware), _prediction(plan), _bounds(plan, programs, hardware)]
+    parts = [_stages(plan, programs, hardware), _prediction(plan, hardware), _bounds(plan, programs, hardware)]
     parts.append(_same_programs(plan, programs, hardware) if helps is None else _helps(plan, helps))
     parts += [_notes(plan), _rivals(plan), _passes(records)]
     return "\n\n".join(part for part in parts if part)
@@ -43,13 +51,15 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     ]
     specs = list(programs[0].interface.stages.values())
     for spec, device in zip(specs, decisions.devices):
-        tier = "DRAM, fetched for each use" if spec.name in decisions.fetch else "on the device"
-        saved = "rematerialised" if spec.name in decisions.rematerialise else "kept"
+        saved = activations_tier(decisions, spec.name).replace(AGAIN, "rematerialised")
+        states = f"optimizer states {states_tier(decisions, spec.name)}; " if spec.name in decisions.ssd.stages else ""
         lines.append(
             f"  {spec.name:8} {device_name(hardware, device):6} {spec.title}: "
-            f"weights {format_bytes(spec.weight_bytes)} {tier}; "
+            f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
+    if decisions.clipping:
+        lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
 
 
@@ -58,17 +68,35 @@ def device_name(hardware: Hardware, device: int) -> str:
     return "all" if device == EVERYWHERE else hardware.devices[device].name
 
 
-def _prediction(plan: Plan) -> str:
+def _prediction(plan: Plan, hardware: Hardware) -> str:
     p = plan.predicted
     if p is None:
         return ""
     lines = [f"predicted step {format_seconds(p.step_s)}, bound by {p.bottleneck}"]
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
-        lines.append(f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})")
+        held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]
+        if p.loading_bytes.get(memory, 0) == peak > 0:
+            held.append("more while weights are loaded")
+        begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
+        lines += _wrapped(f"{begin}: ", held) if held else [begin]
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
     lines += _wrapped("  moved a step: ", moved or ["nothing"])
+    lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
     return "\n".join(lines)
+
+
+def wear_text(wear: Wear) -> list[str]:
+    """What a step does to SSDs, and how long they bear it."""
+    parts = [
+        f"{wear.memory}: a step reads {format_bytes(wear.read_bytes)} and writes {format_bytes(wear.written_bytes)}",
+        f"{wear.bytes_per_day / 1e12:.3g} TB written in a day of nothing but training",
+    ]
+    if wear.endurance_bytes is None:
+        parts.append("endurance_bytes of its disks in the hardware document would tell how many days they last")
+    elif wear.days is not None:
+        parts.append(f"{wear.days:.3g} days to the {wear.endurance_bytes / 1e12:,.0f} TB that its disks are made for")
+    return parts
 
 
 def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
@@ -78,7 +106,7 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     for (_, stream), share in timeline.busy_share.items():
         busiest[stream] = max(busiest.get(stream, 0.0), share * timeline.step_s)
     compute = busiest.get(ops.COMPUTE, 0.0)
-    links = max((share * timeline.step_s for share in timeline.link_busy.values()), default=0.0)
+    links = max(_busy_media(timeline, hardware).values(), default=0.0)
     floor = max(compute, links)
     lines = [
         f"no schedule of these stages is faster than its busiest device's computation, {format_seconds(compute)}, "
@@ -92,6 +120,14 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
             f"at most {1 - bound_s / timeline.step_s:.0%} could still be gained"
         )
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))
+
+
+def _busy_media(timeline: Timeline, hardware: Hardware) -> dict[str, float]:
+    """Seconds that links are busy; of those which take turns on one medium, together."""
+    busy: dict[str, float] = defaultdict(float)
+    for name, link in hardware.links().items():
+        busy[link.simplex or name] += timeline.link_busy.get(name, 0.0) * timeline.step_s
+    return busy
 
 
 def _helps(plan: Plan, helps: Sequence[Help]) -> str:
@@ -129,9 +165,11 @@ def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:
 def _notes(plan: Plan) -> str:
     if not plan.notes:
         return ""
-    return "\n".join(
-        ["remarks", *(line for name, note in plan.notes.items() for line in _wrapped(f"  {name}: ", [note]))]
-    )
+    lines = ["remarks"]
+    for name, note in plan.notes.items():
+        text, *table = note.split("\n")  # such as the curve of choose-activations
+        lines += [*_wrapped(f"  {name}: ", [text]), *(f"    {row}" for row in table)]
+    return "\n".join(lines)
 
 
 def _rivals(plan: Plan) -> str:

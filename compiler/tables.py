@@ -16,9 +16,15 @@ from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
 from .check import CheckReport
 from .plan import Plan, Prediction
-from .report import device_name
+from .report import device_name, wear_text
+from .tiers import activations_tier, weights_tier
+from .wear import Wear, wear_of
 
 FILE_WIDTH = 120
+SHORT = {
+    "on the device": "device", "DRAM, fetched for each use": "DRAM, fetched",
+    "SSD, read and fetched for each use": "SSD, read, fetched",
+}  # fmt: skip
 
 
 def console() -> Console:
@@ -39,6 +45,8 @@ def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
     yield stage_table(plan, stages, hardware)
     if plan.predicted is not None:
         yield memory_table(plan.predicted)
+        if wears := wear_of(plan.predicted, hardware):
+            yield table("SSDs", ("memory", "in a step", "in a day", "lasts"), [_wear_row(wear) for wear in wears])
         yield amounts_table("moved a step", "link", plan.predicted.moved_bytes)
     if plan.rivals:
         rivals, alike = plan.distinct_rivals()
@@ -57,9 +65,9 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         (
             len(blocks),
             format_bytes(spec.weight_bytes),
-            "DRAM, fetched" if spec.name in decisions.fetch else "device",
+            SHORT[weights_tier(decisions, spec.name)],
             format_bytes(spec.kept_bytes),
-            "computed again" if spec.name in decisions.rematerialise else "kept",
+            activations_tier(decisions, spec.name),
             decisions.optimizer.get(spec.name, ""),
         )
         for spec, blocks in zip(stages, decisions.stages)
@@ -74,6 +82,11 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         rows.append((name, " ".join(devices), title, *look[1:]))
     columns = ("stage", "device", "holds", "weights", "live in", "saves", "its tensors", "stepped on")
     return table("stages", columns, rows)
+
+
+def _wear_row(wear: Wear) -> tuple[str, ...]:
+    step, day, *lasts = wear_text(wear)
+    return (wear.memory, step.partition(": ")[2], day, *(lasts or [""]))
 
 
 def memory_table(predicted: Prediction) -> Table:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.errors import PenstockError
-from ..runtime.hardware import Device, Hardware
-from .candidates import Recipe, device_orders, mappings, micro_batch_counts, stage_counts
+from ..runtime.hardware import Device, Hardware, Host
+from .candidates import TO_SSD, Recipe, balanced, device_orders, mappings, micro_batch_counts, stage_counts
 from .plan import Plan
 from .profile import for_machines_like
 from .search import Sweep, Trace, Wishes, why_not
@@ -72,14 +72,15 @@ def recipes(plan: Plan, sweep: Sweep, count: int) -> Iterator[Recipe]:
     yield Recipe(named=plan.passes)
     machine = sweep.hardware
     by_decision = {p.decides: p.name for p in parse_pipeline(plan.passes, machine.num_devices)}
-    usual = Recipe(by_decision["stages"], by_decision["devices"], by_decision["schedule"])
+    names = set(by_decision.values())
+    tiers = Recipe(activations="choose-activations" in names, reservoir=TO_SSD in names)
+    usual = tiers.but(partition=by_decision["stages"], mapping=by_decision["devices"], schedule=by_decision["schedule"])
     if usual.mapping not in mappings(machine):  # every device runs the whole model: a pipeline may do better here
-        usual = Recipe(mapping=mappings(machine)[0])
+        usual = tiers.but(mapping=mappings(machine)[0])
     yield usual
     base = sweep.bench(count).base
-    for stages, order in itertools.product(stage_counts(base), device_orders(machine)[:2]):
-        more = f", order={order}" if order else ""
-        yield usual.but(partition=f"partition-balanced{{stages={stages}{more}}}")
+    for stages, order in itertools.product(stage_counts(base, usual.activations), device_orders(machine)[:2]):
+        yield usual.but(partition=balanced(stages, usual, order))
     for mapping in mappings(machine):
         yield usual.but(mapping=mapping)
 
@@ -90,6 +91,9 @@ def changed_machines(hardware: Hardware) -> Iterator[tuple[str, Hardware | None]
     yield "one more root complex", _one_more_root_complex(hardware)
     more = [host.model_copy(update={"dram_bytes": host.dram_bytes + MORE_DRAM_BYTES}) for host in hardware.hosts]
     yield "64 GB more DRAM", _with(hardware, hosts=more)
+    if any(host.ssds for host in hardware.hosts):
+        yield "one more SSD", _one_more_ssd(hardware)
+        yield f"SSDs {FASTER:g}x as fast", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts])
     yield f"links to DRAM {FASTER:g}x as fast", faster_links(hardware)
     yield f"computation {FASTER:g}x as fast", _with(hardware, devices=[_faster(d) for d in hardware.devices])
     rates = [h.model_copy(update={"optimizer_params_per_s": h.optimizer_params_per_s * FASTER}) for h in hardware.hosts]
@@ -117,6 +121,21 @@ def _one_more_device(hardware: Hardware) -> Hardware:
     emptiest = min(range(len(hardware.hosts[like.host].root_complexes)), key=homes.count)
     more = like.model_copy(update={"name": name, "root_complex": emptiest})
     return _with(hardware, devices=[*hardware.devices, more])
+
+
+def _one_more_ssd(hardware: Hardware) -> Hardware:
+    """In every host that has one, like its last."""
+    more = [
+        [*host.ssds, host.ssds[-1].model_copy(update={"directory": None})] if host.ssds else []
+        for host in hardware.hosts
+    ]
+    return _with(hardware, hosts=[h.model_copy(update={"ssds": ssds}) for h, ssds in zip(hardware.hosts, more)])
+
+
+def _faster_disks(host: Host) -> Host:
+    uplink = host.ssd_uplink_bandwidth
+    faster = {"ssds": [_scaled(ssd, "read_bandwidth", "write_bandwidth") for ssd in host.ssds]}
+    return host.model_copy(update=faster | {"ssd_uplink_bandwidth": None if uplink is None else FASTER * uplink})
 
 
 def _one_more_root_complex(hardware: Hardware) -> Hardware | None:
