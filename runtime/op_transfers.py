@@ -126,9 +126,9 @@ def _read(ctx: Context, what: str | Value) -> Value:
 
 def _read_work(ctx: Context, what: str | Value) -> Work:
     """Of "stage1.all" the weights are not read where masters stand for them."""
-    value = _read(ctx, what)
-    apart = value.kind == "all" and ctx.interface.master
-    moved = ctx.interface.states_bytes(ctx.stage(value.stage)) if apart else value.bytes
+    value, face = _read(ctx, what), ctx.interface
+    apart = value.kind == "all" and face.masters_say_all(ctx.stage(value.stage))
+    moved = face.states_bytes(ctx.stage(value.stage)) if apart else value.bytes
     return Work(READ, moved_bytes=moved, source=SSD, target=DRAM)
 
 

@@ -199,6 +199,10 @@ class Interface:
         """A buffer of a stage's weights, and behind them its masters and states."""
         return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
+    def masters_say_all(self, spec: StageSpec) -> bool:
+        """Whether weights follow from masters. A frozen parameter has none, so that its weight is to be read, too."""
+        return self.master and all(param.requires_grad for param in spec.params)
+
     def members(self, group: str) -> list[int]:
         """The devices of a group, each once, in its order."""
         return list(dict.fromkeys(device for device, _, _ in self.groups[group]))

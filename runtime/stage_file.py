@@ -39,6 +39,7 @@ class StageFile:
         self, spec: StageSpec, face: Interface, home: Home, optimizer: OptimizerSpec | None, folder: SsdFolder
     ):
         self.spec, self.master, self.optimizer = spec, face.master, optimizer
+        self.masters_say_all = face.masters_say_all(spec)
         self.has_weights = home.weights == ops.SSD
         self.has_states = home.states == ops.SSD
         self.weights_bytes = aligned(spec.weight_bytes, PAGE) if self.has_weights else 0
@@ -90,8 +91,8 @@ class StageFile:
         self.file.read(self.slot * self.num_bytes, into[: self.weights_bytes])
 
     def read(self, into: Tensor) -> None:
-        """A buffer of `num_bytes`, as the last step left it; without the weights where masters stand for them."""
-        start = self.weights_bytes if self.master and self.has_states else 0
+        """A buffer of `num_bytes`, as the last step left it; without the weights where masters say all."""
+        start = self.weights_bytes if self.masters_say_all and self.has_states else 0
         self.file.read(self.slot * self.num_bytes + start, into[start : self.num_bytes])
 
     def read_all(self, into: Tensor) -> None:

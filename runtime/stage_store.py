@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,8 @@ class StageStore:
     def _step(self, grads: Grads, factor: Tensor | None, staged: Staged | None, preserve: bool = False) -> None:
         assert self.optimizer is not None
         self.optimizer.step(grads.tensors, factor=factor, weights=self._followers(staged), preserve=preserve)
+        if staged is not None:  # also the weights that had no gradient go back whole
+            self._follow(staged, but=grads.tensors)
 
     def _bind(self, staged: Staged | None) -> None:
         if staged is not None and self.optimizer is not None and staged.flat.data_ptr() != self._bound:
@@ -155,10 +157,11 @@ class StageStore:
         found = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
         return found or None
 
-    def _follow(self, staged: Staged | None) -> None:
+    def _follow(self, staged: Staged | None, but: Container[str] = ()) -> None:
         masters = staged.masters if staged is not None and staged.masters else self.masters
         for name, weight in (self._followers(staged) or {}).items():
-            weight.copy_(masters[name])
+            if name not in but:
+                weight.copy_(masters[name])
 
     # --- loading and saving, between steps
 
