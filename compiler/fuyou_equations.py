@@ -124,6 +124,19 @@ def best(rates: Rates, load: Load) -> Step:
     )
 
 
+def apart_s(rates: Rates, load: Load) -> float:
+    """The same without overlap of backward and optimizer (section 4.3): gradients wait on SSD in between."""
+    weights, d_f = 2 * load.params, load.boundary_bytes
+    together = step(rates, load)
+    backward_s = max(
+        together.backward_s["computation"],
+        together.backward_s["GPU link"],
+        (weights + d_f) / rates.read + weights / rates.write,
+    )
+    optimizer_s = max(together.backward_s["CPU optimizer"], 7 * weights / rates.read + 7 * weights / rates.write)
+    return max(together.forward_s.values()) + backward_s + optimizer_s
+
+
 def serial_s(rates: Rates, load: Load) -> float:
     """Nothing overlaps, as section 3.2 observes of ZeRO-Infinity: weights twice from SSD and over the link, checkpoints
     to DRAM and back, gradients to DRAM, SSD and back, then the optimizer's reads, update and writes, one by one."""

@@ -39,7 +39,7 @@ class Setup:
     priced: Mapping[str, int]  # figure 10: GPU -> batch
     drams: Sequence[str] = ("128GB", "256GB", "384GB", "512GB", "640GB", "768GB")
     shares: Sequence[float] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-    ssds: Sequence[int] = (1, 2, 3, 4, 6, 8, 12)
+    ssds: Sequence[int] = (1, 3, 6, 9, 12)
     extreme_batch: int = 64
     sequence: int = 1024
     gpus: Sequence[str] = ("A100", "4090")

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.compiler.fuyou_equations import Load, Rates, Swappable, best, curve, most_swapped_bytes, serial_s, step
+from penstock.compiler.fuyou_equations import (
+    Load,
+    Rates,
+    Swappable,
+    apart_s,
+    best,
+    curve,
+    most_swapped_bytes,
+    serial_s,
+    step,
+)
 from penstock.runtime.hardware import Hardware
 
 RATES = Rates(link=10, read=20, write=5, flops=100, params_per_s=4)
@@ -67,3 +77,9 @@ def test_rates_of_a_machine() -> None:
     found = Rates.of(Hardware.preset("fuyou-a100", ssds=2), "bf16")
     assert (found.link, found.read, found.write) == (26e9, 13e9, 6.8e9)
     assert found.flops == pytest.approx(0.65 * 312e12)
+
+
+def test_backward_and_optimizer_one_behind_the_other() -> None:
+    """Gradients are written and read once more."""
+    backward_s = max(12.0, 2.6, (16 + 10) / 20 + 16 / 5)
+    assert apart_s(RATES, LOAD) == pytest.approx(4 + backward_s + 112 / 20 + 112 / 5)
