@@ -202,10 +202,10 @@ def fig7(lab: Lab, setup: Setup) -> Finding:
         rows,
         "at small batches, and for 175B, the optimizer takes longer than the backward; hiding one under the other then "
         "saves the backward, a third or more of the step, in our programs as in the paper's own equations with the "
-        "disks' datasheet rates. That the paper gains less means that its overlapped stage takes longer than equation 5 "
-        "says. Disks that read and write at the same time are slower than by turns, which neither the equations nor our "
-        "simplex model know: 1.4 times the disk time under overlap alone would give about 1.1x and 1.3x at batch 8 and "
-        "16, 1.2x for 175B at batch 8, and leave batches 32 and 64, where computation is the bound, as they are.",
+        "disks' datasheet rates. That the paper gains less means that its overlapped stage takes longer than equation "
+        "5 says. Disks that read and write at the same time are slower than by turns, which neither the equations nor "
+        "our simplex model know: 1.4 times the disk time under overlap alone would give about 1.1x and 1.3x at batch 8 "
+        "and 16, 1.2x for 175B at batch 8, and leave batches 32 and 64, where computation is the bound, as they are.",
         [chart],
     )
 
