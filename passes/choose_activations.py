@@ -35,7 +35,7 @@ MEMORIES = {
 TIERS = ("auto", "states", "all", "none")
 MOST_ROUNDS = 4  # of giving out less device memory until the program fits
 PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
-WIDER = 2  # so many times further than a fetch comes early may reads and writes be apart from the copies
+WIDER = 2  # so many times as long as a fetch comes early may a value be on its way to SSD or back
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ChooseActivations(Pass):
         room = machine.room(swapped, machine.room_bytes(trial, swapped))
         if ops.SSD in memories:  # what goes there passes through DRAM
             turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
-            room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns)))
+            room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
         problem = Problem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
         return problem, sweep(problem)
 
@@ -225,8 +225,8 @@ def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) ->
     room_bytes = max(0.0, machine.room_bytes(trial, swapped))
     fetch = min(most, 1 + int(room_bytes // each_bytes))
     spare_bytes = max(0.0, machine.room(swapped, 0).dram_bytes - taken_bytes)
-    read = min(WIDER * most, 1 + int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 1
-    return Ahead(fetch, max(fetch, read))
+    passing = min(WIDER * most, int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 0
+    return Ahead(fetch, max(1, passing))
 
 
 def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:

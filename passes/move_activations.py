@@ -49,10 +49,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many turns before its use a value is fetched, and a value on SSD is read; written so many turns late."""
+    """How many turns before its use a value is fetched, and how many turns it may spend in DRAM on its way to SSD, and
+    again on its way back."""
 
     fetch: int = 1
-    read: int = 2
+    passing: int = 1
 
 
 @dataclass
@@ -179,13 +180,13 @@ class _Mover:
         return way.used - self.ahead.fetch > way.left + 1
 
     def write_turn(self, way: _Way) -> int:
-        return min(way.made + self.ahead.read, len(self.turns) - 1)
+        return min(way.made + self.ahead.passing, len(self.turns) - 1)
 
     def fetch_turn(self, way: _Way) -> int:
         return max(way.used - self.ahead.fetch, way.left + 1)
 
     def read_turn(self, way: _Way) -> int:
-        return max(way.used - max(self.ahead.read, self.ahead.fetch), way.left + 1)
+        return max(way.used - self.ahead.fetch - self.ahead.passing, way.left + 1)
 
     def store(self, way: _Way) -> fx.Node | None:
         """Its copy in DRAM, taken as soon as it is made; nothing of what the batch has."""

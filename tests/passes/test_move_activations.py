@@ -80,7 +80,7 @@ def test_text_in_dram(golden: Golden) -> None:
 
 def test_text_on_ssd(golden: Golden) -> None:
     draft = scheduled(micro_batches=1)
-    golden(text_of(moved(draft, everywhere(draft, "ssd"), Ahead(1, 2))), "ssd")
+    golden(text_of(moved(draft, everywhere(draft, "ssd"), Ahead(1, 1))), "ssd")
 
 
 def test_a_tensor_that_several_stages_read_moves_once() -> None:
@@ -139,7 +139,7 @@ def test_what_a_stage_that_keeps_everything_reads_or_makes_stays() -> None:
 
 def test_what_is_used_first_comes_first_and_so_many_turns_ahead() -> None:
     draft = scheduled(stages=6, micro_batches=3)
-    (program,) = moved(draft, everywhere(draft, "dram"), Ahead(2, 2)).programs
+    (program,) = moved(draft, everywhere(draft, "dram"), Ahead(2)).programs
     turns: list[fx.Node] = []
     fetched = []
     used = {}
@@ -159,7 +159,7 @@ def test_what_is_used_first_comes_first_and_so_many_turns_ahead() -> None:
 def test_what_would_come_back_at_once_stays(memory: str) -> None:
     """The last stage's backward follows its forward."""
     draft = scheduled(micro_batches=1)
-    (program,) = moved(draft, everywhere(draft, memory), Ahead(1, 2)).programs
+    (program,) = moved(draft, everywhere(draft, memory), Ahead(1, 1)).programs
     stages = {n.meta["type"].stage for n in program.ops() if n.target is ops.offload and n.meta["type"].kind == "kept"}
     assert "stage3" not in stages and "stage0" in stages
 
@@ -174,7 +174,7 @@ def test_moving_gives_device_memory_back() -> None:
     peaks = {}
     for memory in ("device", "dram", "ssd"):
         draft = scheduled(stages=6, micro_batches=3)
-        moved(draft, everywhere(draft, memory), Ahead(1, 2))
+        moved(draft, everywhere(draft, memory), Ahead(1, 1))
         peaks[memory] = profile_memory(draft.programs[0]).peak_bytes
     assert peaks["dram"][ops.DEVICE] < 0.8 * peaks["device"][ops.DEVICE]
     assert peaks["ssd"][ops.DEVICE] == peaks["dram"][ops.DEVICE]
@@ -228,7 +228,7 @@ def trained(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
             stage.spec.name: Choice(tuple(s.name for s in stage.spec.saved), *tiers[i % 2])
             for i, stage in enumerate(draft.stages)
         }
-        moved(draft, choices, Ahead(1, 2))
+        moved(draft, choices, Ahead(1, 1))
     apply(draft, InsertFetch(swap=move), InsertOptimizer())
     machine = reference(draft)
     found = {}
