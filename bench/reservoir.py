@@ -38,10 +38,12 @@ from penstock.bench.peers.children import CALM, Child
 from penstock.bench.peers.offload_loop import OffloadLoop
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import STRATEGIES
+from penstock.errors import DoesNotFit, PenstockError
 from penstock.runtime.disks import disk_rates
 
 STEP_TARGET, MEMORY_TARGET, SIMULATOR_TARGET = 1.15, 0.10, 0.20
 STATES_OVER_DRAM = 4
+WITHOUT_OVERLAP = 3  # times the DRAM; see `Bench.hardware`
 STATE_BYTES = 12  # per parameter: fp32 weights and AdamW's two moments
 LR, THREADS = 1e-4, 1
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -87,10 +89,10 @@ class Case:
 
 
 CASES = (
-    Case("bound by computation", 24, 384, 2048, batch=8, micro_batches=4, memory="400MB"),
-    Case("bound by the disk", 24, 384, 2048, batch=2, micro_batches=2, memory="200MB"),
+    Case("bound by computation", 16, 512, 2048, batch=3, micro_batches=3, memory="600MB"),
+    Case("bound by the disk", 16, 512, 2048, batch=1, micro_batches=1, memory="300MB"),
 )
-SMALL = (Case("small", 4, 64, 256, batch=4, micro_batches=2, memory="16MB"),)
+SMALL = (Case("small", 12, 64, 64, batch=4, micro_batches=2, memory="8MB"),)
 
 
 @dataclass
@@ -104,12 +106,15 @@ class Bench:
     deepspeed: Path | None
     out: Path | None
 
-    def hardware(self, case: Case) -> penstock.Hardware:
-        return self.machine.with_(memory=case.memory, dram=case.dram_bytes)
+    def hardware(self, case: Case, strategy: str = "fuyou") -> penstock.Hardware:
+        """Without overlap, more DRAM: all gradients, a third as large as the states, wait there for the end of the
+        backward pass."""
+        dram_bytes = case.dram_bytes * (WITHOUT_OVERLAP if strategy == APART else 1)
+        return self.machine.with_(memory=case.memory, dram=dram_bytes)
 
     def compiled(self, case: Case, strategy: str) -> penstock.Job:
         return penstock.compile(
-            case.model(), self.hardware(case), ssd_dirs=[str(self.disk)], example_inputs=case.inputs(),
+            case.model(), self.hardware(case, strategy), ssd_dirs=[str(self.disk)], example_inputs=case.inputs(),
             optimizer=partial(torch.optim.AdamW, lr=LR), strategy=strategy, micro_batches=case.micro_batches,
         )  # fmt: skip
 
@@ -130,15 +135,13 @@ class Runner:
 # -- a step against its bound, and against the peers ------------------------------------------------------------------
 
 
-def measure_steps(bench: Bench) -> None:
-    for case in bench.cases:
-        say(f"steps: {case.name}")
-        with ExitStack() as stack:
-            compare(bench, case, stack)
+def measure_steps(bench: Bench, case: Case) -> None:
+    """All sides of one case, turn by turn; one row for the bound and the overlap, one per peer."""
+    with ExitStack() as stack:
+        compare(bench, case, stack)
 
 
 def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
-    """All sides of one case, turn by turn; one row for the bound and the overlap, one per peer."""
     batch = case.inputs()
     overlapped = stack.enter_context(bench.compiled(case, "fuyou"))
     apart = stack.enter_context(bench.compiled(case, APART))
@@ -155,17 +158,21 @@ def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
         "disk in turn": disk.in_turn, "disk at once": disk.at_once,
     }  # fmt: skip
     peers, skipped = start_peers(bench, case, stack)
-    times_s = alternate({**sides, **{name: Runner(peer.step) for name, peer in peers.items()}}, bench.rounds, warm_up=1)
+    sides |= {name: Runner(peer.step) for name, peer in peers.items()}
+    times_s = alternate(sides, bench.rounds, warm_up=1)
     eager.compute_s, eager.optimizer_s = eager.compute_s[1:], eager.optimizer_s[1:]
     losses = {name: side.losses for name, side in sides.items() if isinstance(side, Runner)}
     bound_row(bench, case, overlapped, times_s, eager, twice, disk, moved, losses)
-    peer_rows(bench, case, times_s, peers, skipped)
+    peer_rows(bench, case, times_s, peers, losses)
+    for name, reason in skipped.items():
+        bench.save("peer", {**case.described(), "peer": name, "skipped": reason})
 
 
 def bound_row(
     bench: Bench, case: Case, job: penstock.Job, times_s: dict[str, list[float]], eager: EagerParts, twice: EagerParts,
     disk: Disk, moved: dict[str, int], losses: dict[str, list[float]],
 ) -> None:  # fmt: skip
+    sides = ("penstock", "penstock, no overlap")
     step_s, disk_s = times_s["penstock"], min(times_s["disk in turn"], times_s["disk at once"], key=statistics.median)
     shared = len(os.sched_getaffinity(0)) < THREADS + 1
     median = statistics.median
@@ -179,6 +186,7 @@ def bound_row(
         {
             **case.described(), "threads": THREADS, "plan": summary(job), "step": rows.spread(step_s),
             "no_overlap": rows.spread(times_s["penstock, no overlap"]),
+            "no_overlap_dram_bytes": WITHOUT_OVERLAP * case.dram_bytes,
             "gain_of_overlap": median(times_s["penstock, no overlap"]) / median(step_s),
             "compute": rows.spread(eager.compute_s), "compute_recomputing": rows.spread(twice.compute_s[1:]),
             "optimizer": rows.spread(eager.optimizer_s), "disk": rows.spread(disk_s),
@@ -190,21 +198,23 @@ def bound_row(
             "ratio_of_pairs": median(pairs), "target": STEP_TARGET,
             "ratio_recomputing": median(step_s) / recomputing.seconds,
             "ratio_if_cores_were_shared": median(step_s) / added_up.seconds,
-            "predicted_s": job.plan.predicted.step_s, "losses_differ_by": apart_by(losses),
+            "predicted_s": job.plan.predicted.step_s, "losses_differ_by": max(apart_by(losses, name) for name in sides),
         },
     )  # fmt: skip
 
 
-def apart_by(losses: dict[str, list[float]]) -> float:
-    """The largest relative difference between a loss of either job and eager's of the same step."""
-    ours = (losses["penstock"], losses["penstock, no overlap"])
-    return max(abs(a - b) / abs(b) for mine in ours for a, b in zip(mine, losses["eager"], strict=False))
+def apart_by(losses: dict[str, list[float]], side: str) -> float:
+    """The largest relative difference between a loss of this side and eager's of the same step."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses[side], losses["eager"], strict=False))
 
 
 def disk_bytes(moved: dict[str, int]) -> dict[str, int]:
-    """Bytes read from and written to all disks in one step."""
-    return {way: sum(n for link, n in moved.items() if link.startswith("ssd") and link.endswith(way))
-            for way in ("read", "write")}  # fmt: skip
+    """Bytes read from and written to all disks in one step, of a report's `moved_bytes`."""
+    routes = [(route.split(" -> "), n) for route, n in moved.items()]
+    return {
+        "read": sum(n for (source, _), n in routes if source.startswith("ssd")),
+        "write": sum(n for (_, target), n in routes if target.startswith("ssd")),
+    }
 
 
 def summary(job: penstock.Job) -> dict[str, Any]:
@@ -255,7 +265,7 @@ class LoopPeer:
 
 
 def peer_rows(
-    bench: Bench, case: Case, times_s: dict[str, list[float]], peers: dict[str, Any], skipped: dict[str, str]
+    bench: Bench, case: Case, times_s: dict[str, list[float]], peers: dict[str, Any], losses: dict[str, list[float]]
 ) -> None:
     ours = times_s["penstock"]
     for name, peer in peers.items():
@@ -266,55 +276,73 @@ def peer_rows(
                 **case.described(), "peer": name, "facts": getattr(peer, "facts", {}), "peer_step": rows.spread(theirs),
                 "step": rows.spread(ours), "times_faster": statistics.median(theirs) / statistics.median(ours),
                 "times_faster_of_fastest": min(theirs) / min(ours), "peer_peak_rss_bytes": peer.peak_bytes,
+                "losses_differ_by": apart_by(losses, name),
             },
         )  # fmt: skip
-    for name, reason in skipped.items():
-        bench.save("peer", {**case.described(), "peer": name, "skipped": reason})
 
 
 # -- memory and predictions -------------------------------------------------------------------------------------------
 
 
-def measure_memory(bench: Bench) -> None:
-    """Each case in a process of its own, see `footprint`."""
-    for case in bench.cases:
-        say(f"memory: {case.name}")
-        weights = bench.disk / "weights"
-        case.model().save_pretrained(weights)
-        machine = bench.hardware(case).model_dump(mode="json")
-        settings = {**asdict(case), "machine": machine, "weights": str(weights), "directory": str(bench.disk)}
-        found = subprocess.run(
-            [sys.executable, footprint.__file__, json.dumps({**settings, "strategy": "fuyou", "steps": 3})],
-            stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **CALM, "OMP_NUM_THREADS": str(THREADS)},
+def measure_memory(bench: Bench, case: Case) -> None:
+    """In a process of its own, see `footprint`."""
+    weights = bench.disk / case.name.replace(" ", "-")
+    case.model().save_pretrained(weights)
+    machine = bench.hardware(case).model_dump(mode="json")
+    settings = {**asdict(case), "machine": machine, "weights": str(weights), "directory": str(bench.disk)}
+    found = subprocess.run(
+        [sys.executable, footprint.__file__, json.dumps({**settings, "strategy": "fuyou", "steps": 3})],
+        stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **CALM, "OMP_NUM_THREADS": str(THREADS)},
+    )  # fmt: skip
+    row = json.loads(found.stdout.splitlines()[-1])
+    bench.save("memory", {**case.described(), **row, "error": row["ratio"] - 1, "target": MEMORY_TARGET})
+
+
+def measure_predictions(bench: Bench, case: Case) -> None:
+    """Predicted against measured steps of several plans, on the machine as measured at the start."""
+    for name, strategy in plans().items():
+        say(f"{case.name}: {name}")
+        try:
+            job = bench.compiled(case, strategy)
+        except DoesNotFit as error:
+            bench.save("prediction", {**case.described(), "plan": {"name": name}, "skipped": str(error)})
+            continue
+        with job:
+            times_s = alternate({"job": partial(job.step, case.inputs())}, max(bench.rounds, 3))["job"]
+        predicted_s = job.plan.predicted.step_s
+        bench.save(
+            "prediction",
+            {
+                **case.described(), "plan": {"name": name, **summary(job)}, "predicted_s": predicted_s,
+                "step": rows.spread(times_s), "error": predicted_s / statistics.median(times_s) - 1,
+                "error_of_fastest": predicted_s / min(times_s) - 1, "target": SIMULATOR_TARGET,
+            },
         )  # fmt: skip
-        row = json.loads(found.stdout.splitlines()[-1])
-        bench.save("memory", {**case.described(), **row, "error": row["ratio"] - 1, "target": MEMORY_TARGET})
-
-
-def measure_predictions(bench: Bench) -> None:
-    """Predicted against measured steps of several plans on the machine as measured at the start."""
-    for case in bench.cases:
-        for name, strategy in plans().items():
-            say(f"prediction: {case.name}, {name}")
-            batch, times_s = case.inputs(), []
-            with bench.compiled(case, strategy) as job:
-                times_s = alternate({"job": partial(job.step, batch)}, max(bench.rounds, 3))["job"]
-            predicted_s = job.plan.predicted.step_s
-            bench.save(
-                "prediction",
-                {
-                    **case.described(), "plan": {"name": name, **summary(job)}, "predicted_s": predicted_s,
-                    "step": rows.spread(times_s), "error": predicted_s / statistics.median(times_s) - 1,
-                    "error_of_fastest": predicted_s / min(times_s) - 1, "target": SIMULATOR_TARGET,
-                },
-            )  # fmt: skip
 
 
 def plans() -> dict[str, str]:
-    return {"fuyou": FUYOU, "no overlap": APART, "rematerialised": FUYOU.replace("choose-activations", "insert-remat")}
+    """Strategies by name: all of Fuyou's; its optimizer behind the backward pass; activations all computed twice, or
+    moved to the disk."""
+    chosen = "choose-activations{swap=true, tier=all}"
+    moved = FUYOU.replace(chosen, "choose-activations{swap=true, tier=all, to=ssd}")
+    return {
+        "fuyou": "fuyou", "no overlap": APART, "rematerialised": FUYOU.replace(chosen, "insert-remat{always=true}"),
+        "activations to disk": moved,
+    }  # fmt: skip
 
 
 SECTIONS = {"steps": measure_steps, "memory": measure_memory, "predictions": measure_predictions}
+
+
+def run(bench: Bench, section: str, case: Case) -> bool:
+    """One section of one case. What fails leaves a row that says so, and the others go on."""
+    say(f"{section}: {case.name}")
+    try:
+        SECTIONS[section](bench, case)
+    except (PenstockError, RuntimeError, subprocess.CalledProcessError) as error:
+        bench.save(section, {**case.described(), "failed": f"{type(error).__name__}: {error}"})
+        return False
+    return True
 
 
 def this_machine(disk: Path) -> penstock.Hardware:
@@ -347,8 +375,8 @@ def main(arguments: list[str] | None = None) -> None:
         machine = this_machine(Path(folder))
         cases = SMALL if args.small else CASES
         bench = Bench(cases, machine, Path(folder), args.rounds, args.deepspeed_python, args.out)
-        for name in args.section or SECTIONS:
-            SECTIONS[name](bench)
+        failed = [not run(bench, name, case) for name in args.section or SECTIONS for case in bench.cases]
+    sys.exit(any(failed))
 
 
 if __name__ == "__main__":
