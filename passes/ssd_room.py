@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, PassError
-from ..runtime.memory import homes_of, plan_arena
-from ..runtime.program import PAGE, StageSpec, aligned
+from ..runtime.memory import Home, bytes_of_homes, homes_of, plan_arena
+from ..runtime.program import StageSpec
 from ..runtime.units import format_bytes
 from .base import Draft
 from .dram_room import by_host
@@ -123,11 +123,14 @@ class SsdRoom:
         """What persists on the SSDs of a host, and the activations that are written there."""
         total = 0
         for peak in self.hosts[host]:
-            total += plan_arena(peak.program, ops.SSD)[1]
-            for stage in peak.in_dram:
-                spec = self.specs[stage]
-                total += peak.face.states_bytes(spec) if stage in tiers else 0
-                total += aligned(spec.weight_bytes, PAGE) if tiers.get(stage) == "all" else 0
+            homes = {
+                stage: Home(
+                    ops.SSD if tiers.get(stage) == "all" else ops.DRAM,
+                    ops.SSD if stage in tiers and self.specs[stage].trained_params else None,
+                )
+                for stage in peak.in_dram
+            }
+            total += bytes_of_homes(peak.face, homes).total(ops.SSD) + plan_arena(peak.program, ops.SSD)[1]
         return total
 
     def too_little_dram(self, hosts: Sequence[int], tiers: Tiers) -> DoesNotFit:
@@ -136,10 +139,16 @@ class SsdRoom:
         host = max(hosts, key=lambda host: self.missing([host], tiers, timing, ahead))
         missing, budget = self.missing([host], tiers, timing, ahead), self.hardware.dram_budget_bytes(host)
         ssds = self.hardware.hosts[host].ssds
-        there = "with all that may on SSD" if ssds else "there are no SSDs (give it some: ssds=2)"
+        there = "with all that may on SSD" if ssds else "and there are no SSDs (give it some: ssds=2)"
+        waiting = self.updates(tiers).max_norm is not None
+        hint = (
+            "all gradients wait there for their norm"
+            if waiting
+            else "smaller stages hold less there while they are updated"
+        )
         return DoesNotFit(
             f"dram{host} has {format_bytes(budget)} usable and needs {format_bytes(budget + missing)}, missing "
-            f"{format_bytes(missing)}, {there}: gradients and states on their way, and what is not swapped or spread",
+            f"{format_bytes(missing)}, {there}; {hint}",
             memory=f"dram{host}",
             missing_bytes=missing,
         )

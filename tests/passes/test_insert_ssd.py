@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.passes.base import Draft
+from penstock.passes.choose_activations import ChooseActivations
 from penstock.passes.dram_peak import DramPeak
 from penstock.passes.insert_fetch import InsertFetch
 from penstock.passes.insert_optimizer import InsertOptimizer
@@ -107,7 +108,7 @@ def test_too_little_dram_even_so() -> None:
     least = 3000
     with pytest.raises(DoesNotFit, match=r"dram0 has 2\.93 KiB usable") as caught:
         InsertSsd().plan(swapped(machine(least)))
-    assert caught.value.memory == "dram0"
+    assert caught.value.memory == "dram0" and "smaller stages" in str(caught.value)
     enough = least + caught.value.missing_bytes
     with pytest.raises(DoesNotFit):
         InsertSsd().plan(swapped(machine(enough - 1)))
@@ -125,7 +126,7 @@ def test_too_small_disks() -> None:
 def test_no_disks() -> None:
     with pytest.raises(PassError, match=r"tier=all needs SSDs, and host 0 of .* has none"):
         InsertSsd(tier="all").plan(swapped(machine(ssd=None)))
-    with pytest.raises(DoesNotFit, match=r"there are no SSDs \(give it some: ssds=2\)"):
+    with pytest.raises(DoesNotFit, match=r"and there are no SSDs \(give it some: ssds=2\)"):
         InsertSsd().plan(swapped(machine(dram=3000, ssd=None)))
 
 
@@ -201,6 +202,21 @@ def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | 
             slack = 16 if updates.max_norm is not None else 0
             assert all(0 <= a - b <= slack for a, b in zip(guessed, found)), (level, timing, guessed, found)
             assert again == guessed
+
+
+@pytest.mark.parametrize("to", ["dram", "ssd"])
+def test_activations_in_dram_are_counted_with_the_rest(to: str) -> None:
+    draft = draft_of(traced("gpt2", dropout=0.0)[0], machine(), stages=4, micro_batches=2)
+    apply(draft, *to_schedule(), ChooseActivations(to=to, swap=True, tier="all"), InsertFetch(swap=True))
+    assert any(n.target is ops.offload for n in draft.programs[0].ops())
+    room = SsdRoom(draft)
+    tiers = tiers_at(room.specs, room.stages_of([0]), 6)
+    updates, whole = room.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
+    guessed = room.hosts[0][0].bytes(updates, TIMINGS[0], whole, ahead=2)
+    InsertSsd().rewrite(draft, {"stages": tiers, "ahead": 2})
+    write_updates(draft.programs, updates, TIMINGS[:1])
+    assert profile_memory(draft.programs[0]).peak_bytes[ops.DRAM] == guessed
+    verify(draft.programs, draft.hardware)
 
 
 def test_evaluation_reads_the_weights_that_are_on_ssd() -> None:

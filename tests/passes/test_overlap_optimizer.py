@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.base import Draft
+from penstock.passes.base import Draft, Pass
 from penstock.passes.coarsen import Coarsen
 from penstock.passes.insert_fetch import InsertFetch
 from penstock.passes.insert_optimizer import InsertOptimizer
 from penstock.passes.insert_remat import InsertRemat
 from penstock.passes.insert_ssd import InsertSsd
 from penstock.passes.map_everywhere import MapEverywhere
+from penstock.passes.map_round_robin import MapRoundRobin
 from penstock.passes.overlap_optimizer import OverlapOptimizer, written_bytes
 from penstock.passes.partition_balanced import PartitionBalanced
+from penstock.passes.schedule_1f1b import Schedule1F1B
 from penstock.passes.schedule_data_parallel import ScheduleDataParallel
 from penstock.passes.updates import UNCLIPPED, Timing, slots, updates_of, write_updates
 from penstock.runtime import ops
@@ -172,6 +175,16 @@ def test_as_eager_pytorch_with_states_on_ssd() -> None:
     assert_trains_like_eager(draft, batches[:2], 2e-6)
 
 
+def test_one_forward_one_backward() -> None:
+    graph, batches = traced("gpt2", dropout=0.0)
+    draft = draft_of(graph, machine(2), micro_batches=2, max_grad_norm=0.1)
+    apply(draft, Coarsen(), PartitionBalanced(stages=2), MapRoundRobin(), Schedule1F1B())
+    names = [s.spec.name for s in draft.stages]
+    apply(draft, InsertRemat(), InsertFetch(swap=True), decisions={"rematerialise": names})
+    apply(draft, InsertSsd(tier="all"), OverlapOptimizer(clip="speculative"), memory=True)
+    assert_trains_like_eager(draft, batches[:2], 2e-6)
+
+
 def test_replicas_step_their_own_copies() -> None:
     graph, batches = traced("mlp", dropout=0.0)
     draft = draft_of(graph, machine(2), micro_batches=2)
@@ -181,6 +194,17 @@ def test_replicas_step_their_own_copies() -> None:
     apply(draft, InsertSsd(tier="states"), OverlapOptimizer(), memory=True)
     assert set(draft.on_ssd) == set(names)
     assert_trains_like_eager(draft, batches[:2], 1e-6)
+
+
+@pytest.mark.parametrize("kind", [InsertSsd, OverlapOptimizer])
+def test_plans_change_no_program_and_survive_json(kind: type[Pass]) -> None:
+    draft = draft_of(chain(3, 16), machine(), micro_batches=2, stages=4, max_grad_norm=1.0)
+    before: list[Pass] = [*to_schedule(), InsertRemat(), InsertFetch(swap=True), InsertSsd(tier="all")]
+    apply(draft, *(before[:-1] if kind is InsertSsd else before))
+    text, p = text_of(draft), kind()
+    decision = p.plan(draft)
+    assert p.plan(draft) == decision == json.loads(json.dumps(decision))
+    assert text_of(draft) == text
 
 
 # --- what it takes --------------------------------------------------------------------------------------------------
