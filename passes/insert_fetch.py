@@ -18,6 +18,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.errors import PassError
+from ..runtime.first_fit import FirstFit
 from ..runtime.memory import MemoryProfile, profile_memory
 from ..runtime.program import Program, StageSpec, infer_all, place_frees
 from .alike import look, once
@@ -189,19 +190,15 @@ def arena_bytes(
 ) -> int:
     """What `plan_arena` takes for the program with these early fetches (phase to its number of parameters)."""
     begins = set(fetched_phases(order, stages))
-    live: list[tuple[int, int, int]] = []  # (offset, end, last phase)
-    size = 0
+    arena = FirstFit(alignment=1)  # of parts of weights, whose bytes are aligned
+    leaving: dict[int, list[tuple[int, int]]] = {}  # last phase -> values
     for now in range(len(order)):
         for i, need in _arriving(order, specs, begins, early, now):
-            offset = 0
-            for start, end, _ in sorted(live):
-                if offset + need <= start:
-                    break
-                offset = max(offset, end)
-            live.append((offset, offset + need, order[i].last))
-            size = max(size, offset + need)
-        live = [row for row in live if row[2] > now]
-    return size
+            arena.take((now, i), need)
+            leaving.setdefault(order[i].last, []).append((now, i))
+        for value in leaving.pop(now, ()):
+            arena.give(value)
+    return arena.size
 
 
 def _arriving(
