@@ -15,7 +15,7 @@ from ..runtime.memory import MemoryProfile, profile_memory
 from ..runtime.program import Program, StageSpec, dtype_bytes
 from ..runtime.text import print_node
 from ..runtime.units import format_bytes
-from .host_memory import Need, host_needs
+from .host_memory import Need, host_needs, host_of
 
 
 def check_fit(draft: Draft) -> None:
@@ -37,8 +37,8 @@ def check_fit(draft: Draft) -> None:
 
 
 def _budget_bytes(hardware: Hardware, memory: str) -> int:
-    host = int(memory.removeprefix("dram").removeprefix("ssd"))
-    return hardware.dram_budget_bytes(host) if memory.startswith("dram") else hardware.ssd_budget_bytes(host)
+    host = host_of(memory)
+    return hardware.dram_budget_bytes(host) if memory.startswith(ops.DRAM) else hardware.ssd_budget_bytes(host)
 
 
 def check_lasting(draft: Draft) -> None:
@@ -66,7 +66,7 @@ def check_lasting(draft: Draft) -> None:
 def lasting_parts(options: Options, spec: StageSpec) -> dict[str, int]:
     """Bytes of a stage across steps, each a little less than what a run rounds it up to."""
     masters = 0 if options.precision == "fp32" else 4 * spec.trained_params
-    states = int(options.state_bytes_per_param * (spec.trained_params - spec.trained_vector_params))
+    states = int(options.state_bytes_per_param * spec.trained_params)
     return {"weights": spec.weight_bytes, "masters": masters, "states": states}
 
 

@@ -38,6 +38,11 @@ class Need:
         return max(self.step_bytes, self.loading_bytes)
 
 
+def host_of(memory: str) -> int:
+    """Index of the host that "dram0" or "ssd0" belongs to."""
+    return int(memory.removeprefix(ops.DRAM).removeprefix(ops.SSD))
+
+
 def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[Need]:
     """Of each host's DRAM, and of its SSDs where its programs keep anything there; the devices' peaks added up."""
     by_host: dict[int, list[tuple[Program, MemoryProfile]]] = defaultdict(list)

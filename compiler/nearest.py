@@ -15,12 +15,15 @@ from ..runtime import ops
 from ..runtime.errors import DoesNotFit, PenstockError
 from ..runtime.hardware import Hardware
 from ..runtime.memory import profile_memory
-from ..runtime.units import format_seconds, short_bytes
-from .search import LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
+from ..runtime.overrides import STOCK_SSD
+from ..runtime.units import format_seconds, parse_bytes, short_bytes
+from .host_memory import host_of
+from .search import HOST_MEMORIES, LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
 from .trial import Candidate
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 8
+STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk adds where there was none
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,15 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
 
 
 def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
-    if not miss.memory.startswith("dram"):  # DRAM holds what no strategy makes smaller
+    has_ssds = any(host.ssds for host in hardware.hosts)
+    if miss.memory.startswith("dram") and has_ssds:
+        if wishes.strategy != "auto" or wishes.decided is not None:
+            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+            yield _searched(trace, hardware, free, {"strategy": "auto"})
+        yield _grown(miss, trace, hardware, wishes)
+    if miss.memory.startswith("ssd"):
+        yield _grown(miss, trace, hardware, wishes)
+    if not miss.memory.startswith(HOST_MEMORIES):  # DRAM holds what no strategy makes smaller
         if wishes.strategy != "auto" or wishes.decided is not None:
             free = dataclasses.replace(wishes, strategy="auto", decided=None)
             yield _searched(trace, hardware, free, {"strategy": "auto"})
@@ -83,6 +94,27 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
         more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
         change["memory"] = short_bytes(largest.memory_bytes + more_bytes)
         wider = wider.with_(memory=change["memory"])
+    return None
+
+
+def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """More SSDs, or where these are not short more DRAM beside them, by what is missing until something fits."""
+    change: dict[str, Any] = {}
+    tried: Candidate | PenstockError = miss
+    for _ in range(TRIES):
+        wider = hardware.with_(**change) if change else hardware
+        if isinstance(tried, Candidate):
+            return Nearest(change, tried.timeline.step_s)
+        if not isinstance(tried, DoesNotFit) or not tried.memory.startswith(HOST_MEMORIES) or not tried.missing_bytes:
+            return None
+        host = wider.hosts[host_of(tried.memory)]
+        if tried.memory.startswith("ssd"):
+            like = host.ssds[0].budget_bytes if host.ssds else STOCK_BYTES
+            change["ssds"] = len(host.ssds) + max(1, ceil(tried.missing_bytes / like))
+        else:
+            more_bytes = ceil(tried.missing_bytes / host.dram_usable_fraction)
+            change["dram"] = short_bytes(host.dram_bytes + more_bytes)
+        tried = attempt_smallest(trace, hardware.with_(**change), wishes)
     return None
 
 

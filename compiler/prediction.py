@@ -37,7 +37,7 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
     needs = host_needs(draft.programs, hardware)
     return Prediction(
         step_s=timeline.step_s,
-        peak_bytes=dict(timeline.peak_bytes) | {need.memory: need.peak_bytes for need in needs},
+        peak_bytes=dict(timeline.peak_bytes),
         budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
         parts={need.memory: need.parts for need in needs},
         loading_bytes={need.memory: need.loading_bytes for need in needs if need.loading_bytes},

@@ -76,8 +76,8 @@ def _prediction(plan: Plan, hardware: Hardware) -> str:
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
         held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]
-        if p.loading_bytes.get(memory, 0) == peak > 0:
-            held.append("more while weights are loaded")
+        if (loading := p.loading_bytes.get(memory, 0)) > peak:
+            held.append(f"{format_bytes(loading)} while weights are loaded")
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrapped(f"{begin}: ", held) if held else [begin]
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]

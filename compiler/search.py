@@ -31,6 +31,7 @@ Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one m
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 SEARCH_S = 33.0  # of computation
 LEADERS = 3  # partitions whose schedules and tiers are tried
+HOST_MEMORIES = ("dram", "ssd")
 RESERVOIR = Recipe(activations=True, reservoir=True)
 
 
@@ -120,7 +121,7 @@ class Sweep:
         for base in self.bases():
             self.base = base
             self.scout()
-            if self.best is None and base != RESERVOIR and self.has_ssds and self.lacks_dram:
+            if self.best is None and base != RESERVOIR and self.has_ssds and self.lacks_host_memory:
                 continue
             for count in (*self.usual, *self.last_resort) if self.best is None else ():
                 if self.best is None and not (self.is_late and self.tried):
@@ -148,9 +149,9 @@ class Sweep:
                 self.look(count, scouts(self.bench(count).base, self.base))
 
     @property
-    def lacks_dram(self) -> bool:
-        """Whether a candidate came as far as to lack DRAM."""
-        return any(isinstance(t.error, DoesNotFit) and t.error.memory.startswith("dram") for t in self.tried)
+    def lacks_host_memory(self) -> bool:
+        """Whether a candidate came as far as to lack DRAM, or SSDs."""
+        return any(isinstance(t.error, DoesNotFit) and t.error.memory.startswith(HOST_MEMORIES) for t in self.tried)
 
     def promising(self) -> list[int]:
         """Numbers of micro-batches to try; of a large model, whose traces take long, only one."""
@@ -283,17 +284,17 @@ def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candid
     """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages, and of
     models that are not large stages of single operators."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
-    count = wishes.micro_batches or usual[0]
-    is_large = len(trace(count).nodes) > LARGE_GRAPH_NODES
-    if wishes.micro_batches is None and not is_large:
-        count = max(usual + last_resort)
+    is_large = len(trace(wishes.micro_batches or usual[0]).nodes) > LARGE_GRAPH_NODES
+    counts = [*usual, *last_resort] if is_large else [max(usual + last_resort)]
     sweep = Sweep(trace, hardware, dataclasses.replace(wishes, decided=None))
-    recipes = [Recipe(named=wishes.strategy)]
-    if wishes.strategy == "auto":
-        bases = [Recipe(), *([RESERVOIR] if sweep.has_ssds else [])]
-        recipes = [scouts(sweep.bench(count).base, base)[-1] for base in bases]
-        recipes += [] if is_large else [Recipe(named="ftpipe")]
-    sweep.look(count, recipes)
+    for count in counts if wishes.micro_batches is None else [wishes.micro_batches]:
+        recipes = [Recipe(named=wishes.strategy)]
+        if wishes.strategy == "auto":
+            recipes = [scouts(sweep.bench(count).base, base)[-1] for base in sweep.bases()]
+            recipes += [] if is_large else [Recipe(named="ftpipe")]
+        sweep.look(count, recipes)
+        if sweep.best is not None or sweep.lacks_host_memory:
+            break
     errors = [row.error for row in sweep.tried if row.error is not None]
     return sweep.best or _nearest(errors)
 
@@ -323,7 +324,7 @@ def _nearest(errors: list[PenstockError]) -> PenstockError:
     if not errors:
         return PlanError("no candidate could be built for this model and hardware")
     short = [error for error in errors if isinstance(error, DoesNotFit)]
-    for memory in ("ssd", "dram"):
+    for memory in reversed(HOST_MEMORIES):
         if found := [error for error in short if error.memory.startswith(memory)]:
             return min(found, key=lambda error: error.missing_bytes or 1 << 62)
     return min(short, key=lambda error: error.missing_bytes or 1 << 62) if short else errors[0]
