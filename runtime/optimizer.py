@@ -26,7 +26,7 @@ __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
 
-PORTION_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # converted at once: what stays in a CPU's cache
+PORTION_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # converted at once, if not more: for a CPU's cache
 
 
 class Workspace:
@@ -167,11 +167,11 @@ class StageOptimizer:
         portion: list[str] = []
         elements = 0
         for name in names:
-            elements += self.params[name].numel()
-            if portion and small and elements > most:
-                yield portion
-                portion, elements = [], self.params[name].numel()
             portion.append(name)
+            elements += self.params[name].numel()
+            if small and elements >= most:
+                yield portion
+                portion, elements = [], 0
         if portion:
             yield portion
 
@@ -270,7 +270,7 @@ class StageOptimizer:
         if not self.traits.divisible:
             return sum(sizes)
         portion_bytes = 4 * PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"])
-        return max([min(portion_bytes, sum(sizes)), *sizes])
+        return min(sum(sizes), portion_bytes + max(sizes, default=0))
 
     # --- undoing a step
 
