@@ -278,7 +278,9 @@ class LocalWorkers(Driver):
         if failure:
             kind = getattr(errors, failure["type"], None)
             if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-                return kind(failure["message"])
+                found = kind(failure["message"])
+                vars(found).update(failure["details"])
+                return found
             message = failure["message"]
             if kind is not WorkerError:
                 message = f"device {device} ({worker.name}): {failure['type']}: {message}"

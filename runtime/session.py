@@ -7,6 +7,7 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, exce
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -375,7 +376,9 @@ class DeviceSession:
         issue, error = fault.label, fault.error
         place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
-            return type(error)(f"{place}: {error}")
+            located = copy.copy(error)  # with what it knows: the file, the bytes that are missing
+            located.args = (f"{place}: {error}",)
+            return located
         if isinstance(error, torch.OutOfMemoryError):
             live = largest_values(self.memory.accounts[ops.DEVICE].live)
             return BudgetExceeded(f"{place}: the GPU has no room left: {error}\nAccounted live values:\n{live}")

@@ -103,13 +103,14 @@ def build_session(
 
 
 def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
-    """An error as plain data: its type by name, and for a failed op where it was and whether it waited for another
-    device (then that one is the likelier culprit)."""
+    """An error as plain data: its type by name, what it knows beside its message, and for a failed op where it was and
+    whether it waited for another device (then that one is the likelier culprit)."""
     fault = None if session is None else session.broken
     label = None if fault is None else fault.label
     return {
         "type": type(error).__name__,
         "message": str(error),
+        "details": {key: value for key, value in vars(error).items() if isinstance(value, (str, int))},
         "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
         "waited": label is not None and label.op in ("send", "recv", "all_reduce", "all_gather", "reduce_scatter"),
         "traceback": "".join(traceback.format_exception(error)),

@@ -231,10 +231,10 @@ def test_a_pipeline_that_clips(clip: str, precision: str, tmp_path: Path) -> Non
 def test_mobius_ssd_where_dram_is_short(tmp_path: Path) -> None:
     """The strategy as it stands puts on SSD what DRAM does not hold, and trains as where DRAM holds it."""
     found = []
-    model, batch = zoo_case("gpt2", dropout=0.1)
     for dram in ("1GB", "600kB"):
+        model, batch = zoo_case("gpt2", dropout=0.1)
         job = penstock.compile(
-            zoo_case("gpt2", dropout=0.1)[0],
+            model,
             penstock.Hardware.cpu(2, memory="230kB", dram=dram, ssd="2GB"),
             example_inputs=batch,
             optimizer=ADAM,
