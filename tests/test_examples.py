@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in ("examples", "docs"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     yield ROOT
-    for name in {"topics", "finetune_minilm", "draw_timeline"} - before:
+    for name in {"topics", "finetune_minilm", "draw_timeline", "finetune_on_ssd", "choose_disks"} - before:
         sys.modules.pop(name, None)
 
 
@@ -116,3 +116,19 @@ def test_a_picture_without_traces_is_refused_with_the_usage(script: Path) -> Non
     draw = importlib.import_module("draw_timeline")
     with pytest.raises(SystemExit, match=r"OUT\.svg"):
         draw.main(["only.svg"])
+
+
+def test_a_state_four_times_the_dram_trains_from_ssd(script: Path, tmp_path: Path) -> None:
+    example = importlib.import_module("finetune_on_ssd")
+    losses = example.main(["--ssd", str(tmp_path), "--steps", "4", "--layers", "2", "--width", "64"])
+    assert losses[-1] < losses[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_more_disks_are_faster_and_what_does_not_fit_is_said(script: Path) -> None:
+    example = importlib.import_module("choose_disks")
+    options = ["--model", "gpt2-xl", "--hardware", "rtx4090x1", "--dram", "12GB", "--batch", "4", "--ssds", "0", "1", "2"]
+    table = example.main(options)
+    steps = list(table.columns[1].cells)
+    assert steps[0] == "does not fit" and float(table.columns[2]._cells[2]) >= float(table.columns[2]._cells[1])
