@@ -113,5 +113,7 @@ def _store() -> dist.Store:
 def _error_of(device: int, failure: dict[str, Any]) -> PenstockError:
     kind = getattr(errors, failure["type"], None)
     if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-        return kind(failure["message"])
+        found = kind(failure["message"])
+        vars(found).update(failure["details"])
+        return found
     return WorkerError(failure["message"], device=device, line=failure["line"], remote=failure["traceback"])
