@@ -55,7 +55,8 @@ def main() -> None:
     rows.save(
         "search_time",
         {
-            "case": case, "precision": precision, "took_s": took_s, "cpu_s": time.process_time() - began_cpu_s, "peak_rss_gb": gigabytes,
+            "case": case, "precision": precision, "took_s": took_s, "cpu_s": time.process_time() - began_cpu_s,
+            "peak_rss_gb": gigabytes,
             "limit_s": LIMIT_S, "limit_gb": LIMIT_GB, "met": took_s <= LIMIT_S and gigabytes <= LIMIT_GB,
             "passes": plan.passes, "micro_batches": plan.micro_batches, "stages": len(plan.decisions.stages),
             "step_s": plan.predicted.step_s, "notes": plan.notes,

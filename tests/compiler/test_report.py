@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
+
+import pytest
+import torch
 
 import penstock
 from penstock.compiler.plan import Rival
-from penstock.compiler.report import explain
+from penstock.compiler.report import CLIPPING, explain
+from penstock.compiler.search import RESERVOIR
 from penstock.compiler.strategies import STRATEGIES
+from penstock.compiler.tables import plan_tables
 from penstock.compiler.what_helps import changed_machines
+from penstock.runtime.simulate import simulate
+from penstock.runtime.units import format_bytes, format_seconds
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
 FIGURE = re.compile(r"[+-]?\d+(?:\.\d+)?(?:%|x| ?(?:[KMGT]iB|B|us|ms|ns|s)\b)?")
@@ -154,3 +162,61 @@ def test_a_loaded_job_explains_itself_without_its_passes(tmp_path: Any) -> None:
     assert [part for part in again.split("\n\n") if not part.startswith("what would help")] == [
         part for part in own if not part.startswith(("what would help", "passes"))
     ]
+
+
+SMALL: dict[str, Any] = {"memory": "260kB", "dram": "400kB", "ssd": "20MB"}
+
+
+@pytest.fixture(scope="module")
+def reservoir() -> penstock.Job:
+    """A plan whose optimizer states lie on SSD, with gradients clipped."""
+    hardware = penstock.Hardware.cpu(1, **SMALL)
+    more = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "max_grad_norm": 1.0, "micro_batches": 8}
+    return job_on(hardware, strategy=RESERVOIR.but(partition="partition-balanced{stages=3}").line, **more)
+
+
+def test_tiers_clipping_and_disks_are_told(reservoir: penstock.Job) -> None:
+    plan = reservoir.plan
+    assert plan.predicted is not None and plan.decisions.ssd.stages
+    text = explain(plan, reservoir.programs, reservoir.hardware, helps=[])
+    for stage in reservoir.folder.interface.stages:
+        line = next(line for line in text.splitlines() if line.startswith(f"  {stage}"))
+        assert ("optimizer states on SSD" in line) == (stage in plan.decisions.ssd.stages)
+        assert ("read and fetched" in line) == (plan.decisions.ssd.stages.get(stage) == "all")
+        assert ("rematerialised" in line) == (stage in plan.decisions.rematerialise)
+    assert plan.decisions.clipping in CLIPPING and CLIPPING[plan.decisions.clipping] in text
+    written = format_bytes(plan.predicted.moved_bytes["ssd0.write"])
+    assert f"and writes {written}" in " ".join(text.split())
+    loading, peak = plan.predicted.loading_bytes["dram0"], plan.predicted.peak_bytes["dram0"]
+    assert ("while weights are loaded" in text) == (loading > peak)
+
+
+def test_the_curve_of_activations_keeps_its_rows(reservoir: penstock.Job) -> None:
+    plan = reservoir.plan.model_copy(update={"notes": {"choose-activations": "the head\n  kept  step\n*  1 B  2 s"}})
+    text = explain(plan, reservoir.programs, reservoir.hardware, helps=[])
+    assert "  choose-activations: the head\n      kept  step\n    *  1 B  2 s" in text
+
+
+def test_the_busiest_link_of_a_disk_is_its_reads_and_writes_together(reservoir: penstock.Job) -> None:
+    slow = [{"size_bytes": "20MB", "read_bandwidth": 1e6, "write_bandwidth": 1e6}]
+    machine = reservoir.hardware.with_(ssds=slow)
+    moved = simulate(reservoir.programs, machine).moved_bytes
+    seconds = (moved["ssd0.read"] + moved["ssd0.write"]) / 1e6
+    text = explain(reservoir.plan, reservoir.programs, machine, helps=[])
+    assert f"its busiest link, {format_seconds(seconds)};" in " ".join(text.split())
+
+
+def test_tables_show_tiers_and_what_disks_bear(reservoir: penstock.Job) -> None:
+    stages = list(reservoir.folder.interface.stages.values())
+    shown = {table.title: table for table in plan_tables(reservoir.plan, stages, reservoir.hardware)}
+    cells = {cell for column in shown["stages"].columns for cell in column._cells}
+    assert "ssd" in cells and any(str(cell).startswith(("DRAM, fetched", "SSD, read")) for cell in cells)
+    assert shown["SSDs"].row_count == 1
+
+
+def test_machines_with_ssds_may_have_more_of_them() -> None:
+    machines = dict(changed_machines(penstock.Hardware.preset("fuyou-4090")))
+    more, fast = machines["one more SSD"], machines["SSDs 2x as fast"]
+    assert more is not None and len(more.hosts[0].ssds) == 13 and "ssd0.12.read" in more.links()
+    assert fast is not None and fast.bandwidth("ssd0", "dram0") == 2 * 12 * 6.5e9
+    assert not [change for change, _ in changed_machines(penstock.Hardware.cpu(1)) if "SSD" in change]
