@@ -167,6 +167,24 @@ def test_the_same_weights_as_insert_optimizer(model: str, name: str, clip: str) 
     assert weights.keys() == want.keys() and all(torch.equal(weights[n], want[n]) for n in want)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_resident_stages_beside_swapped_ones(precision: str) -> None:
+    """Those are clipped and stepped on their device behind the norm, these judged behind it."""
+    graph, batches = traced("mlp", dropout=0.0)
+    options = {"precision": precision, "max_grad_norm": 0.05, "micro_batches": 2, "stages": 4}
+    drafts = [draft_of(graph, machine(2), **options) for _ in range(2)]
+    decisions = {"rematerialise": [], "fetch": {"stage0": {}, "stage1": {}}}
+    for draft in drafts:
+        apply(draft, *to_schedule(), InsertRemat(), InsertFetch(), decisions=decisions)
+    apply(drafts[0], InsertSsd(tier="all"), OverlapOptimizer(clip="speculative"), memory=True)
+    apply(drafts[1], InsertOptimizer())
+    kinds = {n.target.name for p in drafts[0].programs for n in p.ops()}  # type: ignore[union-attr]
+    assert {"redo", "clip", "resident", "read"} <= kinds and "stage0" in drafts[0].on_ssd
+    (losses, weights), (want_losses, want) = (trained(d, batches[:2], precision) for d in drafts)
+    assert all(torch.equal(a, b) for a, b in zip(losses, want_losses))
+    assert all(torch.equal(weights[n], want[n]) for n in want)
+
+
 def test_as_eager_pytorch_with_states_on_ssd() -> None:
     """Losses, gradients, weights; tied, clipped, on two devices."""
     graph, batches = traced("gpt2", dropout=0.0)
