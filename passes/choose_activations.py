@@ -35,7 +35,6 @@ MEMORIES = {
 TIERS = ("auto", "states", "all", "none")
 MOST_ROUNDS = 4  # of giving out less device memory until the program fits
 PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
-WIDER = 2  # so many times as long as a fetch comes early may a value be on its way to SSD or back
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def _read_decision(draft: Draft, names: Sequence[str], data: Mapping[str, Any]) 
 
 
 def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) -> Ahead:
-    """As many turns as memory holds, up to one stage's in the device and some more in DRAM (4.4)."""
+    """As many turns as memory holds, up to those of one stage (4.4)."""
     trial = program.copy()
     keep_chosen(trial, choices)
     each_bytes, disk_bytes = turn_bytes(trial, choices, (ops.DRAM, ops.SSD)), turn_bytes(trial, choices, (ops.SSD,))
@@ -225,7 +224,7 @@ def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) ->
     room_bytes = max(0.0, machine.room_bytes(trial, swapped))
     fetch = min(most, 1 + int(room_bytes // each_bytes))
     spare_bytes = max(0.0, machine.room(swapped, 0).dram_bytes - taken_bytes)
-    passing = min(WIDER * most, int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 0
+    passing = min(most, int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 0
     return Ahead(fetch, max(1, passing))
 
 

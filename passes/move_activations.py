@@ -21,8 +21,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.order import producer_of
-from ..runtime.program import Program, infer_all, place_frees, values_of
-from .insert_remat import rematerialise
+from ..runtime.program import Program, infer, place_frees, values_of
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,24 @@ def move_activations(program: Program, choices: Mapping[str, Choice], ahead: Ahe
 
 
 def keep_chosen(program: Program, choices: Mapping[str, Choice]) -> None:
-    """Let the stages that `choices` names, of any device, keep their classes only, or nothing."""
-    rematerialise(program, {stage for stage, choice in choices.items() if not choice.classes})
-    keep_classes(program, {stage: choice.classes for stage, choice in choices.items() if choice.classes})
-
-
-def keep_classes(program: Program, classes: Mapping[str, tuple[str, ...]]) -> None:
-    """Let the forwards of these stages keep these classes only."""
-    for node in program.ops():
-        if node.target is ops.forward and node.args[0] in classes and node.kwargs.get("keep", True):
-            node.kwargs = {**node.kwargs, "keep": classes[str(node.args[0])]}
-    infer_all(program)
+    """Let the stages that `choices` names, of any device, keep their classes only, or nothing; frees are left as they
+    are, which `move_activations` puts in order."""
+    for node in list(program.ops()):
+        choice = choices.get(str(node.args[0])) if node.target is ops.forward else None
+        if choice is None or not node.kwargs.get("keep", True):
+            continue
+        kept = values_of(node)[-1]
+        node.kwargs = {**node.kwargs, "keep": choice.classes or False}
+        infer(program, node)
+        if choice.classes:
+            kept.meta["type"] = node.meta["type"][-1]
+            continue
+        for user in list(kept.users):
+            if user.target is ops.backward:
+                user.update_arg(2, None)
+            else:
+                user.args = tuple(arg for arg in user.args if arg is not kept)
+        program.graph.erase_node(kept)
 
 
 def turn_bytes(program: Program, choices: Mapping[str, Choice], memories: tuple[str, ...]) -> int:
@@ -136,7 +142,6 @@ class _Mover:
             back = self.bring(way, copies[way.value])
             for reader in way.readers:
                 reader.replace_input_with(way.value, back)
-        infer_all(self.program)
         place_frees(self.program)
 
     def ways(self) -> Iterator[_Way]:
@@ -197,9 +202,7 @@ class _Mover:
         while place.next.target is ops.offload:
             place = place.next
         with self.program.graph.inserting_after(place):
-            node = self.program.graph.call_function(ops.offload, (way.value,))
-        node.name = f"{way.value.name}_dram"
-        return node
+            return self.make(ops.offload, way.value, name=f"{way.value.name}_dram")
 
     def note_positions(self) -> None:
         self.position = {node: i for i, node in enumerate(self.program.graph.nodes)}
@@ -213,8 +216,12 @@ class _Mover:
     def put(self, turn: int, op: ops.Op, *args: Any, name: str, **fields: Any) -> fx.Node:
         """Insert an op before a turn, behind what was put there before."""
         with self.program.graph.inserting_before(self.turns[turn]):
-            node = self.program.graph.call_function(op, args, fields)
+            return self.make(op, *args, name=name, **fields)
+
+    def make(self, op: ops.Op, *args: Any, name: str, **fields: Any) -> fx.Node:
+        node = self.program.graph.call_function(op, args, fields)
         node.name = name
+        infer(self.program, node)
         return node
 
 

@@ -119,7 +119,7 @@ def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     assert profile_memory(draft.programs[0]).arenas[ops.DRAM] < 600_000
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(400_000, 2_500_000),
     st.integers(2, 9),
