@@ -115,15 +115,14 @@ class StageFile:
         assert self.new_slot != self.slot, "there is nothing to go back to"
         self.written = False
 
-    def initialise(self, weights: Mapping[str, Tensor], flat: Tensor) -> None:
-        """First contents, built in the buffer `flat`: these weights, and states of zeros."""
-        flat[: self.num_bytes].zero_()
+    def fill(self, flat: Tensor, weights: Mapping[str, Tensor], keep_states: bool) -> None:
+        """The contents in a buffer: these weights, and states of zeros unless the buffer's are kept."""
+        if not keep_states:
+            flat[: self.num_bytes].zero_()
         staged = self.views(flat)
-        for name, own in {**staged.masters, **staged.weights}.items():
-            own.copy_(weights[name])
-        for name, master in staged.masters.items():
-            master.copy_(weights[name])
-        self.file.write(self.slot * self.num_bytes, flat[: self.num_bytes])
+        for own in (staged.weights, staged.masters):
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
 
 
 def staging_bytes(face: Interface, homes: Mapping[str, Home]) -> int:

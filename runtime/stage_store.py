@@ -169,13 +169,26 @@ class StageStore:
         """Take over copies of these values. Raises `CheckpointError` for a name or shape that does not fit."""
         self._check(weights)
         if self.file is not None:
-            self._load_file(weights)
+            flat, started = self._stage(), self.optimizer is not None and self.optimizer.started
+            if started:
+                self.file.read_all(flat)
+            self.file.fill(flat, weights, keep_states=started)
+            self._write(flat)
+        self._load_rest(weights, buffers)
+
+    def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """What does not lie on SSD."""
         for name, own in self.weights.items():
             given = weights[name] if self.piece is None else piece_of(weights[name], *self.piece)
             own.copy_(given)
             if name in self.masters and (self.file is None or not self.file.has_states or not self.file.master):
                 self.masters[name].copy_(given)
         self.runner.load_buffers(dict(buffers))
+
+    def _write(self, flat: Tensor) -> None:
+        assert self.file is not None
+        self.file.write(flat)
+        self.file.commit()
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         for param in self.spec.params:
@@ -184,20 +197,6 @@ class StageStore:
             found = list(weights[param.name].shape)
             if found != list(param.shape):
                 raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {list(param.shape)}")
-
-    def _load_file(self, weights: Mapping[str, Tensor]) -> None:
-        assert self.file is not None
-        flat = self._stage()
-        if self.optimizer is None or not self.optimizer.started:
-            self.file.initialise(weights, flat)
-            return
-        self.file.read_all(flat)
-        staged = self.file.views(flat)
-        for own in (staged.weights, staged.masters):
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
-        self.file.write(flat)
-        self.file.commit()
 
     def state(self) -> StageState:
         if self.file is None:
@@ -218,19 +217,20 @@ class StageStore:
         return StageState(copies, self.runner.buffers(), optimizer)
 
     def load_state(self, state: StageState) -> None:
-        """The reverse of `state`, with copies."""
-        self.load(state.weights, state.buffers)
+        """The reverse of `state`, with copies. What lies on SSD is not read: it may be what a checkpoint must mend."""
         if self.optimizer is None or state.optimizer is None:
-            return
-        flat = None
-        if self.file is not None and self.file.has_states:
+            self.load(state.weights, state.buffers)
+        elif self.file is None or not self.file.has_states:
+            self.load(state.weights, state.buffers)
+            self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        else:
+            self._check(state.weights)
             flat = self._stage()
-            self.file.read_all(flat)
+            self.file.fill(flat, state.weights, keep_states=False)
             self._bind(self.file.views(flat))
-        self.optimizer.load_state_dict(self._own_part(state.optimizer))
-        if self.file is not None and flat is not None:
-            self.file.write(flat)
-            self.file.commit()
+            self.optimizer.load_state_dict(self._own_part(state.optimizer))
+            self._write(flat)
+            self._load_rest(state.weights, state.buffers)
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """Of whole states, those of this shard."""

@@ -42,6 +42,7 @@ def job_of(
     disks: Sequence[Path] = (),
     *,
     num_devices: int = 1,
+    dram: str | int = "200MB",
     prepare: Callable[[nn.Module], None] | None = None,
     **options: Any,
 ) -> tuple[Job, dict[str, Tensor]]:
@@ -49,7 +50,7 @@ def job_of(
     model, batch = zoo_case(name, dropout=0.1)
     if prepare is not None:
         prepare(model)
-    machine = penstock.Hardware.cpu(num_devices, memory="64MB", dram="200MB", ssd="2GB")
+    machine = penstock.Hardware.cpu(num_devices, memory="64MB", dram=dram, ssd="2GB")
     chosen = {"optimizer": ADAM, "micro_batches": MICRO_BATCHES, "ssd_verify": bool(disks), **options}
     job = penstock.compile(
         model, machine, example_inputs=batch, strategy=strategy, ssd_dirs=list(disks) or None, **chosen
