@@ -2,8 +2,11 @@
 
 The tensors are those of 33.5 million parameters of a transformer with hidden size 1024, a stage as planned. fp32: the
 weights are what is stepped, gradients in fp32. bf16: gradients and weights in bf16 beside fp32 masters; the rivals then
-convert gradients and copy the new weights as a training loop does, in memory taken once. `copied` is a step whose
+convert gradients and copy the new weights as a training loop does, in memory taken once. `placed` is a step whose
 states lie in given places, `undoable` one behind a snapshot.
+
+Two threads take turns well only where nothing else runs; OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0, as the workers have
+it, keeps the figures of both sides near each other where something does.
 
 Run: python bench/optimizer.py [--rounds N] [--threads 1 2]
 """

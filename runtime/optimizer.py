@@ -26,7 +26,9 @@ __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
 
-PORTION_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # converted at once, if not more: for a CPU's cache
+# Gradients converted at once, by kind of device. On a CPU all of them: conversion is bound by computation, so that what
+# it wrote leaves the caches meanwhile; in portions it would leave them during the step, which is bound by memory.
+PORTION_ELEMENTS = {"cuda": 1 << 26}
 
 
 class Workspace:
@@ -142,8 +144,7 @@ class StageOptimizer:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
 
         Those whose states are made now, and are then copied to their places, go one by one; without places they go
-        together, apart from the others (fused SGD begins all momenta or none). `small` portions stay in the cache
-        between the conversion of their gradients, the step, and what follows it.
+        together, apart from the others (fused SGD begins all momenta or none). `small`: gradients are converted.
         """
         assert self.optimizer is not None
         if not self.traits.divisible:
@@ -163,13 +164,13 @@ class StageOptimizer:
             yield []
 
     def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
-        most = PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"])
+        most = PORTION_ELEMENTS.get(self.device.type)
         portion: list[str] = []
         elements = 0
         for name in names:
             portion.append(name)
             elements += self.params[name].numel()
-            if small and elements >= most:
+            if small and most is not None and elements >= most:
                 yield portion
                 portion, elements = [], 0
         if portion:
@@ -267,10 +268,10 @@ class StageOptimizer:
         """What a step needs at most where all gradients are converted: for gradients or weights of another precision,
         and for a step that must preserve gradients where the optimizer does not."""
         sizes = [param.nbytes for param in self.params.values()]
-        if not self.traits.divisible:
+        most = PORTION_ELEMENTS.get(self.device.type)
+        if most is None or not self.traits.divisible:
             return sum(sizes)
-        portion_bytes = 4 * PORTION_ELEMENTS.get(self.device.type, PORTION_ELEMENTS["cpu"])
-        return min(sum(sizes), portion_bytes + max(sizes, default=0))
+        return min(sum(sizes), 4 * most + max(sizes, default=0))
 
     # --- undoing a step
 
