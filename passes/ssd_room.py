@@ -139,7 +139,12 @@ class SsdRoom:
         host = max(hosts, key=lambda host: self.missing([host], tiers, timing, ahead))
         missing, budget = self.missing([host], tiers, timing, ahead), self.hardware.dram_budget_bytes(host)
         ssds = self.hardware.hosts[host].ssds
-        there = "with all that may on SSD" if ssds else "and there are no SSDs (give it some: ssds=2)"
+        there = (
+            "with all that may on SSD"
+            if "all" in tiers.values()
+            else "with states alone on SSD (tier=all: weights too)"
+        )
+        there = there if ssds else "and there are no SSDs (give it some: ssds=2)"
         waiting = self.updates(tiers).max_norm is not None
         hint = (
             "all gradients wait there for their norm"

@@ -115,6 +115,13 @@ def test_too_little_dram_even_so() -> None:
     apply(swapped(machine(enough)), InsertSsd(), OverlapOptimizer(), memory=True)
 
 
+def test_states_alone_on_ssd_may_not_be_enough() -> None:
+    enough = dram_bytes(apply(swapped(machine()), InsertSsd(tier="all"), OverlapOptimizer()))
+    with pytest.raises(DoesNotFit, match=r"with states alone on SSD \(tier=all: weights too\)"):
+        InsertSsd(tier="states").plan(swapped(machine(enough // 2)))
+    apply(swapped(machine(enough)), InsertSsd(), OverlapOptimizer(), memory=True)
+
+
 def test_too_small_disks() -> None:
     with pytest.raises(DoesNotFit, match="ssd0") as caught:
         InsertSsd(tier="all").plan(swapped(machine(ssd="100kB")))
