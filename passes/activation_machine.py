@@ -4,7 +4,7 @@ the optimizer are decided: seconds of each stage, shares of links, room beside w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..runtime import ops
@@ -14,6 +14,7 @@ from ..runtime.memory import profile_memory
 from ..runtime.op_compute import aligned_class
 from ..runtime.program import Interface, Program, StageSpec
 from .activation_plan import Half, Item, Rates, Room
+from .alike import look
 from .base import EVERYWHERE, Draft
 from .insert_fetch import arena_bytes, fetch_weights, fetched_phases, phases, state_bytes
 
@@ -55,6 +56,15 @@ class Machine:
     @property
     def budget_bytes(self) -> int:
         return self.device.budget_bytes
+
+    def look(self, program: Program) -> Hashable:
+        """Equal for devices of which what is decided for one holds for the other, stage by stage and class by class."""
+        stages = tuple(
+            (self.counts[spec.name], self.seconds(spec), tuple((i.bytes, i.saved_s) for i in self.items(spec)))
+            for spec in self.specs
+        )
+        shares = (self.rates, self.has_ssd, self.updates_per_s, self.update_s, self.tiers, self.free, self.messages)
+        return look(program, self.specs), self.budget_bytes, stages, shares
 
     def room(self, swapped: bool, device_bytes: float) -> Room:
         tiers = self.tiers if swapped else self.free
@@ -159,7 +169,7 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
         face=program.interface,
         device=owner,
         specs=specs,
-        counts=dict(counts),
+        counts=counts,
         trained=frozenset(str(n.args[0]) for n in nodes if n.target is ops.backward),
         precision=draft.options.precision,
         swap=swap,

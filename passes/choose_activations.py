@@ -9,7 +9,7 @@ of swapped stages, gradients, and the states of the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from ..runtime.program import Program
 from ..runtime.units import format_bytes, format_seconds
 from .activation_machine import Machine, machine_of
 from .activation_plan import CLASSES, INPUTS, Item, Point, Problem, best, by_benefit, sweep, table
+from .alike import once
 from .base import Draft, Pass
 from .insert_remat import stages_to_rematerialise
 from .move_activations import Ahead, Choice, input_bytes, keep_chosen, move_activations, turn_bytes
@@ -66,10 +67,14 @@ class ChooseActivations(Pass):
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
         self.check()
-        outcomes = {program.device: self.on_one(draft, program) for program in draft.programs}
+        outcomes: dict[int, Outcome] = {}
         choices: dict[str, Choice] = {}
-        for outcome in outcomes.values():
-            choices = {**outcome.choices, **choices}
+        known: dict[Hashable, tuple[Machine, Outcome]] = {}
+        for program in draft.programs:
+            machine = self.machine(draft, program)
+            model, outcome = once(known, machine.look(program), lambda: (machine, self.on_one(program, machine)))  # noqa: B023
+            outcomes[program.device] = outcome
+            choices = {**_as_on(machine, model, outcome.choices), **choices}
         remark = _remark(draft, outcomes)
         if remark:
             draft.notes[self.name] = remark
@@ -79,8 +84,11 @@ class ChooseActivations(Pass):
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
         choices = _read_decision(draft, decision["rematerialise"], decision["activations"])
+        known: dict[Hashable, Ahead] = {}
         for program in draft.programs:
-            ahead = _ahead(program, choices, self.machine(draft, program))
+            machine = self.machine(draft, program)
+            mine = tuple((spec.name in choices, choices.get(spec.name, Choice()).shape(spec)) for spec in machine.specs)
+            ahead = once(known, (machine.look(program), mine), lambda: _ahead(program, choices, machine))  # noqa: B023
             keep_chosen(program, choices)
             move_activations(program, choices, ahead)
 
@@ -95,9 +103,8 @@ class ChooseActivations(Pass):
     def machine(self, draft: Draft, program: Program) -> Machine:
         return machine_of(draft, program, swap=self.swap, tier=self.tier)
 
-    def on_one(self, draft: Draft, program: Program) -> Outcome:
+    def on_one(self, program: Program, machine: Machine) -> Outcome:
         """The shortest step of one device, over a few sets of stages that keep everything."""
-        machine = self.machine(draft, program)
         able = [spec.name for spec in machine.specs if spec.rematerialisable and spec.name in machine.trained]
         forced = self.to in ("dram", "ssd") or self.share >= 0
         if not forced and machine.keeps_all(program):
@@ -143,6 +150,15 @@ class ChooseActivations(Pass):
             room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
         problem = Problem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
         return problem, sweep(problem)
+
+
+def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """What was chosen for another device that is alike."""
+    return {
+        spec.name: choices[model.name].renamed(model, spec)
+        for spec, model in zip(machine.specs, other.specs)
+        if model.name in choices
+    }
 
 
 def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:

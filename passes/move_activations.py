@@ -13,15 +13,15 @@ would be read before it is written stays in DRAM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from ..runtime import ops
 from ..runtime.order import producer_of
-from ..runtime.program import Program, infer, place_frees, values_of
+from ..runtime.program import Program, StageSpec, infer, place_frees, values_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,16 @@ class Choice:
     def is_plain(self) -> bool:
         """Whether it is rematerialisation from inputs on the device."""
         return not self.classes and self.inputs_to == ops.DEVICE
+
+    def shape(self, spec: StageSpec) -> Hashable:
+        """Equal for equal choices of stages that differ in names alone."""
+        kept = tuple(i for i, saved in enumerate(spec.saved) if saved.name in self.classes)
+        return kept, self.classes_to, self.inputs_to
+
+    def renamed(self, before: StageSpec, after: StageSpec) -> Choice:
+        """The same choice for a stage that is alike, in order of its classes."""
+        names = {old.name: new.name for old, new in zip(before.saved, after.saved)}
+        return replace(self, classes=tuple(names[name] for name in self.classes))
 
     def as_data(self) -> dict[str, Any]:
         """As a plan holds it."""

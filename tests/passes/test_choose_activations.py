@@ -146,6 +146,21 @@ def test_any_budget_fits_or_says_so(memory: int, stages: int, devices: int, swap
         assert chosen
 
 
+def test_devices_that_are_alike_are_decided_once() -> None:
+    draft = scheduled(1_000_000, stages=12, devices=4)
+    p = ChooseActivations(swap=True)
+    decided, looks = p.plan(draft), []
+    for program in draft.programs:
+        machine = p.machine(draft, program)
+        looks.append(machine.look(program))
+        alone = p.on_one(program, machine).choices
+        for spec in machine.specs:
+            assert (spec.name in alone) == (spec.name in decided["rematerialise"])
+            row = decided["activations"].get(spec.name)
+            assert row is None or row == alone[spec.name].as_data()
+    assert len(set(looks)) < len(looks)
+
+
 def test_the_plan_can_be_applied_again() -> None:
     texts = []
     decision = None
