@@ -14,10 +14,9 @@ from typing import Any
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, PenstockError
 from ..runtime.hardware import Hardware
-from ..runtime.memory import profile_memory
 from ..runtime.overrides import STOCK_SSD
 from ..runtime.units import format_seconds, parse_bytes, short_bytes
-from .host_memory import host_of
+from .host_memory import host_needs, host_of
 from .search import HOST_MEMORIES, LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
 from .trial import Candidate
 
@@ -120,11 +119,8 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 def _dram_needs(candidate: Candidate) -> dict[int, int]:
     """Bytes by host."""
-    needs: dict[int, int] = {}
-    for program in candidate.draft.programs:
-        host = candidate.draft.hardware.devices[program.device].host
-        needs[host] = needs.get(host, 0) + profile_memory(program).peak_bytes[ops.DRAM]
-    return needs
+    needs = host_needs(candidate.draft.programs, candidate.draft.hardware)
+    return {host_of(need.memory): need.peak_bytes for need in needs if need.memory.startswith(ops.DRAM)}
 
 
 def _dram_bytes(candidate: Candidate, hardware: Hardware) -> int:

@@ -45,7 +45,7 @@ def document(path: Path, memory: str, dram: str = "2GB", **host: Any) -> str:
 def test_machines_that_fit_and_one_that_does_not(run: Run, tmp_path: Path) -> None:
     bought = document(tmp_path / "bought.yaml", "64MB", price_dollars=2000.0)
     rented = document(tmp_path / "rented.yaml", "64MB", price_dollars_per_hour=7.2)
-    small = document(tmp_path / "small.yaml", "64MB", dram="100kB")
+    small = document(tmp_path / "small.yaml", "64MB", dram="130kB")
     tight = document(tmp_path / "tight.yaml", "20kB")
     machines = [word for path in (bought, rented, small, tight) for word in ("--hardware", path)]
     code, out, err = run(*machines, "--json")
