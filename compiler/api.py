@@ -102,6 +102,7 @@ def compile(
             precision=precision,
             max_grad_norm=max_grad_norm,
             state_bytes_per_param=spec.state_bytes_per_param(),
+            vector_state_bytes_per_param=spec.vector_state_bytes_per_param(),
             profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)

@@ -33,6 +33,7 @@ class Options:
     precision: str = "fp32"
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
+    vector_state_bytes_per_param: float | None = None  # of parameters with fewer than two dimensions, if that differs
     stages: int | None = None  # number of stages; None: as many as devices
     profiler: Profiler | None = None  # None: times come from the roofline
 

@@ -96,6 +96,7 @@ def interface_of(draft: Draft) -> Interface:
         num_devices=draft.hardware.num_devices,
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
+        vector_state_bytes_per_param=draft.options.vector_state_bytes_per_param,
         master=draft.options.precision in ("bf16", "fp16"),
     )
 
