@@ -251,8 +251,11 @@ def start_peers(bench: Bench, case: Case, stack: ExitStack) -> tuple[dict[str, A
 
 
 def zero_infinity(python: Path, settings: dict[str, Any], threads: int) -> Child:
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies beside its python
-    environment = {"DS_ACCELERATOR": "cpu", "MAX_JOBS": "1", "PATH": path}
+    environment = {
+        "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1",
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",  # ninja lies beside its python
+        "TORCH_EXTENSIONS_DIR": str(python.parent.parent / "torch_extensions"),
+    }  # fmt: skip
     return Child(PEERS / "zero_infinity.py", settings, threads, str(python), environment)
 
 

@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO-Infinity on a CPU: weights and optimizer states in files, the optimizer behind the backward pass.
 
 Run by `children.Child` with a Python that has torch, transformers and deepspeed but no Penstock. On a CPU it takes:
-DS_ACCELERATOR=cpu; libaio and its header, a compiler and ninja for its two extensions, which are built at the first use
-(minutes; TORCH_EXTENSIONS_DIR keeps them); no gradient clipping, which is on unless set to 0.
+DS_ACCELERATOR=cpu; libaio and its header, a compiler and ninja for its extensions, which are built at the first use
+(minutes) and kept in TORCH_EXTENSIONS_DIR, where a build that was killed leaves a file `lock` for which the next waits
+for ever; no gradient clipping, which is on unless set to 0.
 
 Two of its mistakes stand in the way of weights in files (deepspeed 0.19.8), both avoided here so that it is timed at
 its best. `deepspeed.initialize` asks for weights of the model's own type but reads them back as bfloat16 on an
