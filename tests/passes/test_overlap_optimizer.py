@@ -146,13 +146,19 @@ def trained(draft: Draft, batches: list[Batch], precision: str) -> tuple[list[to
 
 
 NORMED = [name for name, options in CASES.items() if "max_grad_norm" in options or name == "fp16"]
+EVERY = [*((name, "exact") for name in CASES), *((name, "speculative") for name in NORMED)]
+QUICK = [("bf16", "exact"), ("clipped", "exact"), ("clipped in bf16", "speculative"), ("fp16", "speculative")]
 
 
 @pytest.mark.parametrize(
-    ("name", "clip"), [*((name, "exact") for name in CASES), *((name, "speculative") for name in NORMED)]
+    ("name", "clip", "model"),
+    [
+        pytest.param(*case, model, marks=() if case in QUICK and model == "gpt2" else pytest.mark.slow)
+        for model in ("gpt2", "wide_resnet")
+        for case in EVERY
+    ],
 )
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("wide_resnet", marks=pytest.mark.slow)])
-def test_the_same_weights_as_insert_optimizer(model: str, name: str, clip: str) -> None:
+def test_the_same_weights_as_insert_optimizer(name: str, clip: str, model: str) -> None:
     """Bit for bit; "gpt2" has a weight that two stages share."""
     options = CASES[name]
     graph, batches = traced(model, dropout=0.0)
