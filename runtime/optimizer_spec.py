@@ -159,7 +159,7 @@ class OptimizerSpec:
         return max(sum(s.nbytes for s in states if s.numel() > 1) / math.prod(TINY) for states in found)
 
     def vector_state_bytes_per_param(self) -> float | None:
-        """The same for parameters with fewer than two dimensions; None where nothing differs, or it takes matrices only."""
+        """The same for parameters of fewer than two dimensions; None where that is equal, or it takes matrices only."""
         length = math.prod(TINY)
         try:
             found = [states_of(build, (length,)).values() for build in self._builds]
