@@ -121,7 +121,7 @@ def compile(
         weights=None if weights is None else str(weights),
         ssd_dirs=directories,
         ssd_verify=ssd_verify,
-        evaluation=best.draft.graph.eval_error,
+        evaluation=best.no_evaluation,
     )
     files = print_files(model, best.draft, best.evaluation, made)
     folder = Folder(made, machine, best.draft.programs[0].interface, settings, files)

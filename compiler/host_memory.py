@@ -58,6 +58,17 @@ def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[Need]:
     return needs
 
 
+def evaluation_lacks(programs: Sequence[Program], evaluation: Sequence[Program], hardware: Hardware) -> int:
+    """Bytes that the host shortest of DRAM lacks for evaluation: its results come beside what training keeps there."""
+    taken: dict[int, int] = defaultdict(int)
+    for step, evaluate in zip(programs, evaluation, strict=True):
+        own, other = profile_memory(step), profile_memory(evaluate)
+        values = other.peak_bytes[ops.DRAM] - other.persistent.total(ops.DRAM) - other.arenas[ops.DRAM]
+        arena = max(own.arenas[ops.DRAM], other.arenas[ops.DRAM])
+        taken[hardware.devices[step.device].host] += own.persistent.total(ops.DRAM) + arena + values
+    return max(0, *(num_bytes - hardware.dram_budget_bytes(host) for host, num_bytes in taken.items()))
+
+
 def _parts(profiles: Sequence[MemoryProfile], memory: str) -> dict[str, int]:
     parts: dict[str, int] = defaultdict(int)
     for profile in profiles:

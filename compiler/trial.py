@@ -24,9 +24,11 @@ from ..runtime.hardware import Hardware
 from ..runtime.program import Program
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
+from ..runtime.units import format_bytes
 from ..runtime.verify import verify
 from .bounds import Bound, lower_bound
 from .fit import check_fit, check_lasting
+from .host_memory import evaluation_lacks
 from .strategies import PassRecord, parse_pipeline, require_complete, run_passes
 
 Dump = Callable[[str, Draft], None]
@@ -44,6 +46,7 @@ class Candidate:
     records: list[PassRecord]
     timeline: Timeline
     evaluation: list[Program] = field(default_factory=list)
+    no_evaluation: str | None = None  # why there are no programs for it
 
     @property
     def step_s(self) -> float:
@@ -170,10 +173,14 @@ def prove(candidate: Candidate) -> Candidate:
         verify(draft.programs, draft.hardware)
     except VerifyError as error:
         raise _waits_for_ever(error) from error
-    has_evaluation = draft.graph.eval_error is None
-    candidate.evaluation = []
-    if has_evaluation:
-        candidate.evaluation = evaluation_programs(draft, candidate.decisions["fetch"], candidate.decisions.get("ssd"))
+    candidate.evaluation, candidate.no_evaluation = [], draft.graph.eval_error
+    if candidate.no_evaluation is None:
+        evaluation = evaluation_programs(draft, candidate.decisions["fetch"], candidate.decisions.get("ssd"))
+        missing = evaluation_lacks(draft.programs, evaluation, draft.hardware)
+        if missing:
+            candidate.no_evaluation = f"its results lack {format_bytes(missing)} of DRAM beside what training takes"
+        else:
+            candidate.evaluation = evaluation
     return candidate
 
 

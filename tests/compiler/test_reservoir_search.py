@@ -43,6 +43,8 @@ def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_pa
         assert all(peak <= predicted.budget_bytes[memory] for memory, peak in predicted.peak_bytes.items())
         losses = [float(job.step(batch)) for _ in range(3)]
         assert losses[-1] < losses[0]
+        with pytest.raises(PlanError, match=r"its results lack .* of DRAM"):  # of which the step leaves 2%
+            job.evaluate(batch)
         assert job.last is not None
         for memory in ("cpu0", "dram0", "ssd0"):
             assert job.last.peak_bytes[memory] <= predicted.peak_bytes[memory]
