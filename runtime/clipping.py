@@ -58,12 +58,14 @@ def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
-    """Over all gradients of these stages, in float64; a tied parameter counts with its owner only."""
+    """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. On the host where
+    any of them lie there."""
     grads = [g for spec, by_name in parts for g in _owned(spec, by_name)]
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(g, dtype=_at_least_single(g.dtype)) for g in grads]
-    return torch.stack([n.double() for n in norms]).square().sum()
+    where = next((n.device for n in norms if n.device.type == "cpu"), norms[0].device)
+    return torch.stack([n.to(where, torch.float64) for n in norms]).square().sum()
 
 
 def _owned(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[Tensor]:

@@ -13,14 +13,21 @@ def _norm(ctx: Context, *grads: Value) -> Value:
     """The sum of squares of this device's gradients, each tied parameter counted by its owner only."""
     for value in grads:
         want(value, "grads", "grads")
-    return Value("norm", 8, grads[0].memory if grads else DRAM)
+    return Value("norm", 8, _memory_of(grads))
+
+
+def _memory_of(grads: tuple[Value, ...]) -> str:
+    """Where gradients that lie in several memories come together: DRAM, as a host thread sees a device's, too."""
+    return DEVICE if grads and all(value.memory == DEVICE for value in grads) else DRAM
 
 
 norm = Op(
     "norm",
     (COMPUTE, CPU),
     _norm,
-    lambda ctx, *grads: Work(_where(grads[0]) if grads else CPU, traffic_bytes=sum(g.bytes for g in grads), launches=1),
+    lambda ctx, *grads: Work(
+        COMPUTE if _memory_of(grads) == DEVICE else CPU, traffic_bytes=sum(g.bytes for g in grads), launches=1
+    ),
 )
 
 
