@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def compile(
             precision=precision,
             max_grad_norm=max_grad_norm,
             state_bytes_per_param=spec.state_bytes_per_param(),
-            vector_state_bytes_per_param=spec.vector_state_bytes_per_param(),
+            state_bytes_of=None if spec.is_elementwise() else functools.partial(_state_bytes, spec),
             profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
@@ -181,6 +182,10 @@ def _capturer(
         return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
 
     return capture
+
+
+def _state_bytes(optimizer: OptimizerSpec, name: str, shape: tuple[int, ...]) -> int:
+    return optimizer.state_bytes({name: shape})
 
 
 def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> Found:

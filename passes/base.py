@@ -21,6 +21,8 @@ from .stages import Stage
 Profiler = Callable[[OpGraph, list[Block], Hardware], list[Block]]
 
 
+StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
+
 EVERYWHERE = -1  # in place of a device: all of them run the stage, each on micro-batches of its own
 REPLICAS, SHARDS = "replicas", "shards"  # groups of devices that run the whole model: on their own copies, on parts
 
@@ -33,7 +35,7 @@ class Options:
     precision: str = "fp32"
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
-    vector_state_bytes_per_param: float | None = None  # of parameters with fewer than two dimensions, if that differs
+    state_bytes_of: StateBytes | None = None  # where it depends on a parameter's shape
     stages: int | None = None  # number of stages; None: as many as devices
     profiler: Profiler | None = None  # None: times come from the roofline
 

@@ -96,9 +96,18 @@ def interface_of(draft: Draft) -> Interface:
         num_devices=draft.hardware.num_devices,
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
-        vector_state_bytes_per_param=draft.options.vector_state_bytes_per_param,
+        states=_states(draft),
         master=draft.options.precision in ("bf16", "fp16"),
     )
+
+
+def _states(draft: Draft) -> dict[str, int]:
+    """Bytes of optimizer states by stage, where they depend on shapes."""
+    each = draft.options.state_bytes_of
+    if each is None:
+        return {}
+    specs = [stage.spec for stage in draft.stages]
+    return {s.name: sum(each(p.name, p.shape) for p in s.params if p.requires_grad) for s in specs}
 
 
 @dataclass(frozen=True)

@@ -158,16 +158,6 @@ class OptimizerSpec:
         found = [states_of(build, TINY).values() for build in self._builds]
         return max(sum(s.nbytes for s in states if s.numel() > 1) / math.prod(TINY) for states in found)
 
-    def vector_state_bytes_per_param(self) -> float | None:
-        """The same for parameters of fewer than two dimensions; None where that is equal, or it takes matrices only."""
-        length = math.prod(TINY)
-        try:
-            found = [states_of(build, (length,)).values() for build in self._builds]
-        except FAILURES:
-            return None
-        most = max(sum(s.nbytes for s in states if s.numel() > 1) / length for states in found)
-        return None if most == self.state_bytes_per_param() else most
-
     def state_shapes(self, shape: Shape, name: str | None = None) -> dict[str, tuple[Shape, torch.dtype]]:
         """The states of one fp32 parameter of this shape, without allocating it: name to shape and dtype of all that
         grow with the parameter or have more than one element; numbers, like that of the steps, are not among them.

@@ -132,11 +132,6 @@ class StageSpec:
     def trained_params(self) -> int:
         return sum(p.numel for p in self.params if p.requires_grad)
 
-    @property
-    def trained_vector_params(self) -> int:
-        """Of the trained parameters those of tensors with fewer than two dimensions."""
-        return sum(p.numel for p in self.params if p.requires_grad and len(p.shape) < 2)
-
     def again_s(self, device: str, whole_s: float, spared_flops: float) -> float:
         """Seconds of a rematerialisation that takes `whole_s` but for classes of saved tensors of so many FLOPs. Where
         a device was not measured with all classes, seconds are split by arithmetic."""
@@ -168,8 +163,8 @@ class Interface:
 
     `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
     takes part with the whole value, one without a stage with any stage; "world" is every device.
-    `state_bytes_per_param`: optimizer states of one trained parameter, `vector_state_bytes_per_param` where its tensor
-    has fewer than two dimensions, if that differs; `master`: fp32 copies exist beside the weights.
+    `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
+    the shapes of its parameters; `master`: fp32 copies exist beside the weights.
     """
 
     stages: dict[str, StageSpec]
@@ -179,15 +174,11 @@ class Interface:
     groups: dict[str, tuple[tuple[int, str, str], ...]] = field(default_factory=dict)
     state_bytes_per_param: float = 8.0
     master: bool = False
-    vector_state_bytes_per_param: float | None = None
+    states: dict[str, int] = field(default_factory=dict)
 
     def state_bytes(self, spec: StageSpec) -> int:
         """Optimizer states of a stage."""
-        each, vectors = self.state_bytes_per_param, self.vector_state_bytes_per_param
-        if vectors is None or vectors == each:
-            return int(each * spec.trained_params)
-        flat = spec.trained_vector_params
-        return int(each * (spec.trained_params - flat) + vectors * flat)
+        return self.states.get(spec.name, int(self.state_bytes_per_param * spec.trained_params))
 
     def states_bytes(self, spec: StageSpec) -> int:
         """A buffer of a stage's fp32 masters, if there are any, and its optimizer states, with room to align each."""

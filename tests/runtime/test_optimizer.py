@@ -102,9 +102,6 @@ def test_state_bytes() -> None:
     assert per_param(partial(torch.optim.SGD, lr=0.1)) == 0
     assert per_param(partial(torch.optim.SGD, lr=0.1, momentum=0.9)) == 4
     assert per_param(torch.optim.Adafactor) < 0.2
-    assert OptimizerSpec.from_callable(torch.optim.Adafactor).vector_state_bytes_per_param() == 4
-    assert OptimizerSpec.from_callable(torch.optim.AdamW).vector_state_bytes_per_param() is None
-    assert OptimizerSpec.from_callable(torch.optim.Muon).vector_state_bytes_per_param() is None
     part = StageOptimizer(OptimizerSpec.from_callable(torch.optim.AdamW), {"a": torch.zeros(10)})
     assert part.state_bytes() == 0
     part.step({"a": torch.ones(10)})
