@@ -116,7 +116,7 @@ def test_killed_runs_go_on_from_the_last_checkpoint(runs: int, clip: str, tmp_pa
     left = 0
     with KilledRuns(tmp_path, disk, strategy) as script:
         for _ in range(runs):
-            script.killed_after(when.uniform(0.0, 0.5))
+            script.killed_after(when.uniform(0.0, 0.3))
             left += poison(disk)
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert left >= runs and [row[1] for row in rows if row[0] == "folders"] == ["1"] * runs
