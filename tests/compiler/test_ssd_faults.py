@@ -65,7 +65,7 @@ def wait_for_no_children() -> bool:
     [
         (True, ENOSPC, 3, {"activations": "to=ssd, share=0.7"}),
         pytest.param(False, EIO, 7, {}, marks=pytest.mark.slow),
-        pytest.param(True, EIO, 9, {"tier": "states"}, marks=pytest.mark.slow),
+        pytest.param(True, EIO, 2, {"tier": "states"}, marks=pytest.mark.slow),
         pytest.param(False, EIO, 0, {"tier": "states"}, marks=pytest.mark.slow),
         pytest.param(True, ENOSPC, 0, {}, marks=pytest.mark.slow),
         pytest.param(False, EIO, 11, {"activations": "to=ssd, share=0.7"}, marks=pytest.mark.slow),
