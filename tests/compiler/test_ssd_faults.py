@@ -118,7 +118,8 @@ def test_a_disk_that_fails_while_the_model_is_loaded(tmp_path: Path, monkeypatch
         assert_same(trained(job, batch), trained_in_dram("gpt2"))
 
 
-@pytest.mark.parametrize("write", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [False, True])
 def test_short_transfers_are_continued(write: bool, tmp_path: Path) -> None:
     job, batch = job_of("gpt2", on_ssd(), directories(tmp_path))
     with job:

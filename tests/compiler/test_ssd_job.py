@@ -65,7 +65,7 @@ def test_equals_the_job_in_dram(name: str, precision: str, choice: dict[str, Any
     ("precision", "choice"),
     [
         pytest.param("fp32", {"clip": "speculative", "tier": "states"}, marks=pytest.mark.slow),
-        ("fp16", {"clip": "speculative"}),
+        pytest.param("fp16", {"clip": "speculative"}, marks=pytest.mark.slow),
         pytest.param("bf16", {"clip": "exact"}, marks=pytest.mark.slow),
         pytest.param("bf16", {"clip": "speculative"}, marks=pytest.mark.slow),
         pytest.param("fp32", {"clip": "exact", "overlap": False}, marks=pytest.mark.slow),
@@ -247,5 +247,6 @@ def test_mobius_ssd_where_dram_is_short(tmp_path: Path) -> None:
         )
         assert bool(job.plan.decisions.ssd.stages) == (dram != "1GB")
         with job:
-            found.append(trained(job, batch))
+            told: list[Any] = [float(job.step(batch)) for _ in range(3)]
+            found.append((told, {name: tensor.clone() for name, tensor in job.state_dict().items()}))
     assert_same(*found)
