@@ -74,6 +74,7 @@ class KilledRuns:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self.child: int | None = None
         assert self.line() == "ready"
 
     def line(self) -> str:
@@ -86,20 +87,26 @@ class KilledRuns:
         starts = self.log.read_text().count("folders")
         self.process.stdin.write("run\n")
         self.process.stdin.flush()
-        child = int(self.line())
+        self.child = int(self.line())
         deadline = time.monotonic() + 60
         while self.log.read_text().count("folders") == starts:
             assert time.monotonic() < deadline, "it does not start"
             time.sleep(0.005)
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+        self.kill()
         assert self.line() == "gone"
+
+    def kill(self) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
 
     def __enter__(self) -> KilledRuns:
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
+        self.kill()  # where a run did not get so far
         self.process.stdin.close()
         self.process.wait(20)
         self.process.stdout.close()
