@@ -11,6 +11,8 @@ that the machine lacks may lie in a folder that PYTHONPATH names (pip install --
 
 Run: python bench/gpu.py                        all sections on the first GPU
      python bench/gpu.py --section parity       one of them, in this process
+     python bench/gpu.py --section reservoir    models in DRAM and on SSD, with all the time for itself: behind the
+                                                other sections it has what they leave, and skips what takes longer
      python bench/gpu.py --device cpu --small   the benchmark's own code, on a machine without a GPU
 The tests for a GPU: pytest -m gpu
 """
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--section", action="append", help="run this one here, in this process; may be repeated")
     parser.add_argument("--out", type=Path, help="file to append the rows to")
     parser.add_argument("--scratch", type=Path, help="folder that the sections of one run share")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="what a long section may take")
     args = parser.parse_args(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for to be deterministic
     make_importable()
@@ -77,7 +80,7 @@ def run_here(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]
     from penstock.bench.peers import rows as bench_rows
     from penstock.bench.peers.gpu_sections import SECTIONS, Setup
 
-    setup = Setup(args.device, args.small, scratch)
+    setup = Setup(args.device, args.small, scratch, args.seconds)
     options = [f"--device {args.device}" if args.device != "cuda" else "", "--small" if args.small else ""]
     for name in args.section:
         command = " ".join(["python bench/gpu.py", *filter(None, options), "--section", name])
@@ -102,7 +105,7 @@ def run_all(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]
     for name, (_, limit_s) in SECTIONS.items():
         left_s = min(limit_s, end_s - time.monotonic())
         command = [sys.executable, __file__, "--device", args.device, "--section", name, "--scratch", str(scratch)]
-        command += ["--small"] if args.small else []
+        command += ["--seconds", f"{left_s:.0f}", *(["--small"] if args.small else [])]
         yield from run_child(command, name, left_s)
 
 

@@ -21,14 +21,14 @@ CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 class Child:
     """A running peer: `step()` trains one step and returns its loss. `facts`: what it said of itself when ready;
-    `peak_bytes`: the most RAM that its process has held so far.
+    `peak_bytes`: the most RAM that its process has held so far. `on_start` is given what kills it.
 
     Raises RuntimeError with the end of what the peer printed when it ends early.
     """
 
     def __init__(
         self, script: Path, settings: Mapping[str, Any], threads: int, python: str = sys.executable,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None, on_start: Callable[[Callable[[], None]], None] | None = None,
     ):  # fmt: skip
         self.peak_bytes = 0
         self.log = tempfile.NamedTemporaryFile("w+", prefix="bench-", suffix=".log")  # noqa: SIM115, closed by `close`
@@ -38,6 +38,8 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
             env={**os.environ, **CALM, **counts, **(environment or {})},
         )  # fmt: skip
+        if on_start is not None:
+            on_start(self.process.kill)
         try:
             self.facts = self._answer()
         except BaseException:

@@ -7,14 +7,11 @@ out, and the rest of the code is the same.
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import BASE, MEDIUM, SMALL, XL, GptSize, batch_of, gpt
+from penstock.bench.peers.gpu_reservoir import reservoir
+from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, noted
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import PIPELINE
 from penstock.runtime import ops
@@ -32,68 +31,11 @@ from penstock.runtime.presets import gpu
 from penstock.runtime.timeline import Timeline
 from penstock.tests.zoo import wide_resnet
 
-GIB = 2**30
 MOST_LIBRARY_MIB = 256
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 WIDE = GptSize(layers=24, width=1024, heads=16, vocabulary=16384, length=1024)  # 320 M parameters
 TINY = GptSize(layers=2, width=32, heads=2, vocabulary=64, length=16)
 FRACTIONS = (0.35, 0.45, 0.55, 0.7, 0.85)  # of what a resident plan takes
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where to run; `scratch` is a folder that the sections of one run share."""
-
-    device: str  # "cuda" or "cpu"
-    small: bool
-    scratch: Path
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
-
-    def hardware(self, memory: str | int | None = None) -> penstock.Hardware:
-        """One device, with the rates that the first section measured; `memory` makes it smaller than it is."""
-        if not self.on_gpu:
-            return penstock.Hardware.cpu(num_devices=1, memory=memory or "1GB", dram="4GB")
-        measured = self.scratch / "hardware.yaml"
-        found = penstock.Hardware.load(measured) if measured.exists() else penstock.Hardware.detect()
-        found = found.with_(num_devices=1, dram="100GB")
-        return found if memory is None else found.with_(memory=memory)
-
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def tidy(self) -> None:
-        """Give back what earlier models held, so that nothing of theirs is measured."""
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-
-def at_most(figure: str, measured: float, limit: float, **more: Any) -> Row:
-    return {"figure": figure, "measured": measured, "target": f"<= {limit:.4g}", "ok": measured <= limit, **more}
-
-
-def at_least(figure: str, measured: float, limit: float, **more: Any) -> Row:
-    return {"figure": figure, "measured": measured, "target": f">= {limit:.4g}", "ok": measured >= limit, **more}
-
-
-def between(figure: str, measured: float, low: float, high: float, **more: Any) -> Row:
-    target = f"{low:.4g} to {high:.4g}"
-    return {"figure": figure, "measured": measured, "target": target, "ok": low <= measured <= high, **more}
-
-
-def holds(figure: str, found: bool, **more: Any) -> Row:
-    return {"figure": figure, "measured": found, "target": "true", "ok": found, **more}
-
-
-def noted(figure: str, measured: Any, **more: Any) -> Row:
-    """A figure without a target."""
-    return {"figure": figure, "measured": measured, "target": None, "ok": None, **more}
 
 
 def compiled(
@@ -126,9 +68,7 @@ def swapped(
     raise DoesNotFit(f"no fraction of {peak_bytes} bytes lets this model swap: {misses[-1]}")
 
 
-def allocator_peak(
-    setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor], before_bytes: int
-) -> tuple[int, int]:
+def allocator_peak(setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor], before_bytes: int) -> tuple[int, int]:
     """Bytes that torch's allocator held at the peak of one more step, but for workspaces of libraries; and the latter.
 
     Libraries' are what lies there between steps beyond what the account says: cuBLAS takes some once per stream and
@@ -363,8 +303,9 @@ def _words(size: GptSize) -> str:
     return f"gpt {size.layers} x {size.width}, vocabulary {size.vocabulary}, sequence {size.length}"
 
 
-# In the order in which they run, with the seconds after which each is given up.
+# In the order in which they run, with the seconds after which each is given up. The last may need all that is left.
 SECTIONS = {
-    "machine": (machine, 90), "parity": (same_numbers, 150), "step-time": (step_time, 90),
-    "accounting": (accounting, 90), "swapping": (swapping, 100), "large-model": (large_model, 200),
+    "machine": (machine, 90), "parity": (same_numbers, 130), "step-time": (step_time, 80),
+    "accounting": (accounting, 80), "swapping": (swapping, 80), "large-model": (large_model, 150),
+    "reservoir": (reservoir, 540),
 }  # fmt: skip

@@ -1,0 +1,92 @@
+"""The peers of the section `reservoir`, each in a process of its own: who they are, and how they are started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.peers.children import Child
+from penstock.bench.peers.gpt import GptSize
+
+SCRIPT = Path(__file__).resolve().parent / "gpu_offload_child.py"
+LR = 1e-4
+Start = Callable[[GptSize, int, int, float], Any]
+
+
+def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[str, Start]:
+    """Name to what starts it: `start(size, rows, micro_batches, limit_s)` is a context of a `Child`, killed after
+    `limit_s`. Entering it raises RuntimeError with the reason where the peer cannot run here.
+
+    `memory_bytes`: what each may take of the GPU. `directory`: where files can go, if anywhere.
+    """
+
+    def named(peer: str) -> Start:
+        @contextmanager
+        def start(size: GptSize, rows: int, micro_batches: int, limit_s: float) -> Iterator[Child]:
+            _require(peer, device, directory)
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
+                settings = {
+                    "peer": peer, "device": device, "size": asdict(size), "batch": rows, "lr": LR,
+                    "micro_batches": micro_batches, "memory_bytes": memory_bytes, "directory": folder,
+                    "port": 29600 + os.getpid() % 300,
+                }  # fmt: skip
+                with started(settings, limit_s) as child:
+                    yield child
+
+        return start
+
+    return {name: named(name) for name in ("fsdp2, all in DRAM", "zero-offload", "zero-infinity")}
+
+
+@contextmanager
+def started(settings: dict[str, Any], limit_s: float) -> Iterator[Child]:
+    if limit_s < 5:
+        raise RuntimeError("no time was left for it")
+    threads = len(os.sched_getaffinity(0))
+    clock = _Clock(limit_s)
+    try:
+        with Child(SCRIPT, settings, threads, on_start=clock.watch) as child:
+            yield child
+    except RuntimeError as error:
+        raise RuntimeError(f"took more than {limit_s:.0f} s" if clock.rang else str(error)) from error
+    finally:
+        clock.stop()
+
+
+class _Clock:
+    """Kills a process when its time is over."""
+
+    def __init__(self, limit_s: float):
+        self.rang = False
+        self._timer = threading.Timer(limit_s, self._ring)
+        self._timer.daemon = True
+        self._kill: Callable[[], None] = lambda: None
+
+    def watch(self, kill: Callable[[], None]) -> None:
+        self._kill = kill
+        self._timer.start()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.rang = True
+        self._kill()
+
+
+def _require(peer: str, device: str, directory: str | None) -> None:
+    if not peer.startswith("zero"):
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise RuntimeError("No module named 'deepspeed'")
+    if device != "cuda":
+        raise RuntimeError("bench/reservoir.py runs it on a CPU")
+    if peer == "zero-infinity" and directory is None:
+        raise RuntimeError("no directory for files")

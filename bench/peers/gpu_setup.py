@@ -1,0 +1,71 @@
+"""What the sections of `bench/gpu.py` share: where they run, and the rows they give."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+
+GIB = 2**30
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where to run; `scratch` is a folder that the sections of one run share, `seconds` what this section may take."""
+
+    device: str  # "cuda" or "cpu"
+    small: bool
+    scratch: Path
+    seconds: float = 540.0
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def hardware(self, memory: str | int | None = None) -> penstock.Hardware:
+        """One device, with the rates that the first section measured; `memory` makes it smaller than it is."""
+        if not self.on_gpu:
+            return penstock.Hardware.cpu(num_devices=1, memory=memory or "1GB", dram="4GB")
+        measured = self.scratch / "hardware.yaml"
+        found = penstock.Hardware.load(measured) if measured.exists() else penstock.Hardware.detect()
+        found = found.with_(num_devices=1, dram="100GB")
+        return found if memory is None else found.with_(memory=memory)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Give back what earlier models held, so that nothing of theirs is measured."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def at_most(figure: str, measured: float, limit: float, **more: Any) -> Row:
+    return {"figure": figure, "measured": measured, "target": f"<= {limit:.4g}", "ok": measured <= limit, **more}
+
+
+def at_least(figure: str, measured: float, limit: float, **more: Any) -> Row:
+    return {"figure": figure, "measured": measured, "target": f">= {limit:.4g}", "ok": measured >= limit, **more}
+
+
+def between(figure: str, measured: float, low: float, high: float, **more: Any) -> Row:
+    target = f"{low:.4g} to {high:.4g}"
+    return {"figure": figure, "measured": measured, "target": target, "ok": low <= measured <= high, **more}
+
+
+def holds(figure: str, found: bool, **more: Any) -> Row:
+    return {"figure": figure, "measured": found, "target": "true", "ok": found, **more}
+
+
+def noted(figure: str, measured: Any, **more: Any) -> Row:
+    """A figure without a target."""
+    return {"figure": figure, "measured": measured, "target": None, "ok": None, **more}
