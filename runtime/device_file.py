@@ -132,30 +132,29 @@ def _stages(path: Path, text: str, module: ModuleType, interface: Interface, dev
     table = getattr(module, "STAGES", None)
     if not isinstance(table, dict):
         raise VerifyError(f'{path}: no STAGES = {{"stage0": Stage0, ...}} at the end of the classes', device=device)
-    line = _line_of(text, "STAGES")
+    lines = _lines_of(text)
+    line = lines.get("STAGES")
     for name, kind in table.items():
         if name not in interface.stages:
             known = ", ".join(interface.stages)
             raise VerifyError(f"{path}:{line}: STAGES names {name!r}; there are {known}", device=device, line=line)
         if not callable(kind):
             raise VerifyError(f"{path}:{line}: STAGES[{name!r}] is not a class", device=device, line=line)
-        _check_members(path, text, kind, interface.stages[name], device)
+        _check_members(path, lines, kind, interface.stages[name], device)
     return table
 
 
-def _check_members(path: Path, text: str, kind: StageClass, spec: StageSpec, device: int) -> None:
+def _check_members(path: Path, lines: Mapping[str, int], kind: StageClass, spec: StageSpec, device: int) -> None:
     """The class must hold exactly the parameters and buffers of the interface, in their shapes."""
     title = getattr(kind, "__name__", spec.name)
-    line = _line_of(text, title) or _line_of(text, "STAGES")
+    line = lines.get(title) or lines.get("STAGES")
     try:
         with torch.device("meta"):
             stage = kind()
     except Exception as error:
         raise _failed(path, error, device, f"building {title}", line) from error
     if not isinstance(stage, nn.Module):
-        raise VerifyError(
-            f"{path}:{line}: {title} makes no module", device=device, line=line
-        )
+        raise VerifyError(f"{path}:{line}: {title} makes no module", device=device, line=line)
     found = {name: tuple(p.shape) for name, p in stage.named_parameters(remove_duplicate=False)}
     found |= {name: tuple(b.shape) for name, b in stage.named_buffers(remove_duplicate=False)}
     for wanted in (*spec.params, *spec.buffers):
@@ -166,11 +165,14 @@ def _check_members(path: Path, text: str, kind: StageClass, spec: StageSpec, dev
             raise VerifyError(f"{path}:{line}: {message}", device=device, line=line)
 
 
-def _line_of(text: str, name: str) -> int | None:
-    """The line on which a module-level name is defined."""
+def _lines_of(text: str) -> dict[str, int]:
+    """The line on which each module-level name is first defined."""
+    found: dict[str, int] = {}
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return node.lineno
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            return node.lineno
-    return None
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, node.lineno)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, node.lineno)
+    return found
