@@ -13,8 +13,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
 
-import pymetis
-
 from .base import Draft
 from .loads import Loads, Stage, decision_of
 from .mapping import equal_devices
@@ -58,6 +56,8 @@ def device_parts(loads: Loads) -> list[int]:
         for reader in readers:
             edges[loads.home[value]][reader] += loads.value_bytes(value)
             edges[reader][loads.home[value]] += loads.value_bytes(value)
+    import pymetis  # here, as planning for one device does without it, on machines that have little beside torch
+
     starts = [0]
     for row in edges.values():
         starts.append(starts[-1] + len(row))

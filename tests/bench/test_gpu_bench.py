@@ -15,6 +15,7 @@ import torch
 
 from penstock.bench import gpu
 from penstock.bench.peers.gpu_sections import SECTIONS, under
+from penstock.bench.peers.gpu_setup import Setup
 from penstock.runtime.timeline import Span, Timeline
 
 FIELDS = {"bench", "section", "figure", "measured", "target", "ok", "date", "command", "device", "torch", "cuda"}
@@ -38,6 +39,29 @@ def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pyte
     assert len(exact) > 10 and [row for row in exact if not row["ok"]] == []
     assert str(tmp_path) not in out.read_text()
     torch.set_num_threads(threads)
+
+
+def test_the_reservoir_compares_plans_and_peers_and_says_what_is_skipped(tmp_path: Path) -> None:
+    setup = Setup("cpu", small=True, scratch=tmp_path)
+    rows = list(SECTIONS["reservoir"][0](setup))
+    plans = {row.get("plan") for row in rows if row["figure"] == "step, tokens a second"}
+    assert {"auto", "fuyou", "no overlap"} <= plans
+    step = next(row for row in rows if row["figure"] == "step over the longest of its parts alone")
+    assert step["parts_s"].keys() >= {"computation", "optimizer", "disk"} and step["bound_by"] in step["parts_s"]
+    (largest,) = (row for row in rows if row["figure"].startswith("the largest model"))
+    assert largest["measured"] * 1e9 > step["parameters"] and "missing" in largest["why"]
+    tried = {row["plan"]: row for row in rows if "peer" in row["figure"]}
+    assert tried.keys() == {"fsdp2, all in DRAM", "zero-offload", "zero-infinity"}
+    assert tried["fsdp2, all in DRAM"]["losses"][1] < tried["fsdp2, all in DRAM"]["losses"][0]
+    if importlib.util.find_spec("deepspeed") is None:
+        assert tried["zero-offload"]["measured"] == "No module named 'deepspeed'"
+
+
+def test_the_reservoir_skips_what_there_is_no_time_or_no_disk_for() -> None:
+    rows = list(SECTIONS["reservoir"][0](Setup("cpu", small=True, scratch=Path("/nonexistent"), seconds=0.0)))
+    figures = [row["figure"] for row in rows]
+    assert "plans have DRAM only" in figures and "a plan is skipped" in figures and "a peer is skipped" in figures
+    assert "step, tokens a second" not in figures
 
 
 def test_what_a_section_raises_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,15 +103,17 @@ def test_a_clone_of_any_name_can_be_imported(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
 
 
-def test_what_is_optional_is_not_needed() -> None:
-    """A machine with a GPU need not have the packages of the command line, of Hugging Face, of NVML."""
+@pytest.mark.parametrize("section", ["large-model", "reservoir"])
+def test_what_is_optional_is_not_needed(section: str, tmp_path: Path) -> None:
+    """A machine with a GPU need not have the packages of the command line, of Hugging Face, of NVML, of solvers."""
     absent = ["transformers", "rich", "typer", "pynvml", "expecttest", "hypothesis", "pytest"]
+    absent += ["mip", "highspy", "pymetis", "liburing", "deepspeed"]
     code = f"""
 import sys
 for name in {absent}:
     sys.modules[name] = None
 from penstock.bench import gpu
-sys.exit(gpu.main(["--device", "cpu", "--small", "--section", "large-model", "--scratch", "/nonexistent"]))
+sys.exit(gpu.main(["--device", "cpu", "--small", "--section", "{section}", "--scratch", "{tmp_path}"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     figures = [json.loads(line)["figure"] for line in done.stdout.splitlines()]
