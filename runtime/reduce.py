@@ -19,7 +19,7 @@ def reduce_grads(
     if here:
         total = here[0].clone(memory_format=torch.contiguous_format) if len(here) > 1 else here[0].contiguous()
         for grad in here[1:]:
-            total += grad
+            total += grad.to(total.device)
     else:
         param = next(p for p in specs[0].params if p.name == names[0])
         total = torch.zeros(param.shape, dtype=getattr(torch, param.dtype), device=_device_of(grads))
