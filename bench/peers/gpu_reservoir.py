@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -40,19 +41,23 @@ APART = FUYOU.replace("overlap-optimizer", "overlap-optimizer{overlap=false}")
 AS_DRAM_LACKS = FUYOU.replace("tier=all", "tier=auto")
 SEVEN = GptSize(layers=32, width=4096, heads=32, vocabulary=50304, length=1024)  # 6.7 B parameters
 TINY = GptSize(layers=6, width=64, heads=2, vocabulary=64, length=16)
-ROUNDS, SEARCH_S = 3, 15.0
-START_S, LOAD_BYTES_S = 15.0, 1e9  # of a job, beside the writing of its files; a guess
+ROUNDS, SEARCH_S, FEW_LAYERS = 3, 15.0, 8
+START_S, START_BYTES_S = 15.0, 1.5e9  # of a job: a guess, at which weights are laid out, page-locked and written
+PEER_SHARE = 0.3  # of what is left, for one peer
+SHARE = 0.15  # of the section's time for the steps of one plan; the first ones have more where that is not enough
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a global batch. `plans`: names to pipelines; `compared`: peers run it, too."""
+    """A model and a global batch. `plans`: names to pipelines; `most`: of the time that is left, what one of them may
+    take; `compared`: peers run it, too."""
 
     name: str
     size: GptSize
     rows: int
     micro_batches: int
     plans: dict[str, str]
+    most: float = 0.5
     compared: bool = False
 
     @property
@@ -71,7 +76,7 @@ class Case:
 PLANS = {"fuyou": FUYOU, "no overlap": APART, "auto": "auto"}
 CASES = (
     Case("1.5B", XL, 32, 8, PLANS, compared=True),
-    Case("7B", SEVEN, 16, 8, {"fuyou, on SSD what DRAM lacks": AS_DRAM_LACKS, "auto": "auto"}),
+    Case("7B", SEVEN, 16, 8, {"fuyou, on SSD what DRAM lacks": AS_DRAM_LACKS, "auto": "auto"}, most=0.9),
 )
 SMALL_CASES = (Case("small", TINY, 4, 2, PLANS, compared=True),)
 
@@ -85,7 +90,7 @@ class Bench:
     hardware: penstock.Hardware
     directory: str | None
     end_s: float
-    computed_s: dict[str, float] = field(default_factory=dict)  # by case
+    known_s: dict[GptSize, float] = field(default_factory=dict)  # of one micro-batch
 
     @property
     def left_s(self) -> float:
@@ -150,25 +155,24 @@ def ssd_of(setup: Setup, directory: str) -> dict[str, Any]:
 
 def run_case(bench: Bench, case: Case) -> Iterator[Row]:
     """All plans of one model; how much overlap gains."""
-    bench.setup.tidy()
-    bench.computed_s[case.name] = computed_s(bench, case)
-    bench.setup.tidy()
     steps_s: dict[str, float] = {}
-    for number, (name, line) in enumerate(case.plans.items()):
-        what = {**case.described(), "plan": name}
+    for name, line in case.plans.items():
+        what = {**case.described(), "plan": name, "files": bench.directory is not None}
         try:
             job = compiled(bench, case, line)
         except (DoesNotFit, PassError) as error:
             yield noted("a plan is skipped", str(error), **what)
             continue
-        left_s = bench.left_s / (len(case.plans) - number)  # the others want theirs
-        yield from run_plan(bench, case, job, what, max(left_s, bench.left_s / 2), steps_s)
+        yield from run_plan(bench, case, job, what, steps_s)
     if {"fuyou", "no overlap"} <= steps_s.keys():
         yield noted("step without overlap over step", steps_s["no overlap"] / steps_s["fuyou"], **case.described())
 
 
 def compiled(bench: Bench, case: Case, line: str) -> penstock.Job:
-    """The model is on the meta device while it is planned, and then gets values that take no memory."""
+    """The model is on the meta device while it is planned, and then gets values that take no memory. Without a
+    directory for files nothing of it is to lie there."""
+    if bench.directory is None:
+        line = line.replace("tier=all", "tier=auto")
     with torch.device("meta"):
         model = Gpt(case.size)
     job = penstock.compile(
@@ -203,18 +207,17 @@ def give_values(model: Gpt, seed: int = 0) -> None:
         model.head.weight = model.words.weight
 
 
-def run_plan(
-    bench: Bench, case: Case, job: penstock.Job, what: Row, most_s: float, steps_s: dict[str, float]
-) -> Iterator[Row]:
-    """Steps of one plan as far as `most_s` lasts, and its figures."""
-    predicted = job.plan.predicted
-    start_s = 0.0 if bench.setup.small else START_S + STATE_BYTES * case.parameters / LOAD_BYTES_S
-    rounds = min(ROUNDS, int((most_s - start_s) / predicted.step_s) - 1)
-    if rounds < 1:
-        took = f"the start and two steps take about {start_s + 2 * predicted.step_s:.0f} s, and {most_s:.0f} s are left"
+def run_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:
+    """A first step and some more, and their figures; `steps_s` gets the seconds of one."""
+    predicted, most_s = job.plan.predicted, case.most * bench.left_s
+    start_s = 0.0 if bench.setup.small else START_S + STATE_BYTES * case.parameters / START_BYTES_S
+    rounds = max(1, min(ROUNDS, int((SHARE * bench.setup.seconds - start_s) / predicted.step_s) - 1))
+    need_s = start_s + 2 * predicted.step_s
+    if need_s > most_s:
+        took = f"the start and two steps take about {need_s:.0f} s, and it may have {max(0.0, most_s):.0f} s"
         yield noted("a plan is skipped", took, predicted_s=predicted.step_s, **what)
         return
-    batch = batch_of(case.size, case.rows)
+    batch, computed_s = batch_of(case.size, case.rows), computation_s(bench, case)
     bench.setup.tidy()
     begin_s = time.perf_counter()
     with job:
@@ -233,7 +236,7 @@ def run_plan(
         yield holds("the loss falls", losses[-1] < losses[0], losses=losses, **what)
         yield noted("step, tokens a second", case.rows * case.size.length / step_s, **what)
         streams = {name: statistics.median(row.get(name, 0.0) for row in busy) for name in busy[0]}
-        alone = parts_alone(bench, case, job)
+        alone = parts_alone(bench, job, computed_s)
         for figure, parts in (("its own streams", streams), ("its parts alone", alone)):
             bound_by = max(parts, key=lambda name: parts[name])
             more = {"parts_s": parts, "bound_by": bound_by, **what}
@@ -245,7 +248,7 @@ def run_plan(
         yield from predictions(bench, job, step_s, what)
 
 
-def parts_alone(bench: Bench, case: Case, job: penstock.Job) -> dict[str, float]:
+def parts_alone(bench: Bench, job: penstock.Job, computed_s: float) -> dict[str, float]:
     """Seconds of what can run at the same time, each by a measurement of its own: no step can be shorter than any."""
     (device,), host = bench.hardware.devices, bench.hardware.hosts[0]
     moved = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
@@ -258,7 +261,7 @@ def parts_alone(bench: Bench, case: Case, job: penstock.Job) -> dict[str, float]
     stepped = [stage for stage, memory in job.plan.decisions.optimizer.items() if memory != ops.DEVICE]
     trained = sum(job.folder.interface.stages[stage].trained_params for stage in stepped)
     parts = {
-        "computation": bench.computed_s[case.name], "copies to the device": moved["h2d"] / device.h2d_bandwidth,
+        "computation": computed_s, "copies to the device": moved["h2d"] / device.h2d_bandwidth,
         "copies from the device": moved["d2h"] / device.d2h_bandwidth,
         "optimizer": trained / host.optimizer_params_per_s,
     }  # fmt: skip
@@ -267,24 +270,40 @@ def parts_alone(bench: Bench, case: Case, job: penstock.Job) -> dict[str, float]
     return parts
 
 
-def computed_s(bench: Bench, case: Case) -> float:
-    """Seconds of forward and backward of a whole batch with all weights on a device that is not held down."""
-    device = bench.setup.device
+def computation_s(bench: Bench, case: Case) -> float:
+    """Seconds of forward and backward of a whole batch on a device that holds all weights and is not held down. Of many
+    layers that is a line through what two numbers of them take, which fit any GPU."""
+    few, more = (min(layers, case.size.layers) for layers in (FEW_LAYERS, 2 * FEW_LAYERS))
+    of_few, of_more = (micro_batch_s(bench, case, layers) for layers in (few, more))
+    slope = (of_more - of_few) / (more - few) if more > few else 0.0
+    return case.micro_batches * (of_more + slope * (case.size.layers - more))
+
+
+def micro_batch_s(bench: Bench, case: Case, layers: int) -> float:
+    size, device = replace(case.size, layers=layers), bench.setup.device
+    if size not in bench.known_s:
+        with default_dtype(torch.bfloat16), torch.device(device):
+            model = Gpt(size)
+        batch = batch_of(size, case.rows)
+        piece = {name: value.chunk(case.micro_batches)[0].to(device) for name, value in batch.items()}
+
+        def compute() -> None:
+            model(**piece)["loss"].backward()
+            bench.setup.synchronize()
+
+        compute()
+        bench.known_s[size] = min(timed(compute) for _ in range(3))
+    return bench.known_s[size]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            model = Gpt(case.size)
+        yield
     finally:
         torch.set_default_dtype(before)
-    piece = {name: v.chunk(case.micro_batches)[0].to(device) for name, v in batch_of(case.size, case.rows).items()}
-
-    def compute() -> None:
-        model(**piece)["loss"].backward()
-        bench.setup.synchronize()
-
-    compute()
-    return min(timed(compute) for _ in range(2)) * case.micro_batches
 
 
 def predictions(bench: Bench, job: penstock.Job, step_s: float, what: Row) -> Iterator[Row]:
@@ -313,12 +332,11 @@ def timed(run: Callable[[], object]) -> float:
 def run_peers(bench: Bench, case: Case) -> Iterator[Row]:
     """The same model, batch and memory of the device by what people use; one step to warm up, then as many as fit."""
     bench.setup.tidy()
-    most_s = bench.left_s * (1.0 if bench.setup.small else 0.4)
     memory_bytes = bench.hardware.devices[0].memory_bytes if bench.setup.on_gpu else None
     for name, start in peers(bench.setup.device, memory_bytes, bench.directory).items():
         what = {**case.described(), "plan": name}
         try:
-            with start(case.size, case.rows, case.micro_batches, most_s / 2) as peer:
+            with start(case.size, case.rows, case.micro_batches, PEER_SHARE * bench.left_s) as peer:
                 first = peer.step()
                 times_s, last = [], first
                 for _ in range(ROUNDS):
@@ -360,5 +378,4 @@ def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
     more = {"seconds_of_planning": time.perf_counter() - begin_s, **bounds, **what}
     yield noted("the largest model that fits, billions of parameters", grown.parameters / 1e9, **more)
     yield noted("DRAM and disk, GiB", room_bytes / GIB, **what)
-    bench.computed_s[grown.name] = bench.computed_s[case.name] * low / case.size.layers  # too large to hold
-    yield from run_plan(bench, grown, job, what, bench.left_s, {})
+    yield from run_plan(bench, grown, job, what, {})
