@@ -31,7 +31,7 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.runtime import ops
 from penstock.runtime.detect import ram_bytes
 from penstock.runtime.disks import disk_directories, disk_rates
-from penstock.runtime.errors import DoesNotFit, PassError
+from penstock.runtime.errors import DoesNotFit, PassError, PenstockError
 from penstock.runtime.ssd_folder import free_space
 
 STEP_TARGET = 1.15
@@ -208,6 +208,14 @@ def give_values(model: Gpt, seed: int = 0) -> None:
 
 
 def run_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:
+    """`measure_plan`, whose failure is a row and leaves the other plans their turn."""
+    try:
+        yield from measure_plan(bench, case, job, what, steps_s)
+    except (PenstockError, RuntimeError) as error:
+        yield holds("the plan runs", False, error=f"{type(error).__name__}: {error}", **what)
+
+
+def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:
     """A first step and some more, and their figures; `steps_s` gets the seconds of one."""
     predicted, most_s = job.plan.predicted, case.most * bench.left_s
     start_s = 0.0 if bench.setup.small else START_S + STATE_BYTES * case.parameters / START_BYTES_S
@@ -361,7 +369,7 @@ def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
     low, high, best = 0, int(1.2 * guess) + 1, None
     misses, begin_s, most_s = "", time.perf_counter(), bench.left_s / 3
     trial = min(guess, high - 1)
-    while high - low > max(1, guess // 16) and time.perf_counter() - begin_s < most_s:
+    while high - low > max(1, guess // 12) and time.perf_counter() - begin_s < most_s:
         grown = replace(case, name="largest", size=replace(case.size, layers=trial))
         try:
             job = compiled(bench, grown, AS_DRAM_LACKS)

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from penstock.bench import gpu
+from penstock.bench.peers import gpu_reservoir
+from penstock.bench.peers.gpt import SMALL, Gpt
 from penstock.bench.peers.gpu_sections import SECTIONS, under
 from penstock.bench.peers.gpu_setup import Setup
+from penstock.runtime.errors import WorkerError
 from penstock.runtime.timeline import Span, Timeline
 
 FIELDS = {"bench", "section", "figure", "measured", "target", "ok", "date", "command", "device", "torch", "cuda"}
@@ -26,9 +29,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Parity has tests of its own; what depends on the clock of a shared machine may miss its target here."""
+    """But those that have tests of their own; what depends on the clock of a shared machine may miss its target."""
     threads = torch.get_num_threads()
-    sections = [name for name in SECTIONS if name != "parity"]
+    sections = [name for name in SECTIONS if name not in ("parity", "reservoir")]
     out = tmp_path / "rows.jsonl"
     gpu.main(["--device", "cpu", "--small", "--out", str(out), *(f"--section={name}" for name in sections)])
     rows = rows_of(out)
@@ -44,6 +47,7 @@ def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pyte
 def test_the_reservoir_compares_plans_and_peers_and_says_what_is_skipped(tmp_path: Path) -> None:
     setup = Setup("cpu", small=True, scratch=tmp_path)
     rows = list(SECTIONS["reservoir"][0](setup))
+    assert [row for row in rows if row["ok"] is False] == [] and str(tmp_path) not in json.dumps(rows)
     plans = {row.get("plan") for row in rows if row["figure"] == "step, tokens a second"}
     assert {"auto", "fuyou", "no overlap"} <= plans
     step = next(row for row in rows if row["figure"] == "step over the longest of its parts alone")
@@ -62,6 +66,37 @@ def test_the_reservoir_skips_what_there_is_no_time_or_no_disk_for() -> None:
     figures = [row["figure"] for row in rows]
     assert "plans have DRAM only" in figures and "a plan is skipped" in figures and "a peer is skipped" in figures
     assert "step, tokens a second" not in figures
+
+
+def test_a_plan_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        yield {"figure": "first"}
+        raise WorkerError("half a step")
+
+    monkeypatch.setattr(gpu_reservoir, "measure_plan", failing)
+    nothing: Any = None
+    first, failure = gpu_reservoir.run_plan(nothing, nothing, nothing, {"plan": "fuyou"}, {})
+    assert first == {"figure": "first"}
+    assert (failure["ok"], failure["plan"], failure["error"]) == (False, "fuyou", "WorkerError: half a step")
+
+
+def test_computation_of_many_layers_is_a_line_through_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_reservoir, "micro_batch_s", lambda bench, case, layers: 0.5 + 0.25 * layers)
+    bench: Any = None
+    for case in (*gpu_reservoir.CASES, *gpu_reservoir.SMALL_CASES):
+        expected = case.micro_batches * (0.5 + 0.25 * case.size.layers)
+        assert gpu_reservoir.computation_s(bench, case) == pytest.approx(expected)
+
+
+def test_weights_that_take_no_memory_are_all_there_and_differ() -> None:
+    with torch.device("meta"):
+        model = Gpt(SMALL)
+    gpu_reservoir.give_values(model)
+    assert model.head.weight is model.words.weight and not any(p.is_meta for p in model.parameters())
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(held.values()) < 0.1 * sum(p.nbytes for p in model.parameters())
+    lines = model.blocks[0].widen.weight.detach()
+    assert len(torch.unique(lines, dim=0)) == len(lines) and 0.01 < float(lines.std()) < 0.03
 
 
 def test_what_a_section_raises_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
