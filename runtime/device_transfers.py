@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,8 @@ class Transfers(Issuing):
         """From DRAM to the device; where fetches have turns, in chunks, each when its turn has come."""
         session = self.session
         if session.turns is None or session.copies is None:
-            place.copy_(source, non_blocking=True)
+            with self._issued_apart():
+                place.copy_(source, non_blocking=True)
             return
         with torch.cuda.stream(session.copies):
             for start in range(0, len(place), CHUNK_BYTES):
@@ -109,14 +110,21 @@ class Transfers(Issuing):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Where fetches have turns, activations come before all weights, and are there when this ends."""
-        session = self.session
-        if session.turns is None or session.copies is None:
+        """Where fetches have turns, activations come before all weights."""
+        turns = self.session.turns
+        with nullcontext() if turns is None else turns.hold(FIRST_TURN), self._issued_apart():
+            yield
+
+    @contextmanager
+    def _issued_apart(self) -> Iterator[None]:
+        """Copies that a thread issues are there when this ends."""
+        copies = self.session.copies
+        if copies is None:
             yield
             return
-        with torch.cuda.stream(session.copies), session.turns.hold(FIRST_TURN):
+        with torch.cuda.stream(copies):
             yield
-            session.copies.synchronize()
+            copies.synchronize()
 
     def offload(self, value: Handle) -> Handle:
         issue = self._next("offload")

@@ -44,7 +44,8 @@ RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no lo
 
 
 def start_driver(setup: Setup) -> Driver:
-    """The driver that fits: in this process, this rank of a torchrun, or local workers.
+    """The driver that fits: in this process, this rank of a torchrun, or local workers; these also for one device whose
+    streams share a link that is held down.
 
     Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size; `HardwareError`
     where the document promises an order of fetches that nobody keeps here.
@@ -60,7 +61,7 @@ def start_driver(setup: Setup) -> Driver:
         )
     if TorchrunDriver.is_present():
         return TorchrunDriver(setup)
-    if setup.interface.num_devices == 1:
+    if setup.interface.num_devices == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
         return InProcessDriver(setup)
     return LocalWorkers(setup)
 

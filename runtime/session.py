@@ -100,7 +100,6 @@ class DeviceSession:
         self.step_count = 0
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.turns = turns
-        self.copies = None if turns is None else torch.cuda.Stream(self.device)  # of chunks that wait for their turns
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step
@@ -113,6 +112,10 @@ class DeviceSession:
             link.connect(message_orders(programs), group_memories(programs))
         self.throttled = hardware.throttled and self.spec.kind == "cpu"
         self.plans = {name: self._plan(name, program) for name, program in file.programs.items()}
+        # Where copies wait for turns or for disks, a thread issues them: else these waits would hold up computation.
+        waiting = turns is not None or any(ops.READ in plan.streams for plan in self.plans.values())
+        on_gpu = self.spec.kind == "cuda" and self.device.type != "meta"
+        self.copies = torch.cuda.Stream(self.device) if waiting and on_gpu else None
         self.memory = self._take_memory()
         self._workspaces = {ops.COMPUTE: Workspace(self.device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         try:
@@ -221,7 +224,7 @@ class DeviceSession:
             slot = STREAM_SLOTS.index(key)
             if inline:
                 self._streams[name] = InlineStream(key, self.board, slot)
-            elif self.spec.kind == "cuda" and key not in HOST_STREAMS and not (key == ops.H2D and self.turns):
+            elif self.spec.kind == "cuda" and key not in HOST_STREAMS and not (key == ops.H2D and self.copies):
                 self._streams[name] = CudaStream(key, self.device, self.board, slot)
             else:
                 num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1
