@@ -92,6 +92,7 @@ CASES = (
     Case("bound by computation", 16, 512, 2048, batch=3, micro_batches=3, memory="600MB"),
     Case("bound by the disk", 16, 512, 2048, batch=1, micro_batches=1, memory="300MB"),
 )
+HELD_READ, HELD_WRITE = 1.5e9, 1e9
 SMALL = (Case("small", 24, 64, 64, batch=4, micro_batches=2, memory="16MB"),)
 
 
@@ -336,7 +337,39 @@ def plans() -> dict[str, str]:
     }  # fmt: skip
 
 
-SECTIONS = {"steps": measure_steps, "memory": measure_memory, "predictions": measure_predictions}
+def measure_held(bench: Bench, case: Case) -> None:
+    """The same files on a disk that the runtime holds down to slow rates, where no neighbour on the disk is seen: then
+    the bound is arithmetic. `no_overlap` has as much DRAM as `step_with_its_dram`."""
+    ssd = {"size_bytes": "20GB", "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE}
+    held = replace(bench, machine=bench.machine.with_(ssds=[ssd], throttled=True))
+    roomy = replace(held, machine=held.machine.with_(dram=WITHOUT_OVERLAP * case.dram_bytes))
+    batch, eager = case.inputs(), EagerParts(case.model(), case.micro_batches, LR)
+    times_s: dict[str, list[float]] = {}
+    with held.compiled(case, "fuyou") as job:
+        times_s |= alternate({"step": partial(job.step, batch), "eager": partial(eager.step, batch)}, bench.rounds)
+        moved, predicted_s = disk_bytes(job.last.moved_bytes), job.plan.predicted.step_s
+    for name, strategy in (("step_with_its_dram", "fuyou"), ("no_overlap", APART)):
+        with penstock.compile(
+            case.model(), roomy.machine.with_(memory=case.memory), ssd_dirs=[str(bench.disk)], example_inputs=batch,
+            optimizer=partial(torch.optim.AdamW, lr=LR), strategy=strategy, micro_batches=case.micro_batches,
+        ) as other:  # fmt: skip
+            times_s |= alternate({name: partial(other.step, batch)}, bench.rounds)
+    disk_s = moved["read"] / HELD_READ + moved["write"] / HELD_WRITE
+    median = statistics.median
+    bound_s = max(disk_s, median(eager.compute_s), median(eager.optimizer_s))
+    bench.save(
+        "held",
+        {
+            **case.described(), "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE, "disk_bytes": moved,
+            **{name: rows.spread(found) for name, found in times_s.items()}, "bound_s": bound_s, "disk_s": disk_s,
+            "ratio": median(times_s["step"]) / bound_s, "target": STEP_TARGET,
+            "gain_of_overlap": median(times_s["no_overlap"]) / median(times_s["step_with_its_dram"]),
+            "predicted_s": predicted_s, "error": predicted_s / median(times_s["step"]) - 1,
+        },
+    )  # fmt: skip
+
+
+SECTIONS = {"steps": measure_steps, "held": measure_held, "memory": measure_memory, "predictions": measure_predictions}
 
 
 def run(bench: Bench, section: str, case: Case) -> bool:
