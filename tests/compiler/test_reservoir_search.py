@@ -71,11 +71,10 @@ def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
 @pytest.mark.parametrize(
     "machine",
     [
-        Hardware.cpu(1, **SMALL),
-        Hardware.cpu(2, memory="260kB", dram="700kB", ssd="20MB"),
-        Hardware.cpu(1, memory="2MB", dram="2MB", ssd="20MB"),
+        pytest.param(Hardware.cpu(1, **SMALL), id="one"),
+        pytest.param(Hardware.cpu(2, memory="260kB", dram="700kB", ssd="20MB"), id="two", marks=pytest.mark.slow),
+        pytest.param(Hardware.cpu(1, memory="2MB", dram="2MB", ssd="20MB"), id="roomy"),
     ],
-    ids=["one", "two", "roomy"],
 )
 def test_bounds_are_no_higher_than_the_simulation(machine: Hardware) -> None:
     """Whatever lies on SSD."""
@@ -125,6 +124,7 @@ def test_what_must_lie_on_ssd_is_known_before_tracing() -> None:
     assert caught.value.memory == "ssd0" and abs(caught.value.missing_bytes - (need - 300_000)) < 2
 
 
+@pytest.mark.slow
 def test_too_small_disks_are_named_with_what_would_do() -> None:
     model, batch = zoo_case("gpt2")
     machine = Hardware.cpu(1, **{**SMALL, "ssd": "60kB"})
@@ -164,6 +164,7 @@ def test_without_ssds_none_are_asked_for() -> None:
     assert all(rival.reason == "needs SSDs, of which there are none" for rival in on_ssd)
 
 
+@pytest.mark.slow
 def test_with_room_in_dram_ssds_are_tried_but_not_needed() -> None:
     model, batch = zoo_case("gpt2")
     machine = Hardware.cpu(1, "220kB", dram="20MB", ssd="20MB")
@@ -188,6 +189,7 @@ def test_scouts_of_a_reservoir_also_use_fewer_devices() -> None:
     assert [profile_memory(program).peak_bytes[ops.DEVICE] for program in draft.programs[2:]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_search_without_hints_finds_the_reservoir_too() -> None:
     model, batch = zoo_case("gpt2")
     graph = trace(model, micro_batch_spec(batch, 4))
