@@ -66,7 +66,6 @@ class ChooseActivations(Pass):
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
-        self.check()
         outcomes: dict[int, Outcome] = {}
         choices: dict[str, Choice] = {}
         known: dict[Hashable, tuple[Machine, Outcome]] = {}
@@ -92,8 +91,7 @@ class ChooseActivations(Pass):
             keep_chosen(program, choices)
             move_activations(program, choices, ahead)
 
-    def check(self) -> None:
-        """Raise `PassError` where an option has no such value."""
+    def __post_init__(self) -> None:
         for key, value, known in (("to", self.to, tuple(MEMORIES)), ("tier", self.tier, TIERS)):
             if value not in known:
                 raise PassError(f"pass {self.name!r}: option {key}={value!r} is none of {', '.join(known)}")

@@ -40,16 +40,18 @@ class InsertSsd(Pass):
     tier: str = "auto"
     ahead: int = MOST_AHEAD
 
-    def plan(self, draft: Draft) -> dict[str, Any]:
-        """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
-
-        Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
-        for another tier, and for one that asks for SSDs which the machine does not have.
-        """
+    def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(TIERS)}")
         if not 0 <= self.ahead <= MOST_AHEAD:
             raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_AHEAD}")
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
+
+        Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
+        for a tier that asks for SSDs which the machine does not have.
+        """
         room = SsdRoom(draft)
         hosts = list(room.hosts)
         tiers: Tiers = {}

@@ -47,15 +47,17 @@ class OverlapOptimizer(Pass):
     overlap: bool = True
     clip: str = "auto"
 
-    def plan(self, draft: Draft) -> dict[str, Any]:
-        """`optimizer`: stage to the memory of its states; `clipping`: "exact", "speculative", or "" where the norm is
-        not needed."""
+    def __post_init__(self) -> None:
         if self.clip not in CLIPS:
             raise PassError(f"pass {self.name!r}: option clip={self.clip!r} is none of {', '.join(CLIPS)}")
         if self.clip == "speculative" and not self.overlap:
             raise PassError(
                 f"pass {self.name!r}: clip=speculative steps before the norm is known, so not overlap=false"
             )
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`optimizer`: stage to the memory of its states; `clipping`: "exact", "speculative", or "" where the norm is
+        not needed."""
         where = stepped_where(draft)
         return {"optimizer": where, "clipping": self._clipping(draft, self._updates(draft, where))}
 
