@@ -44,6 +44,7 @@ def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pyte
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_reservoir_compares_plans_and_peers_and_says_what_is_skipped(tmp_path: Path) -> None:
     setup = Setup("cpu", small=True, scratch=tmp_path)
     rows = list(SECTIONS["reservoir"][0](setup))

@@ -71,7 +71,7 @@ def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
 @pytest.mark.parametrize(
     "machine",
     [
-        pytest.param(Hardware.cpu(1, **SMALL), id="one"),
+        pytest.param(Hardware.cpu(1, **SMALL), id="one", marks=pytest.mark.slow),
         pytest.param(Hardware.cpu(2, memory="260kB", dram="700kB", ssd="20MB"), id="two", marks=pytest.mark.slow),
         pytest.param(Hardware.cpu(1, memory="2MB", dram="2MB", ssd="20MB"), id="roomy"),
     ],
