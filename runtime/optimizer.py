@@ -241,13 +241,6 @@ class StageOptimizer:
                 place.copy_(state)
                 row[key] = place
 
-    def adopt(self, places: Places) -> None:
-        """From now on the states lie in these tensors, which take over what they are: for states that were loaded."""
-        self.places = places
-        if self.optimizer is not None:
-            for name in self.params:
-                self._settle(name)
-
     def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
         """From now on the states, and with `params` the parameters, lie in these tensors, which hold them already."""
         self.places = places
