@@ -21,7 +21,7 @@ from .search import HOST_MEMORIES, LARGE_GRAPH_NODES, Trace, Wishes, attempt_sma
 from .trial import Candidate
 
 BOUNDLESS_BYTES = 1 << 60
-TRIES = 8
+TRIES = 12
 STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk adds where there was none
 
 

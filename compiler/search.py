@@ -296,7 +296,16 @@ def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Candid
         if sweep.best is not None or sweep.lacks_host_memory:
             break
     errors = [row.error for row in sweep.tried if row.error is not None]
-    return sweep.best or _nearest(errors)
+    return sweep.best or _smallest_step(errors, max(device.memory_bytes for device in hardware.devices))
+
+
+def _smallest_step(errors: list[PenstockError], memory_bytes: int) -> PenstockError:
+    """The miss that asks for the least; one that cannot say how much is taken to ask for an eighth of the memory."""
+    found = _nearest(errors)
+    vague = [e for e in errors if isinstance(e, DoesNotFit) and e.memory in ("", "device") and not e.missing_bytes]
+    if not isinstance(found, DoesNotFit) or found.memory.startswith(HOST_MEMORIES):
+        return found
+    return vague[0] if vague and found.missing_bytes > memory_bytes // 8 else found
 
 
 def _rival(row: Tried, best_s: float) -> Rival:
