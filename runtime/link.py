@@ -8,6 +8,7 @@ raises at once on gloo, and a silent one after `timeout_s`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,13 +22,14 @@ from .errors import PlanError
 from .program import Program, work_of
 
 LOOPBACK = "127.0.0.1"
+INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 
 
 class Link:
     """One device's end of all connections.
 
     `groups`: per name, the devices that take part, in the order in which their parts are added.
-    `hostname` binds gloo to one address; None lets it find this host's own.
+    `hostname` binds gloo to one address; None to the interface that GLOO_SOCKET_IFNAME names, else this host's own.
     """
 
     def __init__(
@@ -175,7 +177,9 @@ class Link:
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        where = {} if self._hostname is None else {"hostname": self._hostname}
+        where = {"interface": os.environ[INTERFACE_SETTING]} if INTERFACE_SETTING in os.environ else {}
+        if self._hostname is not None:
+            where = {"hostname": self._hostname}
         make = dist.ProcessGroupGloo.create_device if where else dist.ProcessGroupGloo.create_default_device
         options._devices = [make(**where)]
         options._timeout = self._timeout
