@@ -1,0 +1,93 @@
+"""FSDP2 over four ranks of two hosts, sharded over all (ZeRO-3) or inside a host with replicas across (HSDP).
+
+Run by torchrun, see `ranks`. Gradients are accumulated over a rank's micro-batches. What FSDP2 offers to spare a slow
+link are sides of their own, of which the fastest is the one to compare with:
+
+- `full shard`: weights are gathered for each forward and again for each backward, gradients scattered behind each.
+- `full shard, gradients at the end`: gradients are scattered once a step, and kept whole until then.
+- `full shard, whole in a step`: and weights are gathered once a step: every rank has the model whole meanwhile.
+- `hsdp`: as full shard inside a host; across hosts gradients are summed at the last micro-batch only.
+- `hsdp, gradients at the end` and `hsdp, whole in a step`: as above.
+
+On a CPU every collective of FSDP2 blocks: it has no stream besides.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from penstock.bench.peers import models
+from penstock.bench.peers.ranks import serve
+
+FULL, HSDP = "full shard", "hsdp"
+KINDS = ("", ", gradients at the end", ", whole in a step")
+SIDES = tuple(shape + kind for shape in (FULL, HSDP) for kind in KINDS)
+
+
+def main(settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, per_host = dist.get_world_size(), dist.get_world_size() // 2
+    meshes = {
+        FULL: dist.device_mesh.init_device_mesh("cpu", (ranks,)),
+        HSDP: dist.device_mesh.init_device_mesh("cpu", (2, per_host), mesh_dim_names=("replicas", "shards")),
+    }
+    pieces = own_pieces(settings, dist.get_rank(), ranks)
+    sides: dict[str, Callable[[], float]] = {}
+    for shape, kind in ((shape, kind) for shape in meshes for kind in KINDS):
+        if shape + kind in settings["sides"]:
+            sides[shape + kind] = side(settings, meshes[shape], kind, pieces)
+    serve(sides, settings["socket"], {"version": torch.__version__})
+    dist.destroy_process_group()
+
+
+def own_pieces(settings: dict[str, Any], rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """This rank's micro-batches of the global batch: an equal share, in order."""
+    batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
+    total = settings["micro_batches"]
+    pieces = [dict(zip(batch, parts)) for parts in zip(*(v.chunk(total) for v in batch.values()))]
+    share = total // ranks
+    return pieces[rank * share : (rank + 1) * share]
+
+
+def side(settings: dict[str, Any], mesh: Any, kind: str, pieces: list[dict[str, Tensor]]) -> Callable[[], float]:
+    """One model of its own, sharded over the mesh, and a function that trains it by one step."""
+    model = models.gpt2(settings["layers"], settings["width"], vocabulary=settings["vocabulary"]).train()
+    whole = kind == KINDS[2]
+    for part in (*model.transformer.h, model):  # type: ignore[union-attr]
+        fully_shard(part, mesh=mesh, reshard_after_forward=not whole)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
+    return partial(step, model, optimizer, pieces, gather_once=whole, scatter_once=kind != KINDS[0])
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pieces: list[dict[str, Tensor]], gather_once: bool,
+    scatter_once: bool,
+) -> float:  # fmt: skip
+    assert isinstance(model, FSDPModule)
+    losses = []
+    optimizer.zero_grad(set_to_none=True)
+    for piece in pieces:
+        last = piece is pieces[-1]
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or not scatter_once)
+        model.set_requires_all_reduce(last)  # which the line above sets too
+        model.set_reshard_after_backward(last or not gather_once)
+        loss = model(**piece).loss
+        (loss / len(pieces)).backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return float(torch.stack(losses).mean())
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
