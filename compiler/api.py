@@ -18,6 +18,7 @@ from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
 from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
+from ..runtime.fleet import lane_of
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer import OptimizerSpec
@@ -154,7 +155,7 @@ def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: 
 
 
 def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
-    if plan.decisions.shards and not optimizer.is_elementwise():
+    if plan.decisions.mesh and plan.decisions.mesh.shards > 1 and not optimizer.is_elementwise():
         raise PassError(
             f"insert-shard: every device updates a piece of each parameter, but {optimizer.path} looks at whole "
             'parameters. Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
@@ -232,9 +233,10 @@ def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
     programs = [file.step for file in files]
     evaluation = [file.evaluate for file in files if file.evaluate is not None]
     try:
-        verify(programs, folder.hardware)
+        hardware = lane_of(folder.interface, folder.hardware)
+        verify(programs, hardware)
         if len(evaluation) == len(files):
-            verify(evaluation, folder.hardware)
+            verify(evaluation, hardware)
         elif folder.settings.evaluation is None:
             folder.settings.evaluation = "not all of its files have an `evaluate`"
     except VerifyError as error:

@@ -10,9 +10,10 @@ from ..passes.base import Draft, Options
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit
+from ..runtime.fleet import shown
 from ..runtime.hardware import Hardware
 from ..runtime.memory import MemoryProfile, profile_memory
-from ..runtime.program import Program, StageSpec, dtype_bytes
+from ..runtime.program import StageSpec, dtype_bytes
 from ..runtime.text import print_node
 from ..runtime.units import format_bytes
 from .host_memory import Need, host_needs, host_of
@@ -20,16 +21,16 @@ from .host_memory import Need, host_needs, host_of
 
 def check_fit(draft: Draft) -> None:
     """Raise `DoesNotFit` naming the memory, what fills it and the missing bytes."""
-    hardware = draft.hardware
-    for program in draft.programs:
+    programs, hardware = shown(draft.programs, draft.whole)
+    for program in programs:
         device = hardware.devices[program.device]
         profile = profile_memory(program)
         peak, budget = profile.peak_bytes[ops.DEVICE], device.budget_bytes
         if peak > budget:
             raise DoesNotFit(
-                _device_text(draft, program, profile, budget), memory=device.name, missing_bytes=peak - budget
+                _device_text(draft, device.name, profile, budget), memory=device.name, missing_bytes=peak - budget
             )
-    for need in host_needs(draft.programs, hardware):
+    for need in host_needs(programs, hardware):
         budget = _budget_bytes(hardware, need.memory)
         if need.peak_bytes > budget:
             missing = need.peak_bytes - budget
@@ -108,16 +109,15 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
     )
 
 
-def _device_text(draft: Draft, program: Program, profile: MemoryProfile, budget: int) -> str:
-    device = draft.hardware.devices[program.device]
+def _device_text(draft: Draft, name: str, profile: MemoryProfile, budget: int) -> str:
     peak = profile.peak_bytes[ops.DEVICE]
     at = profile.peak_at[ops.DEVICE]
     held = {**profile.persistent.device, "fetched weights": profile.arena_bytes}
     parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in held.items() if n)
     where = f" at `{print_node(at)}`" if at is not None else ""
-    count = draft.options.micro_batches
+    count = draft.programs[0].interface.total_micro_batches
     return (
-        f"{device.name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing "
+        f"{name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing "
         f"{format_bytes(peak - budget)}{where}; of that {parts or 'no weights'}. With {len(draft.stages)} stages and "
         f"{count} micro-batches."
     )

@@ -19,6 +19,7 @@ from ..codegen.file import Header, write_directory, write_file
 from ..passes.base import Draft
 from ..runtime.device_file import INTERFACE_FILE, device_file_name
 from ..runtime.errors import PlanError
+from ..runtime.fleet import shown
 from ..runtime.hardware import Hardware
 from ..runtime.program import Interface, Program
 from ..runtime.units import format_bytes, format_seconds
@@ -110,7 +111,9 @@ def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], p
 
 
 def _header(draft: Draft, program: Program, plan: Plan) -> Header:
-    device = draft.hardware.devices[program.device]
+    programs, hardware = shown(draft.programs, draft.whole)
+    first = draft.lanes[0][program.device] if len(programs) > len(draft.programs) else program.device
+    device = hardware.devices[first]
     predicted = plan.predicted
     assert predicted is not None
     rows = draft.graph.inputs.values()

@@ -38,7 +38,7 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
     args = {"stage": spec.name, "optimizer": with_optimizer}
     if spec.name not in driver.setup.spread:
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
-    answers = [driver.call("stage_state", device, args) for device in driver.setup.stage_holders[spec.name]]
+    answers = [driver.call("stage_state", device, args) for device in driver.setup.spread[spec.name]]
     return joined([unpack_state(*answer) for answer in answers], spec)
 
 
@@ -156,5 +156,5 @@ def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, dir
         for device in devices:
             driver.call("read_shard", device, args)
     counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
-    for device in range(interface.num_devices):
+    for device in range(interface.world_size):
         driver.call("load_counters", device, counters)

@@ -12,6 +12,7 @@ import torch
 from ..runtime import ops
 from ..runtime.detect import ram_bytes
 from ..runtime.errors import HardwareError, PlanError
+from ..runtime.fleet import bind
 from ..runtime.hardware import Hardware
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program
@@ -32,6 +33,7 @@ def plain_directories(ssd_dirs: Sequence[str | Path] | None) -> list[str]:
 
 def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: Sequence[str] = ()) -> None:
     """Raise `HardwareError` where a run cannot be held to the plan here: GPUs, DRAM, directories for files."""
+    programs = bind(programs)
     _require_gpus(hardware, len(programs))
     host = hardware.devices[own_device()].host
     _require_dram(hardware, host)

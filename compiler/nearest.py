@@ -13,6 +13,7 @@ from typing import Any
 
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, PenstockError
+from ..runtime.fleet import shown
 from ..runtime.hardware import Hardware
 from ..runtime.overrides import STOCK_SSD
 from ..runtime.units import format_seconds, parse_bytes, short_bytes
@@ -119,7 +120,7 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 def _dram_needs(candidate: Candidate) -> dict[int, int]:
     """Bytes by host."""
-    needs = host_needs(candidate.draft.programs, candidate.draft.hardware)
+    needs = host_needs(*shown(candidate.draft.programs, candidate.draft.whole))
     return {host_of(need.memory): need.peak_bytes for need in needs if need.memory.startswith(ops.DRAM)}
 
 

@@ -57,6 +57,15 @@ class OnSsd(BaseModel):
     ahead: Annotated[int, Field(ge=0)] = 1
 
 
+class Mesh(BaseModel):
+    """Copies of the computation. `lanes`: per copy its devices; `shards`: so many lanes, one behind the other, share
+    each stage's weights."""
+
+    model_config = ConfigDict(extra="forbid")
+    lanes: list[list[int]]
+    shards: Annotated[int, Field(ge=1)] = 1
+
+
 class Activations(BaseModel):
     """Of one stage that is rematerialised: classes of saved tensors that are kept, and where these and its inputs lie
     between forward and backward."""
@@ -74,12 +83,12 @@ class Decisions(BaseModel):
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
-    devices: list[int]  # stage -> device, or -1: everywhere; mappings only exchange equal devices
-    schedule: Literal["fill-drain", "1f1b", "replicas", "replicas-by-stage"]
+    mesh: Mesh | None = None  # None: one lane of all devices
+    devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
+    schedule: Literal["fill-drain", "1f1b"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
-    shards: list[list[int]] = []  # devices over which stages are spread; empty: each device has its stages whole
     ssd: OnSsd = OnSsd()
     optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
     clipping: Literal["", "exact", "speculative"] = ""  # how an overlapping optimizer clips; "": it does not, or waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..passes.base import Draft
+from ..runtime.fleet import shown
 from ..runtime.memory import profile_memory
 from ..runtime.timeline import Timeline
 from .bounds import machine_bound
@@ -17,10 +18,10 @@ def make_plan(found: Found, model: str, strategy: str) -> Plan:
     best = found.best
     return Plan(
         model=model,
-        hardware=best.draft.hardware.name,
+        hardware=best.draft.whole.name,
         strategy=strategy,
         passes=pipeline_text(best.passes),
-        micro_batches=best.draft.options.micro_batches,
+        micro_batches=best.draft.programs[0].interface.total_micro_batches,
         precision=best.draft.options.precision,  # type: ignore[arg-type]
         max_grad_norm=best.draft.options.max_grad_norm,
         decisions=Decisions(**best.decisions),
@@ -31,10 +32,10 @@ def make_plan(found: Found, model: str, strategy: str) -> Plan:
 
 
 def predict(draft: Draft, timeline: Timeline) -> Prediction:
-    hardware = draft.hardware
+    programs, hardware = shown(draft.programs, draft.whole)
     name, share = timeline.bottleneck()
     bound = machine_bound(draft)
-    needs = host_needs(draft.programs, hardware)
+    needs = host_needs(programs, hardware)
     return Prediction(
         step_s=timeline.step_s,
         peak_bytes=dict(timeline.peak_bytes),
@@ -46,7 +47,7 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
             f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
         },
         bottleneck=f"{name}, busy {share:.0%}",
-        arena_bytes=[profile_memory(program).arena_bytes for program in draft.programs],
+        arena_bytes=[profile_memory(program).arena_bytes for program in programs],
         bound_s=bound.seconds,
         bound_by=bound.by,
     )

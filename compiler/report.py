@@ -6,7 +6,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..passes.base import EVERYWHERE
 from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program
@@ -65,7 +64,7 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
 
 def device_name(hardware: Hardware, device: int) -> str:
     """Of a plan's device."""
-    return "all" if device == EVERYWHERE else hardware.devices[device].name
+    return hardware.devices[device].name
 
 
 def _prediction(plan: Plan, hardware: Hardware) -> str:

@@ -24,9 +24,9 @@ from ..passes.insert_remat import InsertRemat
 from ..passes.insert_shard import InsertShard
 from ..passes.insert_ssd import InsertSsd
 from ..passes.map_cross import MapCross
-from ..passes.map_everywhere import MapEverywhere
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
+from ..passes.mesh import Mesh
 from ..passes.overlap_optimizer import OverlapOptimizer
 from ..passes.partition_acyclic import PartitionAcyclic
 from ..passes.partition_balanced import PartitionBalanced
@@ -37,7 +37,6 @@ from ..passes.partition_mip import PartitionMip
 from ..passes.partition_mixed import PartitionMixed
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
-from ..passes.schedule_data_parallel import ScheduleDataParallel
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..runtime import ops
 from ..runtime.errors import PassError
@@ -49,6 +48,7 @@ PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         Coarsen,
+        Mesh,
         PartitionBalanced,
         PartitionMaxStage,
         PartitionMinStage,
@@ -60,10 +60,8 @@ PASSES: dict[str, type[Pass]] = {
         MapRoundRobin,
         MapCross,
         MapSequential,
-        MapEverywhere,
         SchedulePipeline,
         Schedule1F1B,
-        ScheduleDataParallel,
         InsertRemat,
         ChooseActivations,
         InsertFetch,
@@ -97,11 +95,11 @@ STRATEGIES: dict[str, str] = {
         "schedule-pipeline", "schedule-1f1b"
     ),
     "data-parallel": (
-        "coarsen, partition-balanced, map-everywhere, schedule-data-parallel, insert-remat, insert-fetch, "
+        "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, "
         "insert-optimizer"
     ),
     "zero3-offload": (
-        "coarsen, partition-min-stage, map-everywhere, schedule-data-parallel{by_stage=true}, "
+        "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-pipeline, "
         "insert-remat{always=true}, insert-shard, insert-optimizer"
     ),
     "balanced-cross": CROSSED,
@@ -222,7 +220,7 @@ def run_passes(
         if draft.programs and check:
             verify(draft.programs, draft.hardware, memory=False)
         step_s = (
-            simulate(draft.programs, draft.hardware, precision=draft.options.precision).step_s
+            simulate(draft.programs, draft.whole, precision=draft.options.precision).step_s
             if record and draft.programs
             else None
         )

@@ -16,6 +16,7 @@ from typing import Any
 from ..passes.base import Draft, Options, Pass
 from ..passes.coarsen import Coarsen
 from ..passes.mapping import Mapping
+from ..passes.mesh import Mesh
 from ..passes.opgraph import OpGraph
 from ..passes.partition import Partition
 from ..passes.schedule_pipeline import evaluation_programs
@@ -66,12 +67,12 @@ class Started:
     @property
     def key(self) -> str:
         """Equal for candidates that come to the same programs."""
-        placed = {name: self.decisions.get(name) for name in ("blocks", "stages", "devices")}
+        placed = {name: self.decisions.get(name) for name in ("blocks", "mesh", "stages", "devices")}
         return f"{json.dumps(placed, default=str)} {self.todo}"
 
     def bound(self) -> Bound:
-        """What the simulated step will at least be; 0 where stages are not run each on one device."""
-        if not any("devices" in p.gives for p in self.passes):
+        """What the simulated step will at least be; 0 where there are several lanes."""
+        if self.draft.lanes:
             return Bound(0.0, "nothing")
         return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo), tier=self.tier)
 
@@ -115,7 +116,7 @@ class Bench:
         """Run a line's passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
         passes = parse_pipeline(line, self.hardware.num_devices)
         require_complete(passes)
-        shared = tuple(itertools.takewhile(lambda p: isinstance(p, (Coarsen, Partition)), passes))
+        shared = tuple(itertools.takewhile(lambda p: isinstance(p, (Coarsen, Mesh, Partition)), passes))
         placed = list(itertools.takewhile(lambda p: isinstance(p, Mapping), passes[len(shared) :]))
         prefix = self._prefix(shared)
         draft = _copy(prefix.draft)
@@ -149,7 +150,7 @@ class Bench:
         decisions, records = self._run(draft, started.todo)
         check_fit(draft)
         try:
-            timeline = simulate(draft.programs, draft.hardware, precision=draft.options.precision)
+            timeline = simulate(draft.programs, draft.whole, precision=draft.options.precision)
         except VerifyError as error:
             raise _waits_for_ever(error) from error
         decisions, records = {**started.decisions, **decisions}, [*started.records, *records]

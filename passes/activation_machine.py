@@ -15,7 +15,7 @@ from ..runtime.op_compute import aligned_class
 from ..runtime.program import Interface, Program, StageSpec
 from .activation_plan import Half, Item, Rates, Room
 from .alike import look
-from .base import EVERYWHERE, Draft
+from .base import Draft
 from .insert_fetch import arena_bytes, fetch_weights, fetched_phases, phases, state_bytes
 
 BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
@@ -220,7 +220,7 @@ def _tiers(draft: Draft, face: Interface, host: int, neighbours: list[int], tier
     """Weights lie in DRAM before states do, and both before activations. `tier` as insert-ssd will get it; "" where all
     weights and states stay on their devices."""
     homes = zip(draft.stages, draft.devices)
-    specs = [stage.spec for stage, home in homes if tier and (home == EVERYWHERE or home in neighbours)]
+    specs = [stage.spec for stage, home in homes if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
     states = sum(face.states_bytes(spec) for spec in specs)
     hardware = draft.hardware

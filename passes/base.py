@@ -23,9 +23,6 @@ Profiler = Callable[[OpGraph, list[Block], Hardware], list[Block]]
 
 StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
 
-EVERYWHERE = -1  # in place of a device: all of them run the stage, each on micro-batches of its own
-REPLICAS, SHARDS = "replicas", "shards"  # groups of devices that run the whole model: on their own copies, on parts
-
 
 @dataclass(frozen=True)
 class Options:
@@ -42,7 +39,10 @@ class Options:
 
 @dataclass
 class Draft:
-    """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on."""
+    """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on.
+
+    With `lanes`, everything is about one of them: `hardware` is its part of the `whole` machine.
+    """
 
     graph: OpGraph
     hardware: Hardware
@@ -51,16 +51,24 @@ class Draft:
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
     stages: list[Stage] = field(default_factory=list)
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
-    devices: list[int] = field(default_factory=list)  # stage -> device, or EVERYWHERE
+    devices: list[int] = field(default_factory=list)  # stage -> device
     programs: list[Program] = field(default_factory=list)
     on_ssd: dict[str, str] = field(default_factory=dict)  # stage -> what of it is there: "states" or "all"
+    lanes: list[list[int]] = field(default_factory=list)  # copies of the computation -> their devices; empty: one
+    shards: int = 1  # lanes that share each stage's weights
+    machine: Hardware | None = None  # with lanes: all of it
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
+
+    @property
+    def whole(self) -> Hardware:
+        """The machine with all its lanes."""
+        return self.machine or self.hardware
 
     def stage_of(self, name: str) -> Stage:
         return next(s for s in self.stages if s.spec.name == name)
 
     def stages_on(self, device: int) -> list[Stage]:
-        return [stage for stage, d in zip(self.stages, self.devices) if d in (device, EVERYWHERE)]
+        return [stage for stage, d in zip(self.stages, self.devices) if d == device]
 
 
 @dataclass(frozen=True)

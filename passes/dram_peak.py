@@ -15,7 +15,6 @@ from ..runtime import ops
 from ..runtime.first_fit import FirstFit
 from ..runtime.memory import Home, bytes_of_homes, place_bytes, places_of, takes_place
 from ..runtime.program import PAGE, Program
-from .base import SHARDS
 from .insert_fetch import Phase, phases
 from .updates import Timing, Updates, script, stages_read
 
@@ -38,7 +37,7 @@ class DramPeak:
 
     def __init__(self, program: Program):
         self.program, self.face = program, program.interface
-        self.group = SHARDS if SHARDS in self.face.groups else ""
+        self.group = ops.SHARDS if self.face.shards > 1 else ""
         self.number = {node: i for i, node in enumerate(program.graph.nodes)}
         self.order = phases(program)
         self.grads = {str(n.meta["type"].stage): n for n in program.results().get("grads", [])}

@@ -1,10 +1,11 @@
-"""`insert-shard`: every device keeps a part of each stage in its host's DRAM and has a stage whole only while it runs
-(ZeRO-3 with CPU offload; Mobius section 2.2 and eq. 2).
+"""`insert-shard`: every device keeps a part of each of its stages in its host's DRAM and has a stage whole only while
+it runs (MiCS 3.2; over all devices ZeRO-3 with CPU offload: Mobius section 2.2 and eq. 2).
 
-In: programs in which every device runs all stages on resident weights. Out: the same programs in which each phase of a
-stage begins with a `fetch` of the device's shard and an `all_gather` over all devices. Both are issued at the start of
-the phase before, if both stages fit beside the activations; their places in the arena keep them from running further
-ahead. `insert-optimizer` then scatters the sum of each stage's gradients, and every device steps its shard on the CPU.
+In: programs of a lane whose stages are shared with other lanes, on resident weights. Out: the same programs in which
+each phase of a stage begins with a `fetch` of the device's shard and an `all_gather` over those that share it. Both are
+issued at the start of the phase before, if both stages fit beside the activations; their places in the arena keep them
+from running further ahead. `insert-optimizer` then scatters the sum of each stage's gradients, and every device steps
+its shard on the CPU.
 
 A shard holds a piece of every parameter, not of the stage's memory as a whole: parameters that are tied across stages
 are cut alike, so their gradients are added shard by shard on each device.
@@ -13,7 +14,7 @@ are cut alike, so their gradients are added shard by shard on each device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -21,7 +22,7 @@ from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
 from ..runtime.program import Program, infer_all, place_frees
-from .base import REPLICAS, SHARDS, Draft, Pass
+from .base import Draft, Pass
 from .insert_fetch import Early, fetched_phases, hand_over, phases
 
 
@@ -30,28 +31,24 @@ class InsertShard(Pass):
     """`prefetch`: whether to gather one phase ahead."""
 
     name: ClassVar[str] = "insert-shard"
-    needs: ClassVar[tuple[str, ...]] = ("programs", "replicas", "remat")
+    needs: ClassVar[tuple[str, ...]] = ("programs", "mesh", "remat")
     gives: ClassVar[tuple[str, ...]] = ("tiers",)
     decides: ClassVar[str] = "fetch"
-    fields: ClassVar[tuple[str, ...]] = ("fetch", "shards")
     prefetch: bool = True
 
-    def plan(self, draft: Draft) -> dict[str, Any]:
-        """`shards`: the devices that share each stage; `fetch`: per stage the phases that come one phase early."""
-        devices = list(range(draft.hardware.num_devices))
+    def plan(self, draft: Draft) -> Early:
+        """Per stage the phases that come one phase early."""
+        require_shards(self, draft)
         early: Early = {s.spec.name: {} for s in draft.stages if s.spec.params}
         ahead: Early = {name: dict.fromkeys(("forward", "backward"), _count(draft, name)) for name in early}
         fits = self.prefetch and all(
-            _peak_bytes(program, ahead, devices) <= draft.hardware.devices[program.device].budget_bytes
+            _peak_bytes(program, ahead) <= draft.hardware.devices[program.device].budget_bytes
             for program in draft.programs
         )
-        return {"fetch": ahead if fits else early, "shards": [devices]}
+        return ahead if fits else early
 
-    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
-        early, shards = decision["fetch"], decision["shards"]
-        devices = list(range(draft.hardware.num_devices))
-        if shards != [devices]:
-            raise PassError(f"shards is {shards}; every stage is spread over all devices: {[devices]}")
+    def rewrite(self, draft: Draft, early: Early) -> None:
+        require_shards(self, draft)
         wanted = {s.spec.name for s in draft.stages if s.spec.params}
         if set(early) != wanted:
             odd = min(set(early) ^ wanted)
@@ -62,26 +59,29 @@ class InsertShard(Pass):
                     f"fetch of {stage} is {kinds}; a shard comes as a whole, {_count(draft, stage)} parameters"
                 )
         for program in draft.programs:
-            gather_weights(program, early, devices)
+            gather_weights(program, early)
+
+
+def require_shards(p: Pass, draft: Draft) -> None:
+    """Raise `PassError` where no lanes share their weights."""
+    if draft.shards == 1:
+        raise PassError(f"{p.name}: no lanes share their weights; say how many, such as mesh{{shards=2}}")
 
 
 def _count(draft: Draft, stage: str) -> int:
     return len(draft.stage_of(stage).spec.params)
 
 
-def _peak_bytes(program: Program, early: Early, devices: list[int]) -> int:
+def _peak_bytes(program: Program, early: Early) -> int:
     """Of device memory, where gradients leave behind their last backward."""
     trial = program.copy()
     trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
-    gather_weights(trial, early, devices)
+    gather_weights(trial, early)
     return profile_memory(trial).peak_bytes[ops.DEVICE]
 
 
-def gather_weights(program: Program, early: Early, devices: list[int]) -> None:
+def gather_weights(program: Program, early: Early) -> None:
     """Replace the resident weights of these stages by a fetch of the shard and a gather at every phase."""
-    members = tuple((device, "", "") for device in devices)
-    groups = {name: rows for name, rows in program.interface.groups.items() if name != REPLICAS}
-    program.with_interface(groups={**groups, SHARDS: members})
     order, graph = phases(program), program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     stages = early.keys() & residents.keys()
@@ -100,7 +100,7 @@ def gather_weights(program: Program, early: Early, devices: list[int]) -> None:
 
 def _gather(graph: fx.Graph, place: fx.Node, stage: str, name: str) -> fx.Node:
     with graph.inserting_before(place):
-        shard = graph.call_function(ops.fetch, (f"{stage}.weights",), {"group": SHARDS})
-        gathered = graph.call_function(ops.all_gather, (shard,), {"group": SHARDS})
+        shard = graph.call_function(ops.fetch, (f"{stage}.weights",), {"group": ops.SHARDS})
+        gathered = graph.call_function(ops.all_gather, (shard,), {"group": ops.SHARDS})
     shard.name, gathered.name = f"{name}_shard", name
     return gathered

@@ -19,7 +19,7 @@ from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import plan_arena
 from ..runtime.program import Program, infer_all, place_frees
-from .base import EVERYWHERE, Draft, Pass
+from .base import Draft, Pass
 from .dram_peak import weights_reads
 from .insert_fetch import phases
 from .ssd_room import MOST_AHEAD, SsdRoom, Tiers
@@ -53,11 +53,10 @@ class InsertSsd(Pass):
         for a tier that asks for SSDs which the machine does not have.
         """
         room = SsdRoom(draft)
-        hosts = list(room.hosts)
         tiers: Tiers = {}
         ahead = self.ahead
-        for together in [hosts] if EVERYWHERE in draft.devices else [[host] for host in hosts]:
-            found, depth = room.choose(together, self.tier)
+        for host in room.hosts:
+            found, depth = room.choose([host], self.tier)
             tiers.update(found)
             ahead = min(ahead, depth)
         ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only

@@ -22,7 +22,7 @@ from ..runtime import ops
 from ..runtime.hardware import Hardware
 from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
-from .base import EVERYWHERE, SHARDS, Draft, Pass, require_own
+from .base import Draft, Pass, require_own
 from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 from .insert_shard import gather_weights
 from .insert_ssd import read_within
@@ -55,17 +55,13 @@ def evaluation_programs(
     decision of `insert-ssd`); weights that do are read into the arena of training in DRAM.
     """
     face = draft.programs[0].interface if draft.programs else interface_of(draft)
-    if EVERYWHERE in draft.devices:
-        flows = [shared_flow(face, device) for device in range(face.num_devices)]
-        programs = [Emitter(flow, device, []).evaluate() for device, flow in enumerate(flows)]
-    else:
-        flow = Flow(face, draft.devices)
-        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        order = [row for row in ended if not row[1].is_backward]
-        programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
-    if SHARDS in face.groups:
+    flow = Flow(face, draft.devices)
+    ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
+    order = [row for row in ended if not row[1].is_backward]
+    programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
+    if face.shards > 1:
         for program in programs:
-            gather_weights(program, fetch or {}, face.members(SHARDS))
+            gather_weights(program, fetch or {})
         return programs
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = [stage.spec for stage in draft.stages_on(program.device)]
@@ -80,14 +76,6 @@ def evaluation_programs(
     return programs
 
 
-def shared_flow(face: Interface, device: int) -> Flow:
-    """Of one of several devices that each run the whole model: fill and drain of an equal share of micro-batches."""
-    flow = Flow(face, [device] * len(face.stages))
-    count = face.micro_batches // face.num_devices
-    flow.turns[device] = flow.fill_drain(device, range(device * count, (device + 1) * count))
-    return flow
-
-
 def interface_of(draft: Draft) -> Interface:
     batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
     return Interface(
@@ -98,6 +86,8 @@ def interface_of(draft: Draft) -> Interface:
         state_bytes_per_param=draft.options.state_bytes_per_param,
         states=_states(draft),
         master=draft.options.precision in ("bf16", "fp16"),
+        lanes=tuple(tuple(lane) for lane in draft.lanes),
+        shards=draft.shards,
     )
 
 
@@ -181,10 +171,10 @@ class Flow:
         that has one."""
         return next((r for r in self.learners[value] if self.device_of[r] == device), None)
 
-    def fill_drain(self, device: int, micro_batches: Sequence[int] | None = None) -> list[Turn]:
+    def fill_drain(self, device: int) -> list[Turn]:
         """Stage by stage forward on all micro-batches, then backward in reverse stage order."""
         mine = [spec.name for spec in self.on(device)]
-        todo = range(self.face.micro_batches) if micro_batches is None else micro_batches
+        todo = range(self.face.micro_batches)
         back = [name for name in reversed(mine) if name in self.trained]
         return [Turn(name, m) for name in mine for m in todo] + [Turn(name, m, True) for name in back for m in todo]
 
@@ -402,7 +392,7 @@ class Emitter:
         if not out.requires_grad:
             return None
         if out.name == spec.loss:
-            return 1.0 / self.face.micro_batches
+            return 1.0 / self.face.total_micro_batches
         message = Message(out.name, m, is_gradient=True)
         total = self.values.get(message)
         for src in self.flow.reading_devices(out.name):

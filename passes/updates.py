@@ -17,8 +17,9 @@ from typing import Any
 from torch import fx
 
 from ..runtime import ops
+from ..runtime.fleet import WORLD
 from ..runtime.program import Program, place_frees
-from .base import EVERYWHERE, REPLICAS, SHARDS, Draft
+from .base import Draft
 from .insert_fetch import phases
 
 UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
@@ -64,25 +65,20 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
     clip = draft.options.max_grad_norm
     max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
     groups = tie_groups(draft)
-    if max_norm is not None and REPLICAS not in draft.programs[0].interface.groups:
-        groups["world"] = tuple((p.device, "", "") for p in draft.programs)
+    if max_norm is not None and len(draft.programs) * draft.shards > 1:
+        groups[WORLD] = tuple((p.device, "", "") for p in draft.programs)
     return Updates(where, groups, max_norm, scaled)
 
 
 def tie_groups(draft: Draft) -> dict[str, Group]:
-    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages. Where
-    stages are everywhere, each device has groups of its own: it adds up what was summed over the devices before."""
+    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages."""
     ties = draft.graph.ties()
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
     for stage, home in zip(draft.stages, draft.devices):
         for param in stage.spec.params:
             name = ties.get(param.name, param.name)
-            homes = {f"tie.{name}": home}
-            if home == EVERYWHERE:
-                homes = {f"tie.{name}.{device}": device for device in range(draft.hardware.num_devices)}
-            for group, device in homes.items():
-                if param.requires_grad:
-                    members[group].append((device, stage.spec.name, param.name))
+            if param.requires_grad:
+                members[f"tie.{name}"].append((home, stage.spec.name, param.name))
     return {group: tuple(rows) for group, rows in members.items() if len(rows) > 1}
 
 
@@ -186,13 +182,13 @@ class _Writer:
         place_frees(self.program)
 
     def collect(self, stage: str, grads: fx.Node) -> fx.Node:
-        """Right behind its last backward a stage's gradients are summed over the devices, and offloaded."""
-        name, groups = _short("g", stage), self.program.interface.groups
+        """Right behind its last backward a stage's gradients are summed over the lanes, and offloaded."""
+        name, face = _short("g", stage), self.program.interface
         with self.program.graph.inserting_before(grads.next):
-            if SHARDS in groups:
-                (grads,) = self.program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard"], group=SHARDS)
-            elif len(groups.get(REPLICAS, ())) > 1:
-                (grads,) = self.program.emit(ops.all_reduce, grads, names=[f"{name}_all"], group=REPLICAS)
+            if face.shards > 1 and not grads.meta["type"].group:
+                (grads,) = self.program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard"], group=ops.SHARDS)
+            if face.replicas > 1:
+                (grads,) = self.program.emit(ops.all_reduce, grads, names=[f"{name}_all"], group=ops.REPLICAS)
             if stage in self.script.order:
                 (grads,) = self.program.emit(ops.offload, grads, names=[f"{name}_dram"])
         return grads
@@ -242,9 +238,9 @@ class _Writer:
     def total_norm(self) -> fx.Node:
         """The sum of squares over all devices, wherever their gradients lie."""
         (own,) = self.program.emit(ops.norm, *self.grads.values(), names=["norm"])
-        if "world" not in self.updates.groups:  # every device has all gradients
+        if WORLD not in self.updates.groups:  # every device has all gradients
             return own
-        (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group="world")
+        (total,) = self.program.emit(ops.all_reduce, own, names=["norm_world"], group=WORLD)
         return total
 
 

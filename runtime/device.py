@@ -16,6 +16,7 @@ from .clipping import Grads, Verdict, clip_factor, judge, speculative_factor, su
 from .device_messages import Messages
 from .device_transfers import Transfers
 from .execute import micro_batch_seed
+from .issue import Issue
 from .issuing import Box, Handle
 from .stage_file import Staged
 
@@ -30,7 +31,7 @@ class DeviceRuntime(Transfers, Messages):
     ) -> tuple[Handle, ...]:
         issue = self._next("forward")
         runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
-        seed = micro_batch_seed(self.session.seed, self.session.step_count, stage, micro_batch)
+        seed = self._seed(stage, issue)
 
         def run() -> list[Any]:
             runner.bind(bound.value)
@@ -67,7 +68,7 @@ class DeviceRuntime(Transfers, Messages):
         grads_box = Box() if grads is None else grads.box
         scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
         given = [d.box if isinstance(d, Handle) else d for d in scaled]
-        seed = micro_batch_seed(self.session.seed, self.session.step_count, stage, micro_batch)
+        seed = self._seed(stage, issue)
         if grads is not None:
             grads.release()
 
@@ -85,6 +86,11 @@ class DeviceRuntime(Transfers, Messages):
         a, b = left.box, right.box
         left.release()
         return self._launch(issue, [a, b], lambda: [a.value.add_(b.value)])[0]
+
+    def _seed(self, stage: str, issue: Issue) -> int:
+        """By the micro-batch's number in the whole batch, which a lane counts anew."""
+        assert issue.micro_batch is not None
+        return micro_batch_seed(self.session.seed, self.session.step_count, stage, issue.micro_batch)
 
     # --- ops: update
 

@@ -19,10 +19,11 @@ from .shards import gathered, packed, unpacked
 
 
 class Messages(Issuing):
-    """`send` to `reduce_scatter`."""
+    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them; the issue has the machine's."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
+        dst = issue.peer
         box, link, throttled = value.box, self._link(), self.session.throttled
 
         def run() -> list[Any]:
@@ -40,6 +41,7 @@ class Messages(Issuing):
 
     def recv(self, like: str, *, src: int, tag: str) -> Handle:
         issue = self._next("recv")
+        src = issue.peer
         stage, _, output = like.partition(".")
         spec, link, throttled = self.face.stages[stage].output(output), self._link(), self.session.throttled
 
@@ -56,6 +58,7 @@ class Messages(Issuing):
 
     def all_reduce(self, *values: Handle, group: str) -> tuple[Handle, ...]:
         issue = self._next("all_reduce")
+        group = issue.group
         boxes = [handle.box for handle in values]
         for handle in values:
             handle.release()
@@ -77,6 +80,7 @@ class Messages(Issuing):
 
     def all_gather(self, shard: Handle, *, group: str) -> Handle:
         issue = self._next("all_gather")
+        group = issue.group
         box, stage, link = shard.box, issue.stages[0], self.session.link
         part = self.stores[stage].part
         layout = weights_layout(self.face.stages[stage])
@@ -90,6 +94,7 @@ class Messages(Issuing):
 
     def reduce_scatter(self, grads: Handle, *, group: str) -> Handle:
         issue = self._next("reduce_scatter")
+        group = issue.group
         box, link = grads.box, self.session.link
         part, count = self.stores[issue.stages[0]].part, len(self.face.members(group))
         grads.release()

@@ -19,6 +19,7 @@ from . import ops
 from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .device_file import FUNCTIONS
 from .errors import PlanError, WorkerError
+from .fleet import bind, bound_interface, place_of
 from .hardware import Hardware
 from .memory import homes_of, profile_memory
 from .optimizer import OptimizerSpec
@@ -31,7 +32,7 @@ from .timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that the devices need to start. `files`: one generated file per device, in their order.
+    """Everything that the devices need to start. `files`: one generated file per device of a lane, in their order.
 
     `ssd_dirs`: directories for files, one per SSD, the same on every host; without them each host's own in the hardware
     document. `ssd_verify`: check all that is read from SSD.
@@ -50,12 +51,23 @@ class Setup:
     @cached_property
     def programs(self) -> list[dict[str, Program]]:
         """Per device its programs by name, read from the files."""
-        found = []
-        for device, path in enumerate(self.files):
-            text = Path(path).read_text()
-            names = [name for name in FUNCTIONS if f"def {name}(rt, batch)" in text]
-            found.append({name: parse_program(text, self.interface, device, name) for name in names})
+        found: list[dict[str, Program]] = [{} for _ in range(self.interface.world_size)]
+        for name in FUNCTIONS:
+            texts = [Path(path).read_text() for path in self.files]
+            if all(f"def {name}(rt, batch)" in text for text in texts):
+                rows = [parse_program(text, self.interface, role, name) for role, text in enumerate(texts)]
+                for program in bind(rows):
+                    found[program.device][name] = program
         return found
+
+    def file_of(self, device: int) -> Path:
+        """The generated file that a device runs."""
+        return self.files[place_of(self.interface, device)[1]]
+
+    @cached_property
+    def whole(self) -> Interface:
+        """The interface of all devices."""
+        return bound_interface(self.interface) if self.interface.lanes else self.interface
 
     @cached_property
     def stage_devices(self) -> dict[str, int]:
@@ -72,17 +84,22 @@ class Setup:
         return found
 
     @cached_property
-    def spread(self) -> set[str]:
-        """The stages of which each device holds a shard."""
-        return {stage for own in self.programs for stage, home in homes_of(own["step"]).items() if home.group}
+    def spread(self) -> dict[str, list[int]]:
+        """The stages of which devices hold a shard each, with those devices that together hold one whole."""
+        homes = [row for own in self.programs for row in homes_of(own["step"]).items()]
+        found: dict[str, list[int]] = {}
+        for stage, home in homes:
+            if home.group:
+                found.setdefault(stage, self.whole.members(home.group))
+        return found
 
     def for_device(self, index: int) -> dict[str, Any]:
         """The device's part as plain data; `store` and `hostname` are the driver's to add."""
         return {
             "index": index,
-            "num_devices": self.interface.num_devices,
+            "num_devices": self.interface.world_size,
             "gpu": self._gpu(index),
-            "file": str(self.files[index]),
+            "file": str(self.file_of(index)),
             "interface": self.interface.to_json(),
             "hardware": self.hardware.model_dump(mode="json"),
             "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
@@ -163,7 +180,7 @@ class Driver:
         self._require_open()
         if any(function not in programs for programs in self.setup.programs):
             raise PlanError(f"the files have no `{function}`")
-        check_batch(batch, self.setup.interface, self._batch_names[function])
+        check_batch(batch, self.setup.whole, self._batch_names[function])
         return merge_results(self._run_all(command, batch), self.setup.hardware)
 
     @cached_property
@@ -184,7 +201,7 @@ class Driver:
 
     def timeline(self) -> Timeline:
         """What ran when in the last step, on all devices."""
-        rows = [row for i in range(len(self.setup.files)) for row in self.call("spans", i)[0]["spans"]]
+        rows = [row for i in range(self.setup.interface.world_size) for row in self.call("spans", i)[0]["spans"]]
         names = [device.name for device in self.setup.hardware.devices]
         return Timeline.from_spans(without_waiting([Span(*row) for row in rows]), names)
 
@@ -209,8 +226,8 @@ class InProcessDriver(Driver):
 
     def __init__(self, setup: Setup):
         super().__init__(setup)
-        if setup.interface.num_devices != 1:
-            raise PlanError(f"one process can run one device, the plan has {setup.interface.num_devices}")
+        if setup.interface.world_size != 1:
+            raise PlanError(f"one process can run one device, the plan has {setup.interface.world_size}")
         from .worker import build_session
 
         own = {**setup.for_device(0), "store": None, "hostname": None, "num_threads": None}

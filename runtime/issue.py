@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import Home, Persistent, homes_of, place_bytes, places_of, plan_arena, profile_memory, takes_place
+from .memory import (
+    ON_DEVICE, STAGED, Home, Persistent, homes_of, place_bytes, places_of, plan_arena, profile_memory, takes_place,
+)  # fmt: skip
 from .order import Memory, build_order, lack_of
 from .program import PAGE, Program, aligned, donated, operands, values_of, work_of
 from .text import line_numbers, print_node
@@ -38,11 +40,13 @@ class Issue:
     route: tuple[str, str]  # source, target
     micro_batch: int | None
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
-    place: int | None  # of what is read, offloaded or written: its offset in the arena of its memory
-    place_bytes: int  # whole pages
+    place: int | None  # of what is read, offloaded, written or scattered: its offset in the arena of its memory
+    place_bytes: int  # in host memories whole pages
+    staging: tuple[int, int] | None  # offset in the device's arena, and bytes, for what is between devices
     turn: int  # of fetched weights: see `turns.py`
     tag: str  # of a message; for a load the name of the input
     peer: int
+    group: str  # of a collective
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     waits: tuple[int, ...] = ()
@@ -88,7 +92,9 @@ def plan_issues(
 ) -> Issues:
     """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
     profile = profile_memory(program)
-    offsets = {node: offset for memory in ops.MEMORIES for node, offset in plan_arena(program, memory)[0].items()}
+    arenas = [plan_arena(program, memory) for memory in ops.MEMORIES]
+    offsets = {node: offset for arena in arenas for node, offset in arena.offsets.items()}
+    staging = {node: offset for arena in arenas for node, offset in arena.staging.items()}
     lines = line_numbers(program)
     plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
     index_of: dict[fx.Node, int] = {}
@@ -96,10 +102,13 @@ def plan_issues(
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
         plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
-        if takes_place(node, ops.DEVICE):
+        if node in staging:
+            plan.ops[-1].staging = staging[node], work.workspace_bytes
+        if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:
             plan.ops[-1].pieces = _pieces(program, node, offsets)
         elif takes_place(node):
-            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
+            whole = 1 if node.target is ops.reduce_scatter else PAGE
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), whole)
         if node.target not in (ops.free, ops.resident):
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
@@ -135,7 +144,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         results=[v.name for v in made],
         takes=takes,
         gives=[(v.meta["type"].memory, v.name) for v in gone],
-        workspace_bytes=work.workspace_bytes,
+        workspace_bytes=0 if node.target in STAGED else work.workspace_bytes,
         workspace_memory=work.workspace_memory,
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
@@ -143,9 +152,11 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         pieces=(),
         place=None,
         place_bytes=0,
+        staging=None,
         turn=turn_of(node) if is_weights_fetch(node) else 0,
         tag=str(node.args[1]) if node.target is ops.load else work.tag,
         peer=work.peer,
+        group=work.group,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
         stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
     )

@@ -61,7 +61,7 @@ def start_driver(setup: Setup) -> Driver:
         )
     if TorchrunDriver.is_present():
         return TorchrunDriver(setup)
-    if setup.interface.num_devices == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
+    if setup.interface.world_size == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
         return InProcessDriver(setup)
     return LocalWorkers(setup)
 
@@ -111,7 +111,7 @@ class LocalWorkers(Driver):
 
     def __init__(self, setup: Setup):
         super().__init__(setup)
-        hosts = {device.host for device in setup.hardware.devices[: setup.interface.num_devices]}
+        hosts = {device.host for device in setup.hardware.devices[: setup.interface.world_size]}
         if len(hosts) > 1 and not self.several_hosts:
             raise PlanError(
                 f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
@@ -123,7 +123,7 @@ class LocalWorkers(Driver):
         self._servers: list[LinkServer | TurnServer] = []
         self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self._servers, self.scratch)
         try:
-            for device in range(setup.interface.num_devices):
+            for device in range(setup.interface.world_size):
                 self.workers.append(self._start(device))
             self.link_server = self._serve_links()
             self._servers += [] if self.link_server is None else [self.link_server]
@@ -158,7 +158,7 @@ class LocalWorkers(Driver):
             )
         theirs.close()
         name = self.setup.hardware.devices[device].name
-        return Worker(device, name, process, ours, board, Path(self.setup.files[device]), log)
+        return Worker(device, name, process, ours, board, Path(self.setup.file_of(device)), log)
 
     def _for_device(self, device: int) -> dict[str, Any]:
         """What a worker is told at first."""

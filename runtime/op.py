@@ -21,6 +21,9 @@ STREAMS = (HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU, READ, WRITE)
 # The memories that a program names: each device has its own, DRAM and SSDs are its host's.
 DEVICE, DRAM, SSD = "device", "dram", "ssd"
 MEMORIES = (DEVICE, DRAM, SSD)
+# Groups of devices in several lanes: those that share a stage's weights, and those that have the same of them.
+SHARDS, REPLICAS = "shards", "replicas"
+MESH_GROUPS = (SHARDS, REPLICAS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Work:
     "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of
     `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a
     collective, in which `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring
-    of members.
+    of members; `hierarchical`: first between hosts, each member with those at its place there, then inside each host
+    (MiCS 3.3).
     """
 
     stream: str
@@ -71,6 +75,7 @@ class Work:
     tag: str = ""
     group: str = ""
     rounds: int = 0
+    hierarchical: bool = False
     seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
 
 
@@ -88,6 +93,8 @@ class Context:
 
     def group(self, name: str) -> list[tuple[str, str]]:
         """This device's members of a group: (stage, parameter)."""
+        if self.interface.lanes and name in MESH_GROUPS:
+            return [("", "")]
         if name not in self.interface.groups:
             raise ValueError(f"no group {name!r}; there are {', '.join(self.interface.groups) or 'none'}")
         found = [(stage, param) for device, stage, param in self.interface.groups[name] if device == self.device]

@@ -83,22 +83,25 @@ all_reduce = Op(
 )
 
 
-def _all_gather(ctx: Context, shard: Value, *, group: str) -> Value:
-    """A stage's whole weights, out of the shards of all members."""
+def _all_gather(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Value:
+    """A stage's whole weights, out of the shards of all members. `hierarchical` says how, not what: first between
+    hosts, each member with those at its place there, then inside each host."""
     if want(shard, "shard", "shard", DEVICE).group != group:
         raise ValueError(f"the shard is of group {shard.group!r}, not of {group!r}")
     return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
 
 
-def _once_round(group: str, num_bytes: int, workspace_bytes: int) -> Work:
-    where = {"source": DEVICE, "target": DEVICE, "group": group}
-    return Work(COMM, moved_bytes=num_bytes, **where, rounds=1, workspace_bytes=workspace_bytes)  # type: ignore[arg-type]
+def _once_round(group: str, num_bytes: int, workspace_bytes: int, hierarchical: bool = False) -> Work:
+    return Work(
+        COMM, moved_bytes=num_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1,
+        workspace_bytes=workspace_bytes, hierarchical=hierarchical,
+    )  # fmt: skip
 
 
-def _gather_work(ctx: Context, shard: Value, *, group: str) -> Work:
+def _gather_work(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Work:
     """All shards arrive one behind the other, before their pieces are put in place."""
     whole = ctx.stage(shard.stage).weight_bytes
-    return _once_round(group, whole, shard.bytes * len(ctx.interface.members(group)))
+    return _once_round(group, whole, shard.bytes * ctx.interface.size(group), hierarchical)
 
 
 all_gather = Op(
@@ -106,21 +109,27 @@ all_gather = Op(
     (COMM,),
     _all_gather,
     _gather_work,
-    paper="Mobius eq. 2, MiCS 3.2: every device keeps a part of each stage and has it whole while it runs",
+    paper="Mobius eq. 2, MiCS 3.2, 3.3: every device keeps a part of each stage and has it whole while it runs",
 )
 
 
-def _scatter_work(ctx: Context, grads: Value, *, group: str) -> Work:
-    """What is sent, member by member, and as much that arrives."""
-    members = len(ctx.interface.members(group))
-    return _once_round(group, grads.bytes, 2 * members * ctx.interface.part_of(grads.stage, group).grad_bytes)
+def _scatter_work(ctx: Context, grads: Value, total: Value | None = None, *, group: str) -> Work:
+    """What is sent, member by member, is replaced by what arrives; there is room for one more."""
+    part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
+    return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes)
 
 
-def _reduce_scatter(ctx: Context, grads: Value, *, group: str) -> Value:
-    """The sum of the members' gradients of a stage, of which each keeps its own shard's part."""
+def _reduce_scatter(ctx: Context, grads: Value, total: Value | None = None, *, group: str) -> Value:
+    """The sum of the members' gradients of a stage, of which each keeps its own shard's part; added to `total`, what
+    came of earlier micro-batches."""
     if want(grads, "grads", "grads", DEVICE).group:
         raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
     ctx.group(group)
+    if total is not None:
+        want(total, "grads", "total", DEVICE)
+        if (total.stage, total.group) != (grads.stage, group):
+            found = f"of {total.stage}, " + (f"scattered over {total.group!r}" if total.group else "whole")
+            raise ValueError(f"total must be gradients of {grads.stage}, scattered over {group!r}; found {found}")
     return Value("grads", ctx.interface.part_of(grads.stage, group).grad_bytes, stage=grads.stage, group=group)
 
 
@@ -129,6 +138,6 @@ reduce_scatter = Op(
     (COMM,),
     _reduce_scatter,
     _scatter_work,
-    donates=("grads",),
+    donates=("grads", "total"),
     paper="Mobius eq. 2, MiCS 3.4",
 )

@@ -12,9 +12,12 @@ from .op import (
     H2D,
     HOST,
     MEMORIES,
+    MESH_GROUPS,
     READ,
     RECV,
+    REPLICAS,
     SEND,
+    SHARDS,
     SSD,
     STREAMS,
     WRITE,
@@ -37,6 +40,6 @@ ALL: dict[str, Op] = {
 }  # fmt: skip
 
 __all__ = [
-    "ALL", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "H2D", "HOST", "MEMORIES", "READ", "RECV", "SEND", "SSD",
-    "STREAMS", "WRITE", "Context", "Op", "Value", "Work", "aligned_class", *ALL,
+    "ALL", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "H2D", "HOST", "MEMORIES", "MESH_GROUPS", "READ", "RECV",
+    "REPLICAS", "SEND", "SHARDS", "SSD", "STREAMS", "WRITE", "Context", "Op", "Value", "Work", "aligned_class", *ALL,
 ]  # fmt: skip

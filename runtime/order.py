@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ops
-from .memory import ARENA_OPS, MemoryProfile, place_bytes, places_of, plan_arena, takes_place
+from .memory import ARENA_OPS, STAGED, MemoryProfile, place_bytes, places_of, plan_arena, takes_place
 from .program import Program, donated, operands, values_of, work_of
 
 
@@ -122,7 +122,9 @@ def _create_tasks(programs: Sequence[Program], order: Order) -> None:
                 key = (work.peer, device, work.tag)
             elif work.group:
                 calls[work.group] = calls.get(work.group, 0) + 1
-                key = (work.group, calls[work.group])
+                # Over lanes that are all alike nobody of the other lanes is late.
+                over_lanes = program.interface.lanes and work.group in ops.MESH_GROUPS
+                key = None if over_lanes else (work.group, calls[work.group])
             index = len(order.tasks) if key is None else meetings.setdefault(key, len(order.tasks))
             if index == len(order.tasks):
                 order.tasks.append(Task([]))
@@ -153,7 +155,7 @@ class _Device:
             self.wait_for_stream(node, index, work)
             self.wait_for_weights(node, index)
             for arena in arenas:
-                for other in arena.visit(node, index):
+                for other in arena.visit(node, index, work):
                     self.wait(index, other, "its part of the arena is still taken")
             for budget in budgets:
                 for other in budget.visit(node, index, work):
@@ -212,23 +214,30 @@ class _ArenaWaits:
 
     def __init__(self, program: Program, memory: str):
         self.memory = memory
-        self.offsets, _ = plan_arena(program, memory)
+        plan = plan_arena(program, memory)
+        self.offsets, self.staging = plan.offsets, plan.staging
         self.given_back: list[tuple[int, int, int]] = []  # (offset, end, task of the free)
 
-    def visit(self, node: fx.Node, index: int) -> list[int]:
-        if not self.offsets:
-            return []
-        if node.target is ops.free:
+    def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
+        found: list[int] = []
+        if node.target is ops.free and self.offsets:
             for value in node.all_input_nodes:
                 for part in places_of(value) if value.meta["type"].memory == self.memory else ():
                     self.given_back.append((*self.place(part), index))
-        elif takes_place(node, self.memory):
-            start, end = self.place(node)
-            found = [task for first, last, task in self.given_back if first < end and start < last]
-            # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
-            self.given_back = [row for row in self.given_back if not (start <= row[0] and row[1] <= end)]
-            return found
-        return []
+        if node in self.offsets:
+            found += self.take(*self.place(node))
+        if node in self.staging:
+            start, end = self.staging[node], self.staging[node] + work.workspace_bytes
+            found += self.take(start, end)
+            self.given_back.append((start, end, index))
+        return found
+
+    def take(self, start: int, end: int) -> list[int]:
+        """The tasks that free what overlaps this place."""
+        found = [task for first, last, task in self.given_back if first < end and start < last]
+        # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
+        self.given_back = [row for row in self.given_back if not (start <= row[0] and row[1] <= end)]
+        return found
 
     def place(self, value: fx.Node) -> tuple[int, int]:
         return self.offsets[value], self.offsets[value] + place_bytes(value)
@@ -268,9 +277,10 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     if node.target is ops.free:
         freed = [v.meta["type"] for v in operands(node) if not places_of(v)]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
-    workspace = work.workspace_bytes if memory == work.workspace_memory else 0
+    workspace = work.workspace_bytes if memory == work.workspace_memory and node.target not in STAGED else 0
     if takes_place(node):
-        return workspace, workspace
+        gone = [v.meta["type"] for v in donated(node) if not places_of(v)]
+        return workspace, workspace + sum(kind.bytes for kind in gone if kind.memory == memory)
     made = (value.meta["type"] for value in values_of(node))
     grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
     grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)

@@ -163,6 +163,10 @@ class Interface:
 
     `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
     takes part with the whole value, one without a stage with any stage; "world" is every device.
+    `lanes`: where several copies of the computation share the micro-batches, the machine's devices of each, in the order
+    of the programs; `num_devices` and `micro_batches` are then those of one, and devices that `SHARDS` or `REPLICAS`
+    joins are in other lanes, so that these groups have no rows. `shards`: so many lanes, one behind the other, share
+    each stage's weights. See `fleet.py`.
     `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
     the shapes of its parameters; `master`: fp32 copies exist beside the weights.
     """
@@ -175,6 +179,26 @@ class Interface:
     state_bytes_per_param: float = 8.0
     master: bool = False
     states: dict[str, int] = field(default_factory=dict)
+    lanes: tuple[tuple[int, ...], ...] = ()
+    shards: int = 1
+
+    @property
+    def replicas(self) -> int:
+        return len(self.lanes) // self.shards if self.lanes else 1
+
+    @property
+    def total_micro_batches(self) -> int:
+        """Of all lanes together."""
+        return self.micro_batches * max(1, len(self.lanes))
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the machine that take part."""
+        return self.num_devices * max(1, len(self.lanes))
+
+    def size(self, group: str) -> int:
+        """How many devices a group has."""
+        return {ops.SHARDS: self.shards, ops.REPLICAS: self.replicas}.get(group) or len(self.members(group))
 
     def state_bytes(self, spec: StageSpec) -> int:
         """Optimizer states of a stage."""
@@ -201,7 +225,7 @@ class Interface:
     def part_of(self, stage: str, group: str) -> StageSpec:
         """The stage as a member of the group keeps it: whole where there is no group, else a shard."""
         spec = self.stages[stage]
-        return spec.shard(len(self.members(group))) if group else spec
+        return spec.shard(self.size(group)) if group else spec
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -226,6 +250,7 @@ class Interface:
             stage["saved"] = tuple(SavedSpec(**{**row, "calls": tuple(row["calls"])}) for row in stage["saved"])
         raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
         raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}
+        raw["lanes"] = tuple(tuple(lane) for lane in raw["lanes"])
         raw["groups"] = {name: tuple((d, s, p) for d, s, p in rows) for name, rows in raw["groups"].items()}
         return Interface(**raw)
 

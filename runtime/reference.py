@@ -20,7 +20,8 @@ from . import ops
 from .clipping import Grads, LossScale
 from .errors import PenstockError, PlanError, VerifyError, WorkerError
 from .execute import Kept
-from .memory import Account, homes_of, persistent_bytes, places_of, plan_arena
+from .fleet import bind
+from .memory import STAGED, Account, homes_of, persistent_bytes, places_of, plan_arena
 from .optimizer import OptimizerSpec
 from .program import ParamSpec, Program, donated, infer_all, values_of, work_of
 from .reference_ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, Weights, World
@@ -51,6 +52,10 @@ class Reference:
         self.programs: dict[str, list[Program]] = {"step": [], "evaluate": []}
         for program in programs:
             infer_all(program)
+        steps = [program for program in programs if program.function == "step"]
+        others = [program for program in programs if program.function != "step"]
+        programs = [*(bind(steps) if steps else []), *(bind(others) if others else [])]
+        for program in programs:
             self.programs[program.function].append(program)
         face = programs[0].interface
         self.world = World(face, {}, seed)
@@ -241,7 +246,7 @@ class DeviceRun:
         elif produced:
             self._place(produced[0], result, node)
         work = work_of(self.program, node)
-        if work.workspace_bytes:
+        if work.workspace_bytes and op not in STAGED:  # these have a place in the arena
             memory = ops.DRAM if work.workspace_memory == ops.DRAM else f"device{self.program.device}"
             account, name = self.accounts[memory], f"workspace of {op.name}"
             account.take(name, work.workspace_bytes, str(print_node(node)))

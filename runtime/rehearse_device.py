@@ -19,7 +19,7 @@ from .device import DeviceRuntime
 from .issue import Issue, Issues
 from .issuing import Box, Handle
 from .link_server import LinkClient
-from .program import StageSpec, work_of
+from .program import StageSpec
 from .session import DeviceSession, StepResult
 from .session_memory import SessionMemory
 from .streams import Stream, ThreadStream
@@ -51,7 +51,7 @@ class RehearsedSession(DeviceSession):
     def __init__(self, *args: Any, waits_s: Sequence[float | None], link_server: LinkClient, **options: Any):
         super().__init__(*args, **options, link_server=link_server)
         self.waits_s = waits_s
-        self.group_of = [work_of(self.file.step, node).group for node in self.file.step.ops()]
+        self.group_of = [issue.group for issue in self.plans["step"].ops]
 
     def _find_device(self) -> torch.device:
         return NOWHERE

@@ -23,6 +23,7 @@ from .cores import available_cores, optimizer_cores
 from .device import DeviceRuntime
 from .device_file import DeviceFile
 from .errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
+from .fleet import bind_one, place_of
 from .hardware import Hardware
 from .issue import Issue, Issues, plan_issues
 from .issuing import Box
@@ -93,7 +94,9 @@ class DeviceSession:
         self.index, self.hardware, self.optimizer = index, hardware, optimizer
         self.precision, self.seed, self.file, self.link = precision, seed, file, link
         self.link_server, self._shared, self._collective_s = link_server, shared or {}, collective_s or {}
-        self.face: Interface = file.programs["step"].interface
+        lane, _ = place_of(file.step.interface, index)
+        self.programs = {name: bind_one(program, lane) for name, program in file.programs.items()}
+        self.face: Interface = self.programs["step"].interface
         self.spec = hardware.devices[index]
         self.device = self._find_device()
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
@@ -107,11 +110,11 @@ class DeviceSession:
         self._streams: dict[str, Stream] = {}
         whole_bytes = hardware.dram_budget_bytes(self.spec.host)
         self.dram_budget_bytes = whole_bytes if dram_budget_bytes is None else dram_budget_bytes
-        programs = list(file.programs.values())
+        programs = list(self.programs.values())
         if link is not None:
             link.connect(message_orders(programs), group_memories(programs))
         self.throttled = hardware.throttled and self.spec.kind == "cpu"
-        self.plans = {name: self._plan(name, program) for name, program in file.programs.items()}
+        self.plans = {name: self._plan(name, program) for name, program in self.programs.items()}
         # Where copies wait for turns or for disks, a thread issues them: else these waits would hold up computation.
         waiting = turns is not None or any(ops.READ in plan.streams for plan in self.plans.values())
         on_gpu = self.spec.kind == "cuda" and self.device.type != "meta"

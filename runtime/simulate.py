@@ -11,10 +11,11 @@ from itertools import accumulate
 
 from . import ops
 from .hardware import Hardware
+from .fleet import shown
 from .order import Order, build_order, memory_change
 from .program import Program
 from .sharing import Progress
-from .task_costs import CostModel
+from .task_costs import CostModel, Fleet
 from .text import print_node
 from .timeline import Span, Timeline
 from .verify_case import Case
@@ -33,14 +34,19 @@ def simulate(
     `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
     device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
     does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
+    Programs of a lane are those of all: on a few devices each is simulated, on more, where lanes are alike and so do the
+    same at the same time, one of them on its part of the machine.
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
+    face, whole = programs[0].interface, hardware
+    programs, hardware = shown(programs, whole)
+    fleet = None if hardware is whole else Fleet(whole, face)
     case = Case(programs, hardware)
     for rule in (check_devices, check_messages, check_collectives):
         rule(case)
     order = build_order(programs, case.memories)
-    engine = _Engine(order, CostModel(hardware, precision))
+    engine = _Engine(order, CostModel(hardware, precision, fleet))
     engine.run(start)
     if len(engine.ended_s) < len(order.tasks):
         check_deadlock(case)

@@ -16,13 +16,15 @@ weights that come through one root complex come in chunks, those of the stage th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from . import ops
 from .cpu_costs import copying, core_flow, core_links, messaging, update_s
+from .fleet import members_of, whole_link
 from .hardware import Device, Hardware
 from .links import Link
 from .order import Task, build_order
-from .program import Program
+from .program import Interface, Program
 from .sharing import Cost
 from .turns import is_weights_fetch, turn_of
 
@@ -31,11 +33,20 @@ OWN_CALLS = 20  # what the runtime does around each op on the compute stream tak
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
 
 
-class CostModel:
-    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16")."""
+@dataclass(frozen=True)
+class Fleet:
+    """The whole machine of which a lane has a part, and the lane's interface with all lanes."""
 
-    def __init__(self, hardware: Hardware, precision: str):
-        self.hardware = hardware
+    hardware: Hardware
+    face: Interface
+
+
+class CostModel:
+    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's part
+    of a machine, all of it."""
+
+    def __init__(self, hardware: Hardware, precision: str, fleet: Fleet | None = None):
+        self.hardware, self.fleet = hardware, fleet
         self.precision = precision
         self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
         self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
@@ -43,6 +54,8 @@ class CostModel:
 
     def cost(self, task: Task) -> Cost:
         device, node, work = task.parts[0]
+        if work.group in ops.MESH_GROUPS and self.fleet is not None:
+            return self.over_lanes(device, work)
         if work.group:
             return self.collective([(d, w) for d, _, w in task.parts])
         if work.stream in (ops.SEND, ops.RECV):
@@ -103,6 +116,34 @@ class CostModel:
         rounds = members[0][1].rounds * (len(members) - 1)
         amount = max(work.moved_bytes for _, work in members) * rounds / len(members)
         return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))
+
+    def over_lanes(self, role: int, work: ops.Work) -> Cost:
+        """A collective of devices in several lanes, while all other lanes do theirs: what all of them together put on
+        each link of this lane's part of the machine, of which it has the part that it has of the link."""
+        assert self.fleet is not None
+        key = (role, work, URGENT)
+        if key in self.known:
+            return self.known[key]
+        face, whole = self.fleet.face, CostModel(self.fleet.hardware, self.precision)
+        load: dict[str, float] = {}
+        fixed_s = 0.0
+        for lane, devices in enumerate(face.lanes):
+            members = members_of(face, lane, role, work.group)
+            if members[0] != devices[role]:
+                continue  # each group once
+            cost = whole.collective([(device, work) for device in members])
+            fixed_s = max(fixed_s, cost.fixed_s)
+            for path, amount in cost.flows:
+                for link in path:
+                    load[link] = load.get(link, 0.0) + amount
+        flows = []
+        for link in self.links:
+            there = whole_link(self.fleet.hardware, face.lanes[0], link)
+            if there in load:
+                part = self.links[link].bandwidth / whole.links[there].bandwidth
+                flows.append(((link,), load[there] * part))
+        self.known[key] = Cost(fixed_s, tuple(flows))
+        return self.known[key]
 
     def memory(self, device: int, name: str) -> str:
         """The machine's name for "device", "dram", "ssd" or "device3" as a program of `device` says it."""

@@ -30,7 +30,7 @@ class TorchrunDriver(Driver):
     def __init__(self, setup: Setup):
         super().__init__(setup)
         self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        devices = setup.interface.num_devices
+        devices = setup.interface.world_size
         if world != devices:
             raise PlanError(
                 f"torchrun has started {world} processes, the plan has {devices} devices; use --nproc-per-node so that "
@@ -89,7 +89,7 @@ class TorchrunDriver(Driver):
     def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's plain data. Nobody is more than one round ahead, so what lies two rounds back can go."""
         self.store.set(f"{self._round}/{self.rank}", json.dumps(mine))
-        ranks = range(self.setup.interface.num_devices)
+        ranks = range(self.setup.interface.world_size)
         found = [json.loads(self.store.get(f"{self._round}/{rank}")) for rank in ranks]
         if self._round >= 2:
             self.store.delete_key(f"{self._round - 2}/{self.rank}")

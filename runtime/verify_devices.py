@@ -75,6 +75,8 @@ def check_collectives(case: Case) -> None:
             if node.target not in COLLECTIVES:
                 continue
             group = str(node.kwargs["group"])
+            if group not in groups:  # of lanes, which all do the same
+                continue
             calls.setdefault(group, {}).setdefault(program.device, []).append((program, node))
     for group, by_device in calls.items():
         members = sorted({device for device, _, _ in groups[group]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -110,9 +111,19 @@ def check_coverage(case: Case) -> None:
 
 
 def _joined(face: Interface, stage: str, first: int, second: int) -> bool:
-    """Whether some group holds the whole stage on both devices."""
-    whole = [{d for d, s, param in rows if s in ("", stage) and not param} for rows in face.groups.values()]
-    return any({first, second} <= devices for devices in whole)
+    """Whether groups that hold the whole stage join both devices."""
+    return second in _reach(face, stage, first, face.groups)
+
+
+def _reach(face: Interface, stage: str, first: int, groups: Collection[str]) -> set[int]:
+    """The devices that these groups join with `first`, maybe in several hops, as far as they hold the whole stage."""
+    whole = [{d for d, s, param in face.groups[name] if s in ("", stage) and not param} for name in groups]
+    reached, before = {first}, set[int]()
+    while reached != before:
+        before = set(reached)
+        for devices in whole:
+            reached |= devices if devices & reached else set()
+    return reached
 
 
 def _has_gradients(spec: StageSpec) -> bool:
@@ -236,14 +247,13 @@ def _check_sum(program: Program, node: fx.Node, found: _Sum, micro_batches: set[
 
 
 def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], face: Interface, homes: set[int]) -> None:
-    """The groups that the gradients of a stage went through join all its devices, maybe in several hops."""
+    """The groups that the gradients of a stage went through join all its devices, and all lanes."""
     program, node, found = ends[0]
-    reached, before = {program.device}, set[int]()
-    while reached != before:
-        before = set(reached)
-        for group in {name for end in ends for name in end[2].groups}:
-            devices = {d for d, stage, param in face.groups[group] if stage in ("", found.stage) and not param}
-            reached |= devices if devices & reached else set()
+    groups = {name for end in ends for name in end[2].groups}
+    for group in ops.MESH_GROUPS if face.lanes else ():
+        if face.size(group) > 1 and group not in groups:
+            fail(program, node, f"the gradients of {found.stage} were not summed over the {group} of other lanes")
+    reached = _reach(face, found.stage, program.device, groups & face.groups.keys())
     if homes - reached:
         names = ", ".join(map(str, sorted(homes - reached)))
         fail(program, node, f"the gradients of {found.stage} were not summed with those of device {names}")

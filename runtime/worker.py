@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .commands import COMMANDS
 from .device_file import open_device_file
 from .errors import WorkerError
+from .fleet import bound_interface, place_of
 from .hardware import Hardware
 from .heap import keep_freed_memory
 from .link import Link
@@ -68,13 +69,13 @@ def build_session(
         torch.get_num_threads()  # the first use would else overwrite the number set next
         torch.set_num_threads(setup["num_threads"])
     link = None
-    if interface.num_devices > 1:
+    if interface.world_size > 1:
         assert store is not None
         link = Link(
             store,
             index,
-            interface.num_devices,
-            device_groups(interface),
+            interface.world_size,
+            device_groups(bound_interface(interface) if interface.lanes else interface),
             device,
             timeout_s=setup["timeout_s"],
             hostname=setup["hostname"],
@@ -89,7 +90,7 @@ def build_session(
         "dram_budget_bytes": setup["dram_budget_bytes"],
         "link_server": None if address is None else LinkClient(address, index),
     }
-    file = open_device_file(setup["file"], interface, index)
+    file = open_device_file(setup["file"], interface, place_of(interface, index)[1])
     if rehearsed:
         return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
     optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])

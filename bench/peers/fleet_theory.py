@@ -25,7 +25,7 @@ RING, EXCHANGE, HIERARCHICAL = "ring", "exchange", "hierarchical"
 
 @dataclass(frozen=True)
 class Fleet:
-    """`hosts` with `per_host` ranks each, and a model of `model_bytes` (the weights as they are gathered and summed)."""
+    """`hosts` with `per_host` ranks each, and a model of `model_bytes`, as gathered and summed."""
 
     hosts: int
     per_host: int

@@ -82,7 +82,7 @@ def test_a_plan_with_shards_is_saved_edited_and_refused(tmp_path: Path) -> None:
     plan = penstock.compile(model, DEVICES, strategy="zero3-offload", micro_batches=4, **options).plan
     plan.save(tmp_path / "plan.json")
     again = penstock.compile(model, DEVICES, plan=tmp_path / "plan.json", **options).plan
-    assert again.decisions == plan.decisions and again.decisions.shards == [[0, 1]] and again.hash == plan.hash
-    plan.decisions.shards = [[0], [1]]
-    with pytest.raises(penstock.errors.PassError, match="spread over all devices"):
+    assert again.decisions == plan.decisions and again.decisions.mesh.shards == 2 and again.hash == plan.hash
+    plan.decisions.mesh.shards = 1
+    with pytest.raises(penstock.errors.PassError, match="no lanes share their weights"):
         penstock.compile(model, DEVICES, plan=plan, **options)

@@ -1,0 +1,101 @@
+"""`mesh`: the machine's devices as lanes, each a whole copy of the computation on its share of the micro-batches.
+
+In: a machine and a number of micro-batches. Out: a draft whose `hardware` is what one lane has of the machine and whose
+micro-batches are those of one lane, so that the passes behind it plan one lane as they would plan a machine. A lane is
+`depth` devices that divide the stages; `shards` lanes, one behind the other, share each stage's weights, gradients and
+optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..runtime.errors import PassError
+from ..runtime.fleet import slice_of
+from .base import Draft, Pass
+
+NEAREST = ("shards", "pipeline")  # whose devices are neighbours
+
+
+@dataclass(frozen=True)
+class Mesh(Pass):
+    """`shards`: devices that share each stage; `depth`: devices of one pipeline; `nearest`: which of the two are next
+    to each other in the machine's order, so on one host as far as they fit. The rest of the machine are replicas.
+
+    Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
+    buffer: the lanes' copies of that would drift apart.
+    """
+
+    name: ClassVar[str] = "mesh"
+    decides: ClassVar[str] = "mesh"
+    gives: ClassVar[tuple[str, ...]] = ("mesh",)
+    optional: ClassVar[bool] = True
+    shards: int = 1
+    depth: int = 1
+    nearest: str = "shards"
+
+    def __post_init__(self) -> None:
+        if self.nearest not in NEAREST:
+            raise PassError(f"pass {self.name!r}: option nearest={self.nearest!r} is none of {', '.join(NEAREST)}")
+        for name, value in (("shards", self.shards), ("depth", self.depth)):
+            if value < 1:
+                raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`lanes`: per lane its devices, in the order of its pipeline; `shards`: lanes that share weights."""
+        count, each = draft.hardware.num_devices, self.shards * self.depth
+        if count % each:
+            near = [n for n in range(each, count + 1) if count % n == 0]
+            raise PassError(
+                f"{self.shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
+                f"the nearest number that can is {near[0]}"
+            )
+        rows = np.arange(count).reshape(
+            (-1, self.depth, self.shards) if self.nearest == "shards" else (-1, self.shards, self.depth)
+        )
+        lanes = (rows.swapaxes(1, 2) if self.nearest == "shards" else rows).reshape(-1, self.depth)
+        return {"lanes": lanes.tolist(), "shards": self.shards}
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        lanes, shards = decision["lanes"], decision["shards"]
+        _check_lanes(lanes, shards, draft.hardware.num_devices)
+        if draft.partition:
+            raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
+        if len(lanes) == 1:
+            return
+        _check_shares(draft.options.micro_batches, len(lanes))
+        _check_buffers(draft)
+        draft.lanes, draft.shards = [list(lane) for lane in lanes], shards
+        draft.machine, draft.hardware = draft.hardware, slice_of(draft.hardware, lanes)
+        draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // len(lanes))
+
+
+def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:
+    """Raise `PassError` where a plan's lanes are not what every lane must be."""
+    used = sorted(device for lane in lanes for device in lane)
+    if used != list(range(count)) or len({len(lane) for lane in lanes}) != 1:
+        raise PassError(f"mesh: lanes are {lanes}; equally long, they hold each of the devices 0 to {count - 1} once")
+    if shards < 1 or len(lanes) % shards:
+        raise PassError(f"mesh: {shards} shards; the {len(lanes)} lanes cannot be divided by that")
+
+
+def _check_shares(count: int, lanes: int) -> None:
+    if count % lanes:
+        near = max(lanes, round(count / lanes) * lanes)
+        raise PassError(
+            f"{count} micro-batches cannot be shared out equally among {lanes} lanes; the nearest micro_batches that can "
+            f"is {near}"
+        )
+
+
+def _check_buffers(draft: Draft) -> None:
+    changed = next((n for n in draft.graph.nodes if n.meta.get("updates_buffers")), None)
+    if changed is not None:
+        raise PassError(
+            f"{changed.name} ({changed.meta.get('source', '')}) changes a buffer in every forward, such as the running "
+            "statistics of a batch normalisation; lanes that train on different micro-batches would each have their "
+            'own. Use a pipeline, such as strategy="gpipe", or freeze the statistics'
+        )
