@@ -8,7 +8,7 @@ more than it, each measured by its weight (1 for bytes between memories). A lowe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -167,11 +167,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a task takes: `fixed_s` passes first, then all `flows` (path, amount) run at the same time."""
+    """What a task takes: `fixed_s` passes first, then all `flows` (path, amount) run at the same time, and `then` comes
+    what is left of it."""
 
     fixed_s: float = 0.0
     flows: tuple[tuple[Path, float], ...] = ()
     priority: int = 0
+    then: Cost | None = None
+
+    def parts(self) -> Iterator[Cost]:
+        """It and all that comes behind it, in order."""
+        part: Cost | None = self
+        while part is not None:
+            yield part
+            part = part.then
 
 
 class Progress:
@@ -208,16 +217,25 @@ class Progress:
         flow, changed = self.traffic.end(what, now_s)
         self._expect(changed)
         self.flows_left[flow] -= 1
-        return now_s, None if self.flows_left[flow] else flow
+        return now_s, None if self.flows_left[flow] else self._over(flow, now_s)
 
     def _flow(self, task: int, now_s: float) -> int | None:
-        """The fixed part is over: start the task's flows; the task itself is over when it has none."""
+        """A fixed part is over: start the task's flows; that part is over when it has none."""
         cost = self.costs.pop(task)
+        if cost.then is not None:
+            self.costs[task] = cost.then
         self.flows_left[task] = len(cost.flows)
         for path, amount in cost.flows:
             self.moved[path] = self.moved.get(path, 0.0) + amount
             self._expect(self.traffic.start(self.traffic.lane(path, cost.priority), task, amount, now_s))
-        return None if cost.flows else task
+        return None if cost.flows else self._over(task, now_s)
+
+    def _over(self, task: int, now_s: float) -> int | None:
+        """One part of a task is over: the next begins, or the task is over."""
+        if task not in self.costs:
+            return task
+        self.begin(task, self.costs[task], now_s)
+        return None
 
     def _expect(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:

@@ -74,7 +74,7 @@ def _contended(
                 if node.target not in TRANSFERS:
                     continue
                 user = (device, work_of(own[name], node).stream)
-                for path, _ in cost.flows:
+                for path, _ in (flow for part in cost.parts() for flow in part.flows):
                     rate = min(links[link].bandwidth for link in path)
                     for link in path:
                         users = wanted.setdefault(links[link].simplex or link, {})
@@ -84,10 +84,11 @@ def _contended(
 
 def _alone_s(cost: Cost, links: dict[str, Link]) -> float:
     """Seconds of flows that share their links with nothing, not even each other."""
-    return cost.fixed_s + max(
-        (amount / min(links[n].bandwidth for n in path) for path, amount in cost.flows), default=0.0
+    return sum(
+        part.fixed_s + max((amount / min(links[n].bandwidth for n in path) for path, amount in part.flows), default=0.0)
+        for part in cost.parts()
     )
 
 
 def _resources(cost: Cost, links: dict[str, Link]) -> set[str]:
-    return {links[link].simplex or link for path, _ in cost.flows for link in path}
+    return {links[link].simplex or link for part in cost.parts() for path, _ in part.flows for link in path}

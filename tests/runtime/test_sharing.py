@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.links import Link
-from penstock.runtime.sharing import Traffic, fair_rates
+from penstock.runtime.sharing import Cost, Progress, Traffic, fair_rates
 
 NAMES = ("a", "b", "c", "d", "read", "write")
 
@@ -128,3 +128,18 @@ def test_a_flow_is_held_up_exactly_as_long_as_it_shares() -> None:
     assert short.next_end_s() == pytest.approx(4.0)
     assert traffic.end(short, 4.0)[0] == 2
     assert long.next_end_s() == pytest.approx(11.0)
+
+
+def test_the_parts_of_a_cost_come_one_behind_the_other() -> None:
+    links = make_links([10.0, 20.0])
+    last = Cost(0.5, ((("b",), 20.0),))
+    cost = Cost(1.0, ((("a",), 10.0), (("b",), 10.0)), then=Cost(0.25, then=last))
+    progress = Progress(links)
+    progress.begin(7, cost, 2.0)
+    ends = []
+    while progress.events:
+        now_s, over = progress.pop()
+        ends += [(now_s, over)] if over is not None else []
+    assert ends == [(pytest.approx(2.0 + 1.0 + 1.0 + 0.25 + 0.5 + 1.0), 7)]
+    assert [part.fixed_s for part in cost.parts()] == [1.0, 0.25, 0.5]
+    assert progress.moved == {("a",): 10.0, ("b",): 30.0}
