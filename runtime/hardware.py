@@ -359,15 +359,18 @@ class Hardware(Part):
         link: str | float | None = None,
         threads: int = 1,
         ssd_dir: str | Path | None = None,
+        hosts: int = 1,
+        network: str | float | None = None,
     ) -> Hardware:
         """CPU devices with a memory budget each, all of it usable, on which every plan runs for real.
 
-        Giving any of `h2d`, `d2h` (device to DRAM and back) or `link` (device to device) makes the runtime hold
-        transfers down to these rates. `ssd` adds a disk of that size, whose files lie in `ssd_dir`.
+        Giving any of `h2d`, `d2h` (device to DRAM and back), `link` (device to device) or `network` (between hosts)
+        makes the runtime hold transfers down to these rates. The devices are divided over `hosts` in their order; each
+        host has a DRAM of that size, and with `ssd` a disk of that size, whose files lie in `ssd_dir`.
         """
         if ssd is None and ssd_dir is not None:
             raise HardwareError(f'ssd_dir={str(ssd_dir)!r}, but ssd=None: say how much of it, such as ssd="20GB"')
-        document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads)
+        document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads, hosts=hosts, network=network)
         if ssd_dir is not None:
             document["hosts"][0]["ssds"][0]["directory"] = str(ssd_dir)
         return cls.model_validate(document)

@@ -322,28 +322,40 @@ def cpu_document(
     link: str | float | None = None,
     threads: int = 1,
     name: str = "cpu",
+    hosts: int = 1,
+    network: str | float | None = None,
 ) -> Document:
-    """CPU devices with a memory budget each, joined by loopback; any of the three rates throttles transfers."""
+    """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order; any of the rates
+    throttles transfers."""
+    if not 1 <= hosts <= max(1, num_devices):
+        raise HardwareError(f"hosts={hosts}: found {num_devices} devices, allowed: 1 to {num_devices}, one on each")
+    if network is not None and hosts == 1:
+        raise HardwareError(f"network={network!r}, but hosts=1: nothing goes over it; say how many, such as hosts=2")
     source = "rates of one core of a 2020s server CPU as a guess; detect with measure=True for this machine's own"
     copy = 10e9  # bytes/s of one thread copying
     down = next((rate for rate in (h2d, d2h) if rate is not None), copy)
     up = next((rate for rate in (d2h, h2d) if rate is not None), copy)
     devices = [
         {
-            "name": f"cpu{index}", "kind": "cpu", "memory_bytes": memory, "usable_fraction": 1.0,
+            "name": f"cpu{index}", "kind": "cpu", "host": index * hosts // num_devices, "memory_bytes": memory,
+            "usable_fraction": 1.0, "achieved_fraction": 1.0,
             "peak_flops": {"fp32": 80e9 * threads, "bf16": 160e9 * threads, "fp16": 20e9 * threads},
-            "achieved_fraction": 1.0, "memory_bandwidth": 2 * copy, "h2d_bandwidth": down,
+            "memory_bandwidth": 2 * copy, "h2d_bandwidth": down,
             "d2h_bandwidth": up, "link_latency_s": 20e-6, "op_overhead_s": 5e-6, "threads": threads,
         }
         for index in range(num_devices)
     ]  # fmt: skip
+    cores = -(-max(1, num_devices) // hosts) * threads
     one_host: Document = {
         "dram_bytes": dram, "dram_usable_fraction": 1.0, "dram_bandwidth": 40e9,
-        "cpu_cores": max(1, num_devices) * threads, "optimizer_params_per_s": 1.5e9 * max(1, num_devices) * threads,
+        "cpu_cores": cores, "optimizer_params_per_s": 1.5e9 * cores,
         "root_complexes": [{"bandwidth_up": 20e9, "bandwidth_down": 20e9}],
         "nvlink_bandwidth": 2e9 if link is None else link, "nvlink_latency_s": 100e-6,
     }  # fmt: skip
     if ssd is not None:
         one_host["ssds"] = [{"size_bytes": ssd, "read_bandwidth": "1GB/s", "write_bandwidth": "0.5GB/s"}]
-    throttled = any(rate is not None for rate in (h2d, d2h, link))
-    return {"name": name, "source": source, "hosts": [one_host], "devices": devices, "throttled": throttled}
+    throttled = any(rate is not None for rate in (h2d, d2h, link, network))
+    document = {"name": name, "source": source, "hosts": [one_host] * hosts, "devices": devices, "throttled": throttled}
+    if hosts > 1:
+        document["network"] = {"bandwidth": 1e9 if network is None else network, "latency_s": 100e-6}
+    return document

@@ -205,6 +205,20 @@ def test_cpu_machines() -> None:
     assert "ssd0.0" in slow.memories()
 
 
+def test_cpu_machines_of_several_hosts() -> None:
+    two = Hardware.cpu(5, dram="1GB", ssd="2GB", ssd_dir="/x", hosts=2, network="10MB/s")
+    assert [device.host for device in two.devices] == [0, 0, 0, 1, 1]
+    assert two.throttled and not Hardware.cpu(2, hosts=2).throttled
+    assert (two.bandwidth("cpu0", "cpu1"), two.bandwidth("cpu2", "cpu3"), two.bandwidth("dram0", "dram1")) == (
+        2e9, 1e7, 1e7,
+    )  # fmt: skip
+    assert [two.dram_budget_bytes(host) for host in (0, 1)] == [10**9] * 2
+    assert two.ssd_directories(1) == ["/x"]
+    for wrong in ({"hosts": 3}, {"hosts": 0}, {"network": "1GB/s"}):
+        with pytest.raises(HardwareError, match=r"hosts=[013]"):
+            Hardware.cpu(2, **wrong)
+
+
 def test_a_zero_link_rate_is_refused() -> None:
     with pytest.raises(HardwareError, match="h2d_bandwidth: found 0, allowed: greater than 0"):
         Hardware.cpu(2, h2d=0)
