@@ -34,9 +34,7 @@ class Transfers(Issuing):
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue = self._next("load")
         rows = self.face.batch[name].shape[0]
-        assert issue.micro_batch is not None  # of the whole batch: its lane counts from 0
-        first = issue.micro_batch * rows
-        piece = batch[name][first : first + rows]
+        piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # of its lane, whose rows it is given
         if self.device.type == "cpu":  # a view: no memory is taken, nothing need be waited for
             return Handle(Box(None, piece))
 

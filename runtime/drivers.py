@@ -180,17 +180,35 @@ class Driver:
         self._require_open()
         if any(function not in programs for programs in self.setup.programs):
             raise PlanError(f"the files have no `{function}`")
-        check_batch(batch, self.setup.whole, self._batch_names[function])
+        self._check(function, batch)
         return merge_results(self._run_all(command, batch), self.setup.hardware)
 
+    def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
+        check_batch(batch, self.setup.whole, self.inputs[function])
+
     @cached_property
-    def _batch_names(self) -> dict[str, list[str]]:
+    def inputs(self) -> dict[str, list[str]]:
+        """Per function the inputs of the batch that must be handed over here."""
         names: dict[str, set[str]] = {}
-        for programs in self.setup.programs:
+        for programs in self._own_programs():
             for function, program in programs.items():
                 loads = (str(node.args[1]) for node in program.ops() if node.target is ops.load)
                 names.setdefault(function, set()).update(loads)
         return {function: sorted(found) for function, found in names.items()}
+
+    def _own_programs(self) -> list[dict[str, Program]]:
+        """Those which the devices behind this driver run."""
+        return self.setup.programs
+
+    def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
+        """The rows of a global batch that a device takes: those of its lane, whose micro-batches lie side by side."""
+        face = self.setup.interface
+        lane, _ = place_of(face, device)
+        found = {}
+        for name, tensor in batch.items():
+            rows = face.batch[name].shape[0] * face.micro_batches
+            found[name] = tensor[lane * rows : (lane + 1) * rows]
+        return found
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set a stage's weights and buffers on all devices that hold it."""

@@ -200,8 +200,10 @@ class LocalWorkers(Driver):
         return self._exchange({device: (command, args or {}, tensors or {})})[device]
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        parts = {device: {name: batch[name] for name in names} for device, names in self._names.items()}
-        answers = self._exchange({device: (command, {}, part) for device, part in parts.items()})
+        requests: dict[int, tuple[str, Mapping[str, Any], Tensors]] = {}
+        for device, names in self._names.items():
+            requests[device] = command, {}, self.part({name: batch[name] for name in names}, device)
+        answers = self._exchange(requests)
         return [result_of(answers[worker.device]) for worker in self.workers]
 
     def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:

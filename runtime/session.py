@@ -10,7 +10,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,6 +30,7 @@ from .issuing import Box
 from .link import Link, group_members, group_memories, message_orders
 from .link_server import LinkClient
 from .memory import Home, largest_values
+from .op_split import rest_bytes
 from .optimizer import OptimizerSpec, Workspace
 from .program import Interface, Program
 from .session_memory import LASTING, SessionMemory
@@ -304,7 +305,7 @@ class DeviceSession:
     # --- running a program
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """One training step of this device's part on the global batch."""
+        """One training step of this device's part, on the rows of the batch that its lane takes."""
         result = self._run("step", batch)
         for store in self.stores.values():
             store.commit()
@@ -321,7 +322,7 @@ class DeviceSession:
         if self.broken is not None:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
         plan = self.plans[function]
-        check_batch(batch, self.face, plan.batch_names)
+        check_batch(batch, self.file.step.interface, plan.batch_names)
         self.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
         runtime = DeviceRuntime(self, plan, self._streams_for(plan))
         results, report = self._execute(runtime, function, batch)
@@ -432,6 +433,11 @@ class DeviceSession:
                 measured = self.stores[issue.stages[0]].runner.kept_bytes
                 memory, name, num_bytes = issue.takes[-1]
                 issue.takes[-1] = (memory, name, num_bytes if measured is None else measured)
+            elif issue.op == "backward_input":
+                store, (memory, name, _) = self.stores[issue.stages[0]], issue.takes[-1]
+                measured = store.runner.kept_bytes
+                if measured is not None:
+                    issue.takes[-1] = (memory, name, rest_bytes(replace(store.spec, kept_bytes=measured)))
 
     def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
         if runtime.squares is None:

@@ -78,6 +78,7 @@ class TorchrunDriver(Driver):
         return header, answer
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        batch = self.part(batch, self.rank)
         own = self.session.step(batch) if command == "run_step" else self.session.evaluate(batch)
         scalars = {name: [float(v) for v in values if v.dim() == 0] for name, values in own.values.items()}
         results = []
