@@ -93,8 +93,11 @@ def bound_interface(face: Interface) -> Interface:
 
 
 def members_of(face: Interface, lane: int, role: int, group: str) -> list[int]:
-    """The devices of the machine that a group of `ops.MESH_GROUPS` joins with a lane's device, in the group's order."""
+    """The devices of the machine that a group of `ops.MESH_GROUPS`, or `WORLD`, joins with a lane's device, in the
+    group's order."""
     first, place = lane - lane % face.shards, lane % face.shards
+    if group == WORLD:
+        return [device for other in face.lanes[first : first + face.shards] for device in other]
     among = range(first, first + face.shards) if group == ops.SHARDS else range(place, len(face.lanes), face.shards)
     return [face.lanes[other][role] for other in among]
 
@@ -148,16 +151,20 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
     )
 
 
-def whole_link(hardware: Hardware, lane: Sequence[int], link: str) -> str:
-    """What a link of a lane's part is called in the whole machine: hosts and root complexes are counted anew there."""
-    hosts = list(dict.fromkeys(hardware.devices[index].host for index in lane))
+def whole_link(hardware: Hardware, lanes: Sequence[Sequence[int]], lane: Sequence[int], link: str) -> str:
+    """What a link of the first lane's part of a machine (`slice_of`) is called for a lane in the whole of it, where
+    hosts and root complexes are counted anew."""
+    own = [hardware.devices[index] for index in lane]
+    owner, _, rest = link.partition(".")
+    for role, index in enumerate(lanes[0]):
+        if hardware.devices[index].name == owner:
+            return f"{own[role].name}.{rest}"
+    hosts = list(dict.fromkeys(device.host for device in own))
     found = NUMBERED.fullmatch(link)
-    if found is None:
-        return link  # of a device, which keeps its name
+    assert found is not None, f"link {link} is neither a device's nor a host's"
     host = hosts[int(found["host"])]
     complex_ = found["complex"]
     if complex_ is not None and found["kind"] == "rc":
-        own = [hardware.devices[i] for i in lane]
         complex_ = str(list(dict.fromkeys(d.root_complex for d in own if d.host == host))[int(complex_)])
     return f"{found['kind']}{host}{'' if complex_ is None else '.' + complex_}{found['rest']}"
 

@@ -8,7 +8,7 @@
   and another member at the border of a host: all network cards that stand behind one rate are in use.
 - A hierarchical gather (MiCS 3.3) has three stages: members of the same place in their hosts gather among themselves,
   all places at the same time; each puts the pieces in order; and the hosts' own members gather what is then there, the
-  batch of all hosts' pieces at once. Between hosts go (p-k) M / p bytes, k the members of a host, instead of (p-1) M / p.
+  batch of all hosts' pieces at once. (p-k) M / p bytes go between hosts, k the members of one, not (p-1) M / p.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 - Computation: arithmetic, traffic to the device's memory and an overhead per launch, one behind the other.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
-- A collective: a ring over the members' memories. Between each two neighbours an (n-1)/n part of the whole value's
-  bytes moves in a gather or a scatter, and twice that in a sum that all get; all neighbours at the same time.
+- A collective: stages of bytes between the members' memories, one behind the other (`rings.py`); in a stage all
+  neighbours at the same time, after as many latencies of the slowest hop as it has rounds.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
 - All that CPU devices do also takes cores of their host (`cpu_costs.py`).
 
@@ -15,16 +15,17 @@ weights that come through one root complex come in chunks, those of the stage th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from . import ops
 from .cpu_costs import copying, core_flow, core_links, messaging, update_s
-from .fleet import members_of, whole_link
+from .fleet import WORLD, members_of, whole_link
 from .hardware import Device, Hardware
 from .links import Link
 from .order import Task, build_order
 from .program import Interface, Program
+from .rings import Stage, stages
 from .sharing import Cost
 from .turns import is_weights_fetch, turn_of
 
@@ -33,17 +34,31 @@ OWN_CALLS = 20  # what the runtime does around each op on the compute stream tak
 PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fleet:
     """The whole machine of which a lane has a part, and the lane's interface with all lanes."""
 
     hardware: Hardware
     face: Interface
+    models: dict[str, CostModel] = field(default_factory=dict)  # of the whole machine, by precision
+    alike: dict[str, set[str]] = field(default_factory=dict)
+
+    def model(self, precision: str) -> CostModel:
+        if precision not in self.models:
+            self.models[precision] = CostModel(self.hardware, precision)
+        return self.models[precision]
+
+    def places(self, links: Iterable[str]) -> dict[str, set[str]]:
+        """Per link of a lane's part of the machine those of the whole machine that are the same to the lanes."""
+        if not self.alike:
+            lanes = self.face.lanes
+            self.alike = {link: {whole_link(self.hardware, lanes, lane, link) for lane in lanes} for link in links}
+        return self.alike
 
 
 class CostModel:
-    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's part
-    of a machine, all of it."""
+    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's
+    part of a machine, all of it."""
 
     def __init__(self, hardware: Hardware, precision: str, fleet: Fleet | None = None):
         self.hardware, self.fleet = hardware, fleet
@@ -54,7 +69,7 @@ class CostModel:
 
     def cost(self, task: Task) -> Cost:
         device, node, work = task.parts[0]
-        if work.group in ops.MESH_GROUPS and self.fleet is not None:
+        if self.fleet is not None and work.group in (*ops.MESH_GROUPS, WORLD):
             return self.over_lanes(device, work)
         if work.group:
             return self.collective([(d, w) for d, _, w in task.parts])
@@ -104,46 +119,61 @@ class CostModel:
     def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
         if len(members) == 1:  # all members lie on one device: added up in place
             return Cost()
-        owners = [self.hardware.devices[device] for device, _ in members]
-        # Host memory of CPU devices is that of processes: what they add up goes from one to another as messages do.
-        names = [ops.DEVICE if owner.kind == "cpu" else work.source for owner, (_, work) in zip(owners, members)]
-        memories = [self.memory(device, name) for (device, _), name in zip(members, names)]
-        routes = []
-        for i, memory in enumerate(memories):
-            path, latency_s = self.route(memories[i - 1], memory)
-            use = messaging(owners[i - 1])
-            routes.append(((*path, use) if use in self.links else path, latency_s))
-        rounds = members[0][1].rounds * (len(members) - 1)
-        amount = max(work.moved_bytes for _, work in members) * rounds / len(members)
-        return Cost(rounds * max(latency_s for _, latency_s in routes), tuple((path, amount) for path, _ in routes))
+        work = members[0][1]
+        moved_bytes = max(work.moved_bytes for _, work in members)
+        memories = {device: self.meeting_place(device, own) for device, own in members}
+        cost: Cost | None = None
+        for stage in reversed(stages(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
+            cost = self.stage(stage, memories, cost)
+        assert cost is not None
+        return cost
+
+    def meeting_place(self, device: int, work: ops.Work) -> str:
+        """The memory of a collective's member. Host memory of CPU devices is that of processes: what they add up goes
+        from one to another as messages do."""
+        on_cpu = self.hardware.devices[device].kind == "cpu"
+        return self.memory(device, ops.DEVICE if on_cpu else work.source)
+
+    def stage(self, stage: Stage, memories: Mapping[int, str], then: Cost | None) -> Cost:
+        flows, slowest_s = [], 0.0
+        for (source, target), amount in stage.hops.items():
+            path, latency_s = self.route(memories[source], memories[target])
+            use = messaging(self.hardware.devices[source])
+            flows.append(((*path, use) if use in self.links else path, amount))
+            slowest_s = max(slowest_s, latency_s)
+        copied_s = max(stage.copied_bytes / self.hardware.devices[device].memory_bandwidth for device in memories)
+        return Cost(stage.rounds * slowest_s + copied_s, tuple(flows), URGENT, then)
 
     def over_lanes(self, role: int, work: ops.Work) -> Cost:
-        """A collective of devices in several lanes, while all other lanes do theirs: what all of them together put on
-        each link of this lane's part of the machine, of which it has the part that it has of the link."""
+        """A collective of devices in several lanes, while all other lanes do theirs: of the load that all of them put
+        on each link together, the part that this lane has of the link. What lies at another lane's device only, such as
+        the border of a host, holds up this one as well: it counts with the most that any lane has of its kind."""
         assert self.fleet is not None
         key = (role, work, URGENT)
-        if key in self.known:
-            return self.known[key]
-        face, whole = self.fleet.face, CostModel(self.fleet.hardware, self.precision)
-        load: dict[str, float] = {}
-        fixed_s = 0.0
-        for lane, devices in enumerate(face.lanes):
-            members = members_of(face, lane, role, work.group)
-            if members[0] != devices[role]:
-                continue  # each group once
-            cost = whole.collective([(device, work) for device in members])
-            fixed_s = max(fixed_s, cost.fixed_s)
-            for path, amount in cost.flows:
-                for link in path:
-                    load[link] = load.get(link, 0.0) + amount
-        flows = []
-        for link in self.links:
-            there = whole_link(self.fleet.hardware, face.lanes[0], link)
-            if there in load:
-                part = self.links[link].bandwidth / whole.links[there].bandwidth
-                flows.append(((link,), load[there] * part))
-        self.known[key] = Cost(fixed_s, tuple(flows))
+        if key not in self.known:
+            fleet, whole = self.fleet, self.fleet.model(self.precision)
+            groups = {tuple(members_of(fleet.face, lane, role, work.group)) for lane in range(len(fleet.face.lanes))}
+            costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
+            found: Cost | None = None
+            for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
+                flows = tuple(((link,), amount) for link, amount in self.load(parts, whole).items())
+                found = Cost(max(part.fixed_s for part in parts), flows, URGENT, found)
+            self.known[key] = found or Cost()
         return self.known[key]
+
+    def load(self, parts: Sequence[Cost], whole: CostModel) -> dict[str, float]:
+        """Per link of this lane's part of the machine what all these flows of the whole machine come to on it."""
+        assert self.fleet is not None
+        there: dict[str, float] = {}
+        for path, amount in (flow for part in parts for flow in part.flows):
+            for link in path:
+                there[link] = there.get(link, 0.0) + amount
+        found = {}
+        for link, alike in self.fleet.places(self.links).items():
+            busiest_s = max(there.get(name, 0.0) / whole.links[name].bandwidth for name in alike)
+            if busiest_s:
+                found[link] = busiest_s * self.links[link].bandwidth
+        return found
 
     def memory(self, device: int, name: str) -> str:
         """The machine's name for "device", "dram", "ssd" or "device3" as a program of `device` says it."""
