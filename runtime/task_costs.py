@@ -156,7 +156,10 @@ class CostModel:
             costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
             found: Cost | None = None
             for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
-                flows = tuple(((link,), amount) for link, amount in self.load(parts, whole).items())
+                together: dict[int, list[str]] = {}  # what as much passes, it passes at one rate
+                for link, amount in self.load(parts, whole).items():
+                    together.setdefault(round(amount), []).append(link)
+                flows = tuple((tuple(links), float(amount)) for amount, links in together.items())
                 found = Cost(max(part.fixed_s for part in parts), flows, URGENT, found)
             self.known[key] = found or Cost()
         return self.known[key]
