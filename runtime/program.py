@@ -109,6 +109,8 @@ class StageSpec:
     seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
     saved: tuple[SavedSpec, ...] = ()  # what could be kept, so that less is computed again
     taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation that takes all of `saved`
+    weight_share: float = 0.5  # of backward's work, what only the gradients of parameters need
+    split_bytes: int = 0  # gradients that wait for that part where backward is split
 
     @property
     def weight_bytes(self) -> int:
@@ -198,7 +200,9 @@ class Interface:
 
     def size(self, group: str) -> int:
         """How many devices a group has."""
-        return {ops.SHARDS: self.shards, ops.REPLICAS: self.replicas}.get(group) or len(self.members(group))
+        if self.lanes and group in ops.MESH_GROUPS:
+            return self.shards if group == ops.SHARDS else self.replicas
+        return len(self.members(group))
 
     def state_bytes(self, spec: StageSpec) -> int:
         """Optimizer states of a stage."""
