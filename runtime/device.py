@@ -81,6 +81,49 @@ class DeviceRuntime(Transfers, Messages):
 
         return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))
 
+    def backward_input(
+        self,
+        stage: str,
+        weights: Handle,
+        kept: Handle | None,
+        inputs: Sequence[Handle],
+        douts: Sequence[Handle | float | None],
+        *,
+        micro_batch: int,
+    ) -> tuple[Handle, ...]:
+        issue = self._next("backward_input")
+        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        kept_box = Box() if kept is None else kept.box
+        scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
+        given = [d.box if isinstance(d, Handle) else d for d in scaled]
+        seed = self._seed(stage, issue)
+        if kept is not None:
+            kept.release()
+
+        def run() -> list[Any]:
+            runner.bind(bound.value)
+            values = [None if box is None else box.value for box in given]
+            dinputs, rest = runner.backward_input(kept_box.value, [box.value for box in boxes], values, seed)
+            return [*dinputs, rest]
+
+        return tuple(self._launch(issue, [*boxes, kept_box, *(b for b in given if b)], run))
+
+    def backward_weight(
+        self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
+    ) -> Handle:
+        issue = self._next("backward_weight")
+        runner, bound, rest_box = self.stores[stage].runner, weights.box, rest.box
+        grads_box = Box() if grads is None else grads.box
+        if grads is not None:
+            grads.release()
+
+        def run() -> list[Any]:
+            runner.bind(bound.value)
+            so_far = None if grads_box.value is None else grads_box.value.tensors
+            return [Grads(runner.backward_weight(rest_box.value, so_far))]
+
+        return self._launch(issue, [rest_box, grads_box], run)[0]
+
     def add(self, left: Handle, right: Handle) -> Handle:
         issue = self._next("add")
         a, b = left.box, right.box

@@ -21,6 +21,7 @@ from .errors import VerifyError
 from .modules import Stage
 from .program import StageSpec, TensorSpec, aligned
 from .saved_classes import SavedClasses, Taking
+from .split_backward import Rest, input_half, weight_half
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -172,7 +173,7 @@ class StageRunner:
         """The buffers as they are now, not copied."""
         return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
 
-    # --- the three ways to run
+    # --- the ways to run
 
     def forward(
         self, inputs: Sequence[Tensor], seed: int, keep: bool | Sequence[str] = True
@@ -215,34 +216,37 @@ class StageRunner:
         """
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed)
-        edges, values = [], []
-        for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
-            if edge is not None and dout is not None:
-                edges.append(edge)
-                values.append(
-                    dout if isinstance(dout, Tensor) else torch.full(shape, dout, dtype=dtype, device=self.device)
-                )
+        edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
-        trained = {name: p for name, p in self._params.items() if p.requires_grad}
-        for name, param in trained.items():
-            param.grad = grads.get(name)
-        try:
+        taken = {_storage(t) for t in (*inputs, *values)}
+        with self._adding_to(grads, taken):
             if edges:
                 torch.autograd.backward(edges, values)
-            taken = {_storage(t) for t in (*inputs, *values)}
-            for name, param in trained.items():
-                if name not in grads and param.grad is not None:
-                    grads[name] = _apart(param.grad, taken)
-        finally:
-            for param in trained.values():
-                param.grad = None
-        dinputs = [
-            torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, taken)
-            for leaf in kept.leaves
-            if leaf.requires_grad
-        ]
+        dinputs = _dinputs(kept, taken)
         kept.drop()
         return dinputs, grads
+
+    def backward_input(
+        self, kept: Kept | None, inputs: Sequence[Tensor], douts: Sequence[Tensor | float | None], seed: int
+    ) -> tuple[list[Tensor], Rest]:
+        """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. `kept` None, or
+        a partial one, runs forward again first, as for `backward`."""
+        if kept is None or kept.is_partial:
+            kept = self._rematerialised(kept, inputs, seed)
+        edges, values = self._entries(kept, douts)
+        rest = input_half(edges, values, kept.leaves, self._trained())
+        dinputs = _dinputs(kept, {_storage(t) for t in (*inputs, *values, *rest.tensors())})
+        for leaf in kept.leaves:
+            leaf.grad = None  # the graph lives on, and holds its leaves
+        kept.drop()
+        return dinputs, rest
+
+    def backward_weight(self, rest: Rest, grads: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Gradients of the parameters, added to `grads` in place. Uses up the rest."""
+        grads = {} if grads is None else grads
+        with self._adding_to(grads, {_storage(t) for t in rest.tensors()}):
+            weight_half(rest, self._trained())
+        return grads
 
     def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Evaluation mode, without gradients: all outputs, those that exist only here behind the others."""
@@ -252,6 +256,35 @@ class StageRunner:
             return self._detached(outputs, inputs)
 
     # --- inside
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._params.items() if p.requires_grad}
+
+    def _entries(self, kept: Kept, douts: Sequence[Tensor | float | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where gradients enter the graph, and these."""
+        edges, values = [], []
+        for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
+            if edge is not None and dout is not None:
+                edges.append(edge)
+                values.append(
+                    dout if isinstance(dout, Tensor) else torch.full(shape, dout, dtype=dtype, device=self.device)
+                )
+        return edges, values
+
+    @contextmanager
+    def _adding_to(self, grads: dict[str, Tensor], taken: set[int]) -> Iterator[None]:
+        """Let the parameters' gradients add up in `grads`, each in memory of its own."""
+        trained = self._trained()
+        for name, param in trained.items():
+            param.grad = grads.get(name)
+        try:
+            yield
+            for name, param in trained.items():
+                if name not in grads and param.grad is not None:
+                    grads[name] = _apart(_laid_out_as(param, param.grad), taken)
+        finally:
+            for param in trained.values():
+                param.grad = None
 
     def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
         taking = self.classes.taking(partial.tensors) if partial is not None else None
@@ -375,6 +408,19 @@ def _apart(tensor: Tensor, taken: set[int]) -> Tensor:
         storage = _storage(tensor)
     taken.add(storage)
     return tensor
+
+
+def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
+    """As autograd lays out what adds up, also where a function hands it out otherwise."""
+    if gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param).copy_(gradient)
+
+
+def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
+    """Gradients of the inputs that require one, zeros where none came."""
+    wanted = [leaf for leaf in kept.leaves if leaf.requires_grad]
+    return [torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, taken) for leaf in wanted]
 
 
 def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:

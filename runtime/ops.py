@@ -28,14 +28,15 @@ from .op import (
 )  # fmt: skip
 from .op_compute import add, aligned_class, backward, evaluate, forward
 from .op_devices import all_gather, all_reduce, recv, reduce_scatter, send
+from .op_split import backward_input, backward_weight
 from .op_transfers import fetch, free, load, offload, read, resident, write
 from .op_update import clip, norm, redo, step
 
 ALL: dict[str, Op] = {
     op.name: op
     for op in (
-        load, resident, read, fetch, offload, write, free, forward, evaluate, backward, add, send, recv, all_gather,
-        reduce_scatter, all_reduce, norm, clip, step, redo,
+        load, resident, read, fetch, offload, write, free, forward, evaluate, backward, backward_input,
+        backward_weight, add, send, recv, all_gather, reduce_scatter, all_reduce, norm, clip, step, redo,
     )
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from .execute import Kept, StageRunner, micro_batch_seed
 from .optimizer import OptimizerSpec, StageOptimizer
 from .program import Interface, StageSpec, aligned
 from .shards import piece_of, whole_of
+from .split_backward import Rest
 
 CPU_DEVICE = torch.device("cpu")
 FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
@@ -201,7 +202,7 @@ class ReferenceRuntime:
         for value in values:
             if isinstance(value, Weights):
                 self.world.stage(self.device, value.stage).runner.release()
-            elif isinstance(value, Kept):
+            elif isinstance(value, Kept | Rest):
                 value.drop()
 
     def forward(
@@ -225,8 +226,28 @@ class ReferenceRuntime:
         dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(stage, micro_batch))
         return (*dinputs, StageGrads(sums, stage=stage))
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
-        return left.add_(right)
+    def backward_input(
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        douts: list[Tensor | float | None], *, micro_batch: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
+        runner, seed = self._bound(stage, weights), self._seed(stage, micro_batch)
+        dinputs, rest = runner.backward_input(kept, inputs, scaled, seed)
+        return (*dinputs, rest)
+
+    def backward_weight(
+        self, stage: str, weights: Weights, rest: Rest, grads: StageGrads | None = None, *, micro_batch: int
+    ) -> StageGrads:
+        held = None if grads is None else grads.tensors
+        return StageGrads(self._bound(stage, weights).backward_weight(rest, held), stage=stage)
+
+    def add(self, left: Any, right: Any) -> Any:
+        if isinstance(left, Tensor):
+            return left.add_(right)
+        for name, grad in left.tensors.items():
+            grad += right.tensors[name]
+        return left
 
     def send(self, value: Tensor, *, dst: int, tag: str) -> None:
         box = self.world.mail.setdefault((self.device, dst, tag), deque())

@@ -38,7 +38,7 @@ def turn_of(fetch: fx.Node) -> int:
     while user is not None and user.target in (ops.fetch, operator.getitem, ops.all_gather):
         user = next((u for u in user.users if u.target is not ops.free), None)
     stage = int(fetch.meta["type"].stage.removeprefix("stage"))
-    return 2 * LAST_TURN - stage if user is not None and user.target is ops.backward else stage
+    return 2 * LAST_TURN - stage if user is not None and user.target in (ops.backward, ops.backward_input) else stage
 
 
 class Tokens:

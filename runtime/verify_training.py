@@ -14,12 +14,13 @@ from .verify_case import Case, fail, line_of, message_key
 
 COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.read, ops.write, ops.free, ops.send, ops.recv}
 COMMON |= {ops.all_gather}
-COMPUTING = {ops.forward, ops.backward, ops.add}
+COMPUTING = {ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.add}
 UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
 LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
 
 
 HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
+GIVING = (ops.backward, ops.backward_weight)  # gradients of parameters
 PASSING = (ops.recv, ops.add, ops.offload, ops.fetch, ops.read, ops.write)  # they pass on what another op made
 
 
@@ -44,8 +45,10 @@ def check_legality(case: Case) -> None:
                     fail(program, node, f"{stage} is both {names}, first in line {line_of(program, home)}")
             elif node.target is ops.step:
                 _check_update(program, node, homes)
-            elif node.target is ops.backward:
+            elif node.target in (ops.backward, ops.backward_input):
                 _check_kept(program, node)
+            elif node.target is ops.backward_weight:
+                _check_rest(program, node)
 
 
 def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) -> None:
@@ -64,7 +67,7 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
 
 def _check_kept(program: Program, node: fx.Node) -> None:
     """What forward kept borrows the weights that it ran on: backward must get these, for the same micro-batch."""
-    bound = ops.backward.bind(node.args, node.kwargs)
+    bound = node.target.bind(node.args, node.kwargs)  # type: ignore[union-attr]
     kept, weights = bound["kept"], bound["weights"]
     if kept is None:
         return
@@ -78,36 +81,65 @@ def _check_kept(program: Program, node: fx.Node) -> None:
         fail(program, node, f"`{kept.name}` is of micro-batch {forward.kwargs['micro_batch']}")
 
 
+def _check_rest(program: Program, node: fx.Node) -> None:
+    """The second half of a backward enters the graph of the first, on the same weights."""
+    weights, rest = node.args[1:3]
+    assert isinstance(rest, fx.Node)
+    first = producer_of(rest)
+    if weights is not first.args[1]:
+        made, own = (value.name for value in (first.args[1], weights))  # type: ignore[union-attr]
+        fail(program, node, f"`{rest.name}` is left by a backward on `{made}`, but this half runs on `{own}`")
+    if _micro_batch(node) != _micro_batch(first):
+        fail(program, node, f"`{rest.name}` is of micro-batch {_micro_batch(first)}")
+
+
+# What of a stage's work on a micro-batch each op does; a backward may be split.
+PARTS: dict[object, tuple[str, ...]] = {
+    ops.forward: ("forward",),
+    ops.backward: ("backward_input", "backward_weight"),
+    ops.backward_input: ("backward_input",),
+    ops.backward_weight: ("backward_weight",),
+    ops.evaluate: ("evaluate",),
+}
+
+
 def check_coverage(case: Case) -> None:
     """Each stage does each micro-batch once: forward and backward in `step`, else evaluate. All of them on one device,
     or on the devices of a group that can add up its gradients, there each micro-batch on one of them."""
     face = case.programs[0].interface
-    wanted = (ops.forward, ops.backward) if case.function == "step" else (ops.evaluate,)
-    done: dict[tuple[ops.Op, str, int], tuple[Program, fx.Node]] = {}
+    done: dict[tuple[str, str, int], tuple[Program, fx.Node]] = {}
     homes: dict[str, tuple[Program, fx.Node]] = {}
     for program in case.programs:
         for node in program.ops():
-            op = node.target
-            if not isinstance(op, ops.Op) or op not in wanted:
+            parts = PARTS.get(node.target, ())
+            if not parts:
                 continue
             stage, micro_batch = str(node.args[0]), _micro_batch(node)
             home = homes.setdefault(stage, (program, node))[0]
             if home is not program and not _joined(face, stage, home.device, program.device):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
-            key = (op, stage, micro_batch)
-            if op is ops.backward and done.get((ops.forward, stage, micro_batch), (program, node))[0] is not program:
+            if done.get(("forward", stage, micro_batch), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
-            if key in done:
-                first = line_of(*done[key])
-                fail(program, node, f"{op.name} of {stage}, micro-batch {micro_batch} is done in line {first}")
-            done[key] = (program, node)
+            for part in parts:
+                if (part, stage, micro_batch) in done:
+                    name, first = node.target.name, line_of(*done[part, stage, micro_batch])  # type: ignore[union-attr]
+                    fail(program, node, f"{name} of {stage}, micro-batch {micro_batch} is done in line {first}")
+                done[part, stage, micro_batch] = (program, node)
     for stage, spec in face.stages.items():
-        for op in wanted:
-            missing = [m for m in range(face.micro_batches) if (op, stage, m) not in done]
-            if missing and (op is not ops.backward or _has_gradients(spec)):
-                program, node = homes.get(stage, (case.programs[0], case.programs[0].batch))
-                message = f"no {op.name} of {stage} for micro-batch {', '.join(map(str, missing))}"
+        program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
+        for part in _wanted(case.function, spec):
+            missing = [m for m in range(face.micro_batches) if (part, stage, m) not in done]
+            if missing:
+                whole = all(("backward_input", stage, m) not in done for m in missing)
+                name = "backward" if whole and part.startswith("backward") else part
+                message = f"no {name} of {stage} for micro-batch {', '.join(map(str, missing))}"
                 fail(program, _last_op(program), message)
+
+
+def _wanted(function: str, spec: StageSpec) -> tuple[str, ...]:
+    if function == "evaluate":
+        return PARTS[ops.evaluate]
+    return (*PARTS[ops.forward], *(PARTS[ops.backward] if _has_gradients(spec) else ()))
 
 
 def _joined(face: Interface, stage: str, first: int, second: int) -> bool:
@@ -151,7 +183,7 @@ def check_micro_batches(case: Case) -> None:
         return _micro_batch(producer)
 
     for node, program in owners.items():
-        if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.add):
+        if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.backward_input, ops.add):
             continue
         tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
         own = micro_batch_of(tensors[0]) if node.target is ops.add else _micro_batch(node)
@@ -221,8 +253,30 @@ def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
         sums[made[0]] = _Sum(str(node.args[0]), before | {_micro_batch(node)})
         return
     group = {str(node.kwargs["group"])} if node.target in (ops.all_reduce, ops.reduce_scatter) else set()
-    for value, source in zip(made, given):
-        sums[value] = _Sum(sums[source].stage, sums[source].micro_batches, sums[source].groups | group)
+    found = []
+    for source in given:
+        before = sums[source]
+        # What a scattered sum is added to was scattered before.
+        added = node.target is ops.reduce_scatter and source is not node.args[0]
+        if group & before.groups and not added:
+            fail(program, node, f"the gradients of {before.stage} were summed over {min(group)!r} before")
+        found.append(before if added else replace(before, groups=before.groups | group))
+    if node.target in (ops.reduce_scatter, ops.add) and len(given) > 1:
+        found = [_both(program, node, *found)]
+    sums.update(zip(made, found))
+
+
+def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
+    """Two sums of gradients, added."""
+    twice = first.micro_batches & second.micro_batches
+    if twice:
+        fail(program, node, f"the gradients of {first.stage} already hold micro-batch {min(twice)}")
+    if first.groups != second.groups:
+        names = [" and ".join(sorted(part.groups)) or "no group" for part in (first, second)]
+        fail(
+            program, node, f"gradients of {first.stage} summed over {names[0]} are added to such summed over {names[1]}"
+        )
+    return replace(first, micro_batches=first.micro_batches | second.micro_batches)
 
 
 def _backwards(program: Program, stage: str) -> set[int]:

@@ -51,6 +51,7 @@ def pipeline(
     ssd: str = "",
     moved: str = "",
     speculative: bool = False,
+    split: bool = False,
 ) -> list[Program]:
     """A fill-and-drain pipeline; stage i runs on device i modulo `num_devices`.
 
@@ -58,7 +59,8 @@ def pipeline(
     resident. `kept`: backward uses what forward kept, else it rematerialises. `prefetch`: the next stage is fetched
     before the running one. `clip`: gradients are clipped by their global norm, `speculative`: behind a step that
     counts on there being nothing to clip. `ssd`: "states" or "all" of each stage lies there. `moved`: "dram" or "ssd",
-    where what stages hand on to the next lies between forward and backward.
+    where what stages hand on to the next lies between forward and backward. `split`: gradients of a stage's parameters
+    are made when those of its inputs are there for all micro-batches.
     """
     stages = linear_stages(num_stages, width, rows, flops)
     groups = {"world": tuple((device, "", "") for device in range(num_devices))} if clip else {}
@@ -66,7 +68,7 @@ def pipeline(
     face = Interface(stages, batch, num_devices=num_devices, micro_batches=micro_batches, groups=groups)
     kind = {"fetched": fetched, "kept": kept, "prefetch": prefetch, "clip": clip}
     return [
-        _Builder(face, device, **kind, ssd=ssd, moved=moved, speculative=speculative).build()
+        _Builder(face, device, **kind, ssd=ssd, moved=moved, speculative=speculative, split=split).build()
         for device in range(num_devices)
     ]
 
@@ -74,12 +76,12 @@ def pipeline(
 class _Builder:
     def __init__(
         self, face: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str, moved: str,
-        speculative: bool,
+        speculative: bool, split: bool,
     ):  # fmt: skip
         self.face = face
         self.program = Program(device, face)
         self.fetched, self.kept, self.prefetch, self.clip = fetched, kept, prefetch, clip
-        self.ssd, self.moved, self.speculative = ssd, moved, speculative
+        self.ssd, self.moved, self.speculative, self.split = ssd, moved, speculative, split
         self.own = [i for i in range(len(face.stages)) if i % face.num_devices == device]
         self.weights: dict[int, fx.Node] = {}
         self.outputs: dict[tuple[int, int], fx.Node] = {}
@@ -87,6 +89,7 @@ class _Builder:
         self.keeps: dict[tuple[int, int], fx.Node] = {}
         self.douts: dict[tuple[int, int], fx.Node] = {}
         self.grads: dict[int, fx.Node] = {}
+        self.rests: dict[tuple[int, int], fx.Node] = {}
         self.in_dram: dict[int, fx.Node] = {}
 
     def device_of(self, stage: int) -> int:
@@ -126,6 +129,8 @@ class _Builder:
                     self.bring(wanted)
             for m in range(self.face.micro_batches):
                 run(stage, m)
+            for m in [m for i, m in self.rests if i == stage and run == self.backward]:
+                self.backward_weight(stage, m)
             if run == self.backward and self.fetched:
                 self.in_dram[stage] = self.emit(ops.offload, self.grads[stage], names=[f"g{stage}_dram"])[0]
 
@@ -163,16 +168,22 @@ class _Builder:
             if self.moved == "ssd":
                 (x,) = self.emit(ops.read, x, names=[f"x{i}_m{m}_again"])
             (self.inputs[i, m],) = self.emit(ops.fetch, x, names=[f"x{i}_m{m}_back"])
-        names = ([f"dx{i}_m{m}"] if i > 0 else []) + [f"g{i}_m{m}"]
-        made = self.emit(
-            ops.backward, f"stage{i}", self.weights[i], self.keeps.get((i, m)), [self.inputs[i, m]], [dout],
-            self.grads.get(i), micro_batch=m, names=names,
-        )  # fmt: skip
-        self.grads[i] = made[-1]
+        operands = (f"stage{i}", self.weights[i], self.keeps.get((i, m)), [self.inputs[i, m]], [dout])
+        if self.split and i > 0:
+            made = self.emit(ops.backward_input, *operands, micro_batch=m, names=[f"dx{i}_m{m}", f"r{i}_m{m}"])
+            self.rests[i, m] = made[-1]
+        else:
+            names = ([f"dx{i}_m{m}"] if i > 0 else []) + [f"g{i}_m{m}"]
+            made = self.emit(ops.backward, *operands, self.grads.get(i), micro_batch=m, names=names)
+            self.grads[i] = made[-1]
         if i > 0:
             self.douts[i, m] = made[0]
             if self.device_of(i - 1) != self.program.device:
                 self.emit(ops.send, made[0], dst=self.device_of(i - 1), tag=f"b{i}.m{m}")
+
+    def backward_weight(self, i: int, m: int) -> None:
+        operands = (f"stage{i}", self.weights[i], self.rests[i, m], self.grads.get(i))
+        (self.grads[i],) = self.emit(ops.backward_weight, *operands, micro_batch=m, names=[f"g{i}_m{m}"])
 
     def update(self) -> None:
         final = self.in_dram if self.fetched else self.grads

@@ -39,9 +39,10 @@ def test_the_simulator_times_every_op() -> None:
     place_frees(evaluated[1])
     shared = spread(face)
     stored = pipeline(2, ssd="all", clip=True, speculative=True)
-    programs = (*swapped, *evaluated, *shared, *stored)
+    split = pipeline(2, split=True)
+    programs = (*swapped, *evaluated, *shared, *stored, *split)
     assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
     timed = set()
-    for programs in (swapped, evaluated, shared, stored):
+    for programs in (swapped, evaluated, shared, stored, split):
         timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2, ssd="1GB")).spans}
     assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time

@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, bool]] = {
     "clipped": {"clip": True},
     "resident": {"fetched": False},
     "resident, kept": {"fetched": False, "kept": True},
+    "split": {"split": True},
+    "resident, kept, split": {"fetched": False, "kept": True, "split": True},
 }
 
 

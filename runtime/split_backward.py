@@ -1,0 +1,131 @@
+"""Backward of a stage in two halves: the gradients of its inputs at once, those of its parameters later.
+
+The halves are torch's own (`torch.distributed.pipelining`), which fill the bubbles of its zero-bubble schedules. The
+first walks the graph from the outputs to the inputs and notes the gradients at the nodes where parameters come in; the
+second enters at these nodes. Sums are made in the order of a whole backward, so the gradients are bit for bit the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+Group = dict[str, Any]  # "params", and the "intermediates" at which their gradients enter, with the "grads" there
+
+
+@dataclass
+class Rest:
+    """What the first half leaves for the second: the graph between parameters and the gradients noted above them, and
+    gradients of parameters over outputs that no input reaches."""
+
+    groups: list[Group] = field(default_factory=list)
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """The noted gradients."""
+        noted = (g for group in self.groups for row in group["grads"] for g in row if g is not None)
+        return [*noted, *self.whole.values()]
+
+    def drop(self) -> None:
+        """Let go of the graph and of all gradients."""
+        self.groups, self.whole = [], {}
+
+
+class _Output(GradientEdge):
+    """An edge that `stage_backward_input` takes for an output: it asks for the function that made it, enters there, and
+    detaches it in the end, which an edge need not be."""
+
+    @property
+    def requires_grad(self) -> bool:
+        return True
+
+    @property
+    def grad_fn(self) -> Any:
+        return self.node
+
+    def detach_(self) -> None:
+        """Whoever holds the edge lets go of it."""
+
+
+def input_half(
+    edges: Sequence[GradientEdge],
+    values: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    params: Mapping[str, nn.Parameter],
+) -> Rest:
+    """Set the gradients of those leaves that require one, from `values` that enter at `edges`. `params`: the trained
+    ones. Leaves the graph as it is, for the other half."""
+    outputs: list[Any] = [_Output(*edge) for edge in edges]
+    _, groups = stage_backward_input(outputs, list(values), list(leaves), iter(params.values()))
+    groups = _disjoint(groups)
+    inputs = {_accumulator(leaf) for leaf in leaves if leaf.requires_grad}
+    apart = [i for i, edge in enumerate(edges) if not _leads_to(edge.node, inputs)]
+    if not apart:
+        return Rest(groups)
+    # No way from these outputs meets one that leads to an input: nothing is computed a second time.
+    roots, given = ([row[i] for i in apart] for row in (edges, values))
+    found = torch.autograd.grad(roots, list(params.values()), given, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    return Rest(groups, {name: g for name, g in zip(params, found) if g is not None})
+
+
+def weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
+    """Add the gradients of the parameters to their `.grad`. The rest is used up."""
+    groups, whole = rest.groups, rest.whole
+    rest.drop()
+    so_far = {name: params[name].grad for name in whole}
+    for name in whole:  # parts of one micro-batch are added up before they join those of others
+        params[name].grad = None
+    if groups:
+        # A parameter that is used twice walks through what lies between, which others need as well.
+        stage_backward_weight(iter(params.values()), groups, retain_graph=True)
+    for name, part in whole.items():
+        param, before = params[name], so_far[name]
+        total = part if param.grad is None else param.grad + part
+        param.grad = total if before is None else before.add_(total)
+
+
+def _disjoint(groups: Sequence[Group]) -> list[Group]:
+    """The groups, united where they share a parameter, without nodes to which no gradient came. A parameter that is
+    used twice may come in two groups, and its gradient would then count twice."""
+    united: list[dict[str, dict[Any, Any]]] = []
+    for group in groups:
+        noted = zip(group["intermediates"], group.get("grads") or [])
+        grads = {node: row for node, row in noted if row is not None}
+        if not grads:
+            continue
+        params = dict.fromkeys(group["params"])
+        apart = []
+        for other in united:
+            if other["params"].keys() & params.keys():
+                params, grads = {**other["params"], **params}, {**other["grads"], **grads}
+            else:
+                apart.append(other)
+        united = [*apart, {"params": params, "grads": grads}]
+    return [
+        {"params": list(g["params"]), "intermediates": list(g["grads"]), "grads": list(g["grads"].values())}
+        for g in united
+    ]
+
+
+def _accumulator(leaf: Tensor) -> Any:
+    """The node of the graph that stands for a leaf."""
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _leads_to(node: Any, goals: set[Any]) -> bool:
+    """Whether a gradient at the node flows to one of the goals."""
+    seen, stack = {node}, [node]
+    while stack:
+        node = stack.pop()
+        if node in goals:
+            return True
+        fresh = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= fresh
+        stack += fresh
+    return False
