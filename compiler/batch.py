@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,16 @@ class BatchShape:
                 f"{', '.join(map(str, sorted(near[:2])))}"
             )
 
-    def check(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch's tensors by name. Raises `BatchError` for other names, shapes, dtypes or flags than compiled."""
+    def check(
+        self, model: nn.Module, batch: Any, *, part_size: int | None = None, needed: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The batch's tensors by name. All may have `part_size` rows instead of `size`; what is not `needed` may be
+        absent.
+
+        Raises `BatchError` for other names, shapes, dtypes or flags than compiled.
+        """
         found, flags = flatten(model, batch)
-        missing = [name for name in self.leaves if name not in found]
+        missing = [name for name in (self.leaves if needed is None else needed) if name not in found]
         if missing:
             raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
         unknown = [name for name in found if name not in self.leaves]
@@ -62,12 +68,14 @@ class BatchShape:
             raise BatchError(
                 f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}"
             )
-        for name, (shape, dtype) in self.leaves.items():
-            value = found[name]
-            if tuple(value.shape) != shape or value.dtype != dtype:
+        sizes = {value.shape[0] if value.dim() else 0 for value in found.values()}
+        size = part_size if part_size is not None and sizes == {part_size} else self.size
+        for name, value in found.items():
+            (_, *rest), dtype = self.leaves[name]
+            if tuple(value.shape) != (size, *rest) or value.dtype != dtype:
                 raise BatchError(
-                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{list(shape)}; "
-                    "pad or cut the batch, or compile again for the new shape"
+                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
+                    + self._advice([*value.shape[1:]] == rest, part_size)
                 )
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))
@@ -77,6 +85,15 @@ class BatchShape:
                     "again for another value"
                 )
         return found
+
+    def _advice(self, only_rows: bool, part_size: int | None) -> str:
+        if not only_rows:
+            return "pad or cut the batch, or compile again for the new shape"
+        part = "" if part_size in (None, self.size) else f", or the {part_size} of this rank's lane in all of them"
+        return (
+            f"allowed are {self.size} rows{part}. A last batch that is too short is to be dropped "
+            "(DataLoader(drop_last=True)) or filled up; job.sampler(dataset) makes batches of one size"
+        )
 
 
 def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:

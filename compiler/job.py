@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
 from ..runtime.drivers import Driver, Setup
-from ..runtime.errors import NonFiniteLoss, PlanError, WorkerError
+from ..runtime.errors import BatchError, NonFiniteLoss, PlanError, WorkerError
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program
@@ -27,12 +27,15 @@ from ..runtime.rehearse import rehearse
 from ..runtime.rng_state import restore_rng_state
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
+from ..runtime.torchrun import TorchrunDriver
 from ..runtime.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
 from .batch import BatchShape
+from .feed import Feed
 from .folder import Folder
 from .job_state import Held, load_checkpoint, save_checkpoint, stage_states, state_dict_of, sync_model
-from .launch import require_machine
+from .launch import own_device, require_machine
 from .report import explain
+from .sampler import RankSampler
 from .strategies import PassRecord
 from .what_helps import Help
 
@@ -90,7 +93,9 @@ class Job:
         self._broken = ""  # why the devices hold half of something
         self._ended = False  # closed behind a step: nothing that was trained is left
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
-        self._shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
+        shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
+        device = own_device() if TorchrunDriver.is_present() else None
+        self._feed = Feed(model, shape, folder.interface, device)
 
     # --- what it is
 
@@ -131,17 +136,18 @@ class Job:
     def step(self, batch: Any) -> Tensor:
         """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
 
-        Behind `close` it begins a new run, from the model's own weights. Raises `BatchError` for another batch, before
-        anything has run; `NonFiniteLoss` behind a whole step; `WorkerError` or `BudgetExceeded` where the step broke
-        off: then only `resume` or `close` is possible.
+        A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
+        loads nothing. Behind `close` it begins a new run, from the model's own weights. Raises `BatchError` for another
+        batch, on all ranks and before anything has run; `NonFiniteLoss` behind a whole step; `WorkerError` or
+        `BudgetExceeded` where the step broke off: then only `resume` or `close` is possible.
         """
-        leaves = self._shape.check(self.model, batch)
-        self._ended = False
+        leaves = self._given("step", batch)
         driver = self.driver
         with self._breaking():
             result = driver.step(leaves)
         loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
         self.step_count += 1
+        self._feed.trained()
         self.last = self._report(float(loss), result.report)
         if self.folder.settings.stop_on_nan and not math.isfinite(float(loss)) and not self.last.skipped:
             raise NonFiniteLoss(
@@ -157,11 +163,52 @@ class Job:
                 f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
                 "job.sync() and evaluate the model itself"
             )
-        leaves = self._shape.check(self.model, batch)
+        leaves = self._given("evaluate", batch)
         driver = self.driver
         with self._breaking():
             result = driver.evaluate(leaves)
         return Outputs({name: _joined(values) for name, values in result.values.items() if values})
+
+    @property
+    def rows(self) -> range:
+        """The rows of a global batch that this process may hand over: all, or on a rank of torchrun its lane's."""
+        return self._feed.rows
+
+    def sampler(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        last: str = "carry",
+        start: int | None = None,
+    ) -> RankSampler:
+        """The `batch_sampler` of a `DataLoader` that reads this process's rows of every batch; see `RankSampler`.
+
+        Each `step` counts as one of its batches. `save` keeps its position, `resume` restores it, whether the sampler
+        is made before or after, on any number of ranks. `start`: begin at this position, in samples. `seed` of the
+        order: the job's own. A sampler made later takes its place. Raises `PlanError` for data sets without a length
+        and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
+        """
+        seed = self.folder.settings.seed if seed is None else seed
+        return self._feed.sample(dataset, shuffle, seed, last, start)
+
+    def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
+        """The batch's tensors. Where ranks hand over one each, all raise if one of them was given a wrong one."""
+        if self._feed.device is None:
+            leaves, _ = self._feed.read(function, batch, ())
+            self._ended &= function != "step"
+            return leaves
+        self._ended &= function != "step"
+        driver, refused = self.driver, None
+        leaves, kind = {}, ""
+        try:
+            leaves, kind = self._feed.read(function, batch, driver.inputs.get(function, ()))
+        except BatchError as error:
+            refused = error
+        driver.agree_on_batch(function, kind, refused)
+        self._feed.keep_to(function, kind)
+        return leaves
 
     def timeline(self) -> Timeline:
         """The last step as measured."""
@@ -274,11 +321,12 @@ class Job:
         return Path(directory)
 
     def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
-        """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` (the position in the data).
+        """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` and the position of `sampler`.
 
         Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
         """
-        return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, data or {})
+        found = self._feed.state(data or {})
+        return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, found)
 
     def resume(self, directory: str | Path) -> dict[str, Any]:
         """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`.
@@ -298,6 +346,7 @@ class Job:
             load_checkpoint(self._driver, self.folder.interface, found, directory)
         restore_rng_state(dict(found.progress.rng))
         self.step_count = found.progress.step
+        self._feed.load(found.progress.data)
         return dict(found.progress.data)
 
     def close(self) -> None:
@@ -310,6 +359,7 @@ class Job:
             self._ended = self._ended or self.step_count > 0
             driver.close()
         self._broken = ""
+        self._feed.forget()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch, self._directory = None, None

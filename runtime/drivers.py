@@ -18,7 +18,7 @@ from torch import Tensor
 from . import ops
 from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .device_file import FUNCTIONS
-from .errors import PlanError, WorkerError
+from .errors import PenstockError, PlanError, WorkerError
 from .fleet import bind, bound_interface, place_of
 from .hardware import Hardware
 from .memory import homes_of, profile_memory
@@ -201,14 +201,28 @@ class Driver:
         return self.setup.programs
 
     def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
-        """The rows of a global batch that a device takes: those of its lane, whose micro-batches lie side by side."""
-        face = self.setup.interface
-        lane, _ = place_of(face, device)
+        """The rows of a batch that a device takes: those of its lane, whose micro-batches lie side by side. A batch
+        that holds no more than them stays as it is."""
+        lane, _ = place_of(self.setup.interface, device)
         found = {}
         for name, tensor in batch.items():
-            rows = face.batch[name].shape[0] * face.micro_batches
-            found[name] = tensor[lane * rows : (lane + 1) * rows]
+            rows = self._lane_rows(name)
+            found[name] = tensor[lane * rows : (lane + 1) * rows] if len(tensor) > rows else tensor
         return found
+
+    def _lane_rows(self, name: str) -> int:
+        face = self.setup.interface
+        return face.batch[name].shape[0] * face.micro_batches
+
+    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
+        """Before a run: raise where this process, or another rank, cannot go on (`refused`), or ranks were given
+        batches of different kinds ("" goes with any)."""
+        if refused is not None:
+            raise refused
+
+    def gather(self, value: Any) -> list[Any]:
+        """A plain value of every process that runs the script."""
+        return [value]
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set a stage's weights and buffers on all devices that hold it."""

@@ -19,8 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 from . import errors
 from .commands import COMMANDS, Answer, Tensors
 from .drivers import Driver, Setup
-from .errors import PenstockError, PlanError, WorkerError
-from .session import StepResult
+from .errors import BatchError, PenstockError, PlanError, WorkerError
+from .program import Program
+from .session import StepResult, check_batch
 from .worker import build_session, describe_error
 
 
@@ -76,6 +77,28 @@ class TorchrunDriver(Driver):
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
             answer[name] = self.session.link.broadcast(value, device)
         return header, answer
+
+    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
+        rows = self._exchange({"what": what, "kind": kind, "refused": None if refused is None else str(refused)})
+        said = [f"rank {rank}: {row['refused']}" for rank, row in enumerate(rows) if row["refused"]]
+        kinds = {row["kind"]: f"rank {rank} was given {row['kind']}" for rank, row in enumerate(rows) if row["kind"]}
+        if not said and len(kinds) > 1:
+            said = ["; ".join(kinds.values())]
+        if said:
+            more = f" ({len(said) - 1} more ranks have such a batch)" if len(said) > 1 else ""
+            raise BatchError(f"{said[0]}{more}. No rank has run `{what}`") from refused
+
+    def gather(self, value: Any) -> list[Any]:
+        """As everywhere, but all ranks must call it."""
+        self._require_open()
+        return [row["value"] for row in self._exchange({"value": value})]
+
+    def _own_programs(self) -> list[dict[str, Program]]:
+        return [self.setup.programs[self.rank]]
+
+    def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
+        whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
+        check_batch(batch, self.setup.whole if whole else self.setup.interface, self.inputs[function])
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
         batch = self.part(batch, self.rank)
