@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .program import PAGE, ParamSpec, StageSpec, aligned
 
+T = TypeVar("T")
 Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
 
 
@@ -128,6 +129,7 @@ class Arena:
         self.device, self.on_pages, self.pinned = device, on_pages, pinned
         self.flat = allocate(0, device)
         self._views: dict[tuple[str, Pieces], dict[str, Tensor]] = {}
+        self._prepared: dict[Hashable, Any] = {}
 
     @property
     def bytes(self) -> int:
@@ -137,6 +139,7 @@ class Arena:
         """Make it at least this large; only between steps, when nothing lies in it."""
         if num_bytes > self.bytes:
             self._views.clear()
+            self._prepared.clear()
             self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
             on_pages = self.on_pages and self.device.type == "cpu"
             self.flat = pages(num_bytes, self.pinned) if on_pages else allocate(num_bytes, self.device)
@@ -160,3 +163,10 @@ class Arena:
                 found |= part.views(self.flat, offset_bytes - layout.start_of(first))
             self._views[key] = found
         return self._views[key]
+
+    def once(self, key: Hashable, prepare: Callable[[], T]) -> T:
+        """What `prepare` gives, made of views of this arena at the first call with this key."""
+        if key not in self._prepared:
+            self._prepared[key] = prepare()
+        found: T = self._prepared[key]
+        return found

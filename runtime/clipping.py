@@ -7,8 +7,8 @@ scale exists because fp16 cannot hold unscaled gradients.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass
 class Grads:
-    """The gradients of one stage by parameter name, all to be multiplied by `factor` where that is given."""
+    """The gradients of one stage by parameter name, all to be multiplied by `factor` where that is given. `flats`: the
+    contiguous buffers in which all of them lie, where they lie in such."""
 
     tensors: dict[str, Tensor]
     factor: Tensor | None = None
+    flats: Sequence[Tensor] = field(default=(), kw_only=True)
 
     def scale(self, factor: Tensor) -> None:
         exact = [g for g in self.tensors.values() if g.dtype in (torch.float32, torch.float64)]

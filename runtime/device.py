@@ -15,13 +15,14 @@ import torch
 from .clipping import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from .device_messages import Messages
 from .device_transfers import Transfers
+from .device_versions import Versions
 from .execute import micro_batch_seed
 from .issue import Issue
 from .issuing import Box, Handle
 from .stage_file import Staged
 
 
-class DeviceRuntime(Transfers, Messages):
+class DeviceRuntime(Transfers, Messages, Versions):
     """One run of one program on `session`; its methods are the ops."""
 
     # --- ops: compute
@@ -128,7 +129,16 @@ class DeviceRuntime(Transfers, Messages):
         issue = self._next("add")
         a, b = left.box, right.box
         left.release()
-        return self._launch(issue, [a, b], lambda: [a.value.add_(b.value)])[0]
+
+        def run() -> list[Any]:
+            if isinstance(a.value, Grads):
+                for total, more in zip(a.value.flats, b.value.flats, strict=True):
+                    total.add_(more)
+            else:
+                a.value.add_(b.value)
+            return [a.value]
+
+        return self._launch(issue, [a, b], run)[0]
 
     def _seed(self, stage: str, issue: Issue) -> int:
         """By the micro-batch's number in the whole batch, which a lane counts anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .issue import Issue
 from .issuing import Handle, Issuing
 from .link import Link
 from .reduce import reduce_grads, reduce_norms, reduce_whole
-from .shards import gathered, packed, unpacked
+from .shards import Block, blocks_of, gathered
 
 
 class Messages(Issuing):
@@ -68,7 +68,7 @@ class Messages(Issuing):
         def run() -> list[Any]:
             found = [box.value for box in boxes]
             if isinstance(found[0], Grads) and not members[0][1]:
-                reduce_whole(found[0].tensors, link, group)
+                reduce_whole(found[0], link, group)
                 return found
             if isinstance(found[0], Grads):
                 specs = [self.stores[stage].part for stage, _ in members]
@@ -78,34 +78,69 @@ class Messages(Issuing):
 
         return tuple(self._launch(issue, boxes, self._together(issue, group, run)))
 
-    def all_gather(self, shard: Handle, *, group: str) -> Handle:
+    def all_gather(self, shard: Handle, *, group: str, hierarchical: bool = False) -> Handle:
         issue = self._next("all_gather")
         group = issue.group
-        box, stage, link = shard.box, issue.stages[0], self.session.link
-        part = self.stores[stage].part
-        layout = weights_layout(self.face.stages[stage])
-        views = self.session.memory.device_arena.views(f"{stage}, whole", layout, issue.pieces)
+        box, stage, link, arena = shard.box, issue.stages[0], self.session.link, self.session.memory.device_arena
+        part, count = self.stores[stage].part, self.face.size(group)
+        views = arena.views(f"{stage}, whole", weights_layout(self.face.stages[stage]), issue.pieces)
+        rows = self._staging(issue).view(count, part.weight_bytes)
+        index = self._index_in(group)
+        copies = arena.once((stage, issue.staging, issue.pieces), lambda: gathered(rows, part, views))
 
         def run() -> list[Any]:
-            gathered([box.value] if link is None else link.gather(box.value, group), part, views)
+            rows[index].copy_(box.value)
+            if link is not None:
+                link.gather_rows(rows, group, hierarchical)
+            for whole, piece in copies:
+                whole.copy_(piece)
             return [views]
 
         return self._launch(issue, [], self._together(issue, group, run))[0]
 
-    def reduce_scatter(self, grads: Handle, *, group: str) -> Handle:
+    def reduce_scatter(self, grads: Handle, total: Handle | None = None, *, group: str) -> Handle:
         issue = self._next("reduce_scatter")
         group = issue.group
         box, link = grads.box, self.session.link
-        part, count = self.stores[issue.stages[0]].part, len(self.face.members(group))
+        before = None if total is None else total.box
         grads.release()
+        if total is not None:
+            total.release()
 
         def run() -> list[Any]:
-            pieces: dict[str, Tensor] = {}
-            for rows, names in packed(box.value.tensors, count).values():
-                pieces |= unpacked(rows[0] if link is None else link.scatter_sum(rows, group), names, part)
-            return [Grads(pieces)]
+            blocks = self._blocks(issue, box.value.tensors, group)
+            for block in blocks:
+                block.pack(box.value.tensors)
+                own = block.rows[0] if link is None else link.sum_rows(block.rows, group)
+                if before is None:
+                    block.own.copy_(own)
+                else:
+                    block.own.add_(own)
+            if before is not None:
+                return [before.value]
+            pieces = {name: piece for block in blocks for name, piece in block.named().items()}
+            return [Grads(pieces, flats=[block.own for block in blocks])]
 
-        return self._launch(issue, [box], self._together(issue, group, run))[0]
+        reads = [box] if before is None else [box, before]
+        return self._launch(issue, reads, self._together(issue, group, run))[0]
+
+    def _staging(self, issue: Issue) -> Tensor:
+        assert issue.staging is not None
+        return self.session.memory.device_arena.range(*issue.staging)
+
+    def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[Block]:
+        """Made once for each place: which gradients there are follows from the graph."""
+        arena, part = self.session.memory.device_arena, self.stores[issue.stages[0]].part
+        if issue.place is None:  # a result of the step, which is handed out
+            own = torch.empty(part.grad_bytes, dtype=torch.uint8, device=self.device)
+            return blocks_of(grads, part, self.face.size(group), self._staging(issue), own)
+        own = arena.range(issue.place, issue.place_bytes)
+        key = (issue.stages[0], issue.staging, issue.place, tuple(grads))
+        return arena.once(key, lambda: blocks_of(grads, part, self.face.size(group), self._staging(issue), own))
+
+    def _index_in(self, group: str) -> int:
+        """This device's position among a group's devices."""
+        return self.face.members(group).index(self.index)
 
     def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """A collective; over slower links it begins when all members are there, and lasts as long as those need."""

@@ -44,7 +44,7 @@ class Transfers(Issuing):
 
         return self._launch(issue, [], run)[0]
 
-    def resident(self, name: str) -> Handle:
+    def resident(self, name: str, *, group: str | None = None) -> Handle:
         self._next("resident")
         return Handle(self.session.resident[name.partition(".")[0]])
 
@@ -155,7 +155,7 @@ class Transfers(Issuing):
             return given.copied_to(flat)
         return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
 
-    def read(self, what: str | Handle) -> Handle:
+    def read(self, what: str | Handle, *, group: str | None = None) -> Handle:
         issue = self._next("read")
         assert issue.place is not None
         flat = self.session.memory.dram_arena.range(issue.place, issue.place_bytes)

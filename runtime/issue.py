@@ -106,9 +106,11 @@ def plan_issues(
             plan.ops[-1].staging = staging[node], work.workspace_bytes
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:
             plan.ops[-1].pieces = _pieces(program, node, offsets)
+        elif node.target is ops.reduce_scatter:
+            places = places_of(node)  # maybe that of the sum so far
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[places[0]] if places else None, place_bytes(node)
         elif takes_place(node):
-            whole = 1 if node.target is ops.reduce_scatter else PAGE
-            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), whole)
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
         if node.target not in (ops.free, ops.resident):
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})

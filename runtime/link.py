@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import ops
 from .errors import PlanError
+from .exchange import gather_rows, seats_of, sum_rows
 from .program import Program, work_of
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +29,8 @@ INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 class Link:
     """One device's end of all connections.
 
-    `groups`: per name, the devices that take part, in the order in which their parts are added.
+    `groups`: per name, the devices that take part, in the order in which their parts are added. `hosts`: per device the
+    host it is on; all are on one where it is empty.
     `hostname` binds gloo to one address; None to the interface that GLOO_SOCKET_IFNAME names, else this host's own.
     """
 
@@ -42,6 +44,7 @@ class Link:
         *,
         timeout_s: float = 600.0,
         hostname: str | None = None,
+        hosts: Sequence[int] = (),
     ):
         self.index = device_index
         self.device = device
@@ -55,6 +58,10 @@ class Link:
         self._nccl_pairs: dict[tuple[int, int], Any] = {}
         self._tags: dict[tuple[int, int], dict[str, int]] = {}
         self._single = {name for name, members in self.groups.items() if len(members) == 1}
+        self._seats = {
+            name: seats_of([hosts[device] if hosts else 0 for device in members], members.index(device_index))
+            for name, members in self.groups.items()
+        }
 
     def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
         """Make every connection that the programs need.
@@ -150,21 +157,20 @@ class Link:
             groups = self._nccl_groups if values[0].is_cuda else self._gloo_groups
             groups[group].allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions()).wait()
 
-    def scatter_sum(self, rows: Tensor, group: str) -> Tensor:
-        """Of `rows`, one for each device of the group, the sum over the devices of this device's row, added up in the
-        group's order."""
+    def gather_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> None:
+        """Fill `rows` (members, n), of which this device's own is there, with those of all devices in the group's
+        order. `hierarchical`: first between hosts, then inside them."""
+        if group not in self._single:
+            groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+            gather_rows(groups[group], self._seats[group], rows, hierarchical)
+
+    def sum_rows(self, rows: Tensor, group: str) -> Tensor:
+        """Of `rows` (members + 1, n), one for each device of the group and room for one more, the sum over the devices
+        of this device's row; it lies in one of the rows, and all of them are used up."""
         if group in self._single:
             return rows[0]
-        if rows.is_cuda:
-            own = torch.empty_like(rows[0])
-            self._nccl_groups[group]._reduce_scatter_base(own, rows, dist.ReduceScatterOptions()).wait()
-            return own
-        arrived = torch.empty_like(rows)
-        self._gloo_groups[group].alltoall_base(arrived, rows, [], [], dist.AllToAllOptions()).wait()
-        total = arrived[0].clone()
-        for row in arrived[1:]:
-            total += row
-        return total
+        groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+        return sum_rows(groups[group], rows, self._seats[group].index)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""

@@ -3,8 +3,9 @@
 Each memory holds, added up:
 - what persists across steps (`persistent_bytes`): on a device resident weights with their optimizer states, and
   buffers; in DRAM and on SSD the weights and states that live there;
-- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device fetched weights, in
-  DRAM what was read or offloaded, on SSD activations that were written;
+- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device fetched and gathered
+  weights, scattered gradients, and what is staged while either is on its way between devices; in DRAM what was read or
+  offloaded, on SSD activations that were written;
 - every other live value, and the workspace of the op that runs.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,8 +24,9 @@ from .first_fit import FirstFit
 from .program import PAGE, Interface, Program, aligned, donated, values_of, work_of
 from .units import format_bytes
 
-ARENA_OPS = {ops.DEVICE: (ops.fetch, ops.all_gather), ops.DRAM: (ops.offload, ops.read), ops.SSD: (ops.write,)}
-ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena
+ARENA_OPS = {ops.DEVICE: (ops.fetch, ops.all_gather, ops.reduce_scatter), ops.DRAM: (ops.offload, ops.read), ops.SSD: (ops.write,)}
+ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, and gradients of a shard
+STAGED = (ops.all_gather, ops.reduce_scatter)  # their workspace lies in the arena, too
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,19 @@ def _empty() -> dict[str, int]:
     return {"weights": 0, "masters": 0, "states": 0, "undo": 0, "buffers": 0}
 
 
-def plan_arena(program: Program, memory: str = ops.DEVICE) -> tuple[dict[fx.Node, int], int]:
-    """Offset of each value that takes a place in a memory's arena (first fit, in issue order), and its bytes."""
+class ArenaPlan(NamedTuple):
+    """Of a memory's arena: the offset of each value that has a place there, the bytes of all, and the offset of what an
+    op of `STAGED` stages."""
+
+    offsets: dict[fx.Node, int]
+    bytes: int
+    staging: dict[fx.Node, int]
+
+
+def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
+    """The places in a memory's arena (first fit, in issue order)."""
     offsets: dict[fx.Node, int] = {}
+    staging: dict[fx.Node, int] = {}
     arena = FirstFit(512 if memory == ops.DEVICE else PAGE)
     for node in program.ops():
         if takes_place(node, memory):
@@ -116,7 +129,10 @@ def plan_arena(program: Program, memory: str = ops.DEVICE) -> tuple[dict[fx.Node
             for value in node.all_input_nodes:
                 for place in places_of(value):
                     arena.give(place)
-    return offsets, arena.size
+        if memory == ops.DEVICE and node.target in STAGED:
+            staging[node] = arena.take("staging", work_of(program, node).workspace_bytes)
+            arena.give("staging")
+    return ArenaPlan(offsets, arena.size, staging)
 
 
 def takes_place(node: fx.Node, memory: str | None = None) -> bool:
@@ -126,9 +142,22 @@ def takes_place(node: fx.Node, memory: str | None = None) -> bool:
         return False
     if node.target not in ARENA_OPS[kind.memory]:
         return False
-    if kind.memory == ops.DEVICE:
-        return kind.kind in ON_DEVICE
-    return not any(user.op == "output" for user in node.users)  # results of the step are handed out
+    if kind.memory == ops.DEVICE and kind.kind in ON_DEVICE:
+        return True
+    if node.target is ops.reduce_scatter:
+        return _total_of(node) is None and not _returned(node)
+    return kind.memory != ops.DEVICE and not _returned(node)
+
+
+def _returned(value: fx.Node) -> bool:
+    """Results of the step are handed out, so they lie in no arena."""
+    return any(user.op == "output" for user in value.users)
+
+
+def _total_of(scatter: fx.Node) -> fx.Node | None:
+    """The sum that a `reduce_scatter` adds to, where there is one."""
+    total = ops.reduce_scatter.bind(scatter.args, scatter.kwargs)["total"]
+    return total if isinstance(total, fx.Node) else None
 
 
 def places_of(value: fx.Node) -> list[fx.Node]:
@@ -136,18 +165,20 @@ def places_of(value: fx.Node) -> list[fx.Node]:
     in parts; what takes over a value in place lies where that lay."""
     producer = value.args[0] if value.target is operator.getitem else value
     assert isinstance(producer, fx.Node)
+    scatters = producer.target is ops.reduce_scatter
     if takes_place(producer):
-        return [*donated(producer), producer]
+        return [producer] if scatters else [*donated(producer), producer]
     kind = value.meta["type"]
-    if kind.memory == ops.DEVICE or kind.kind == "norm":
+    if kind.kind == "norm" or (kind.memory == ops.DEVICE and not kind.group):
         return []
-    before = donated(producer)
+    before = [total for total in (_total_of(producer),) if total] if scatters else donated(producer)
     return places_of(before[values_of(producer).index(value)]) if before else []
 
 
 def place_bytes(node: fx.Node) -> int:
     """What a place must hold: the op's value, without the part that was there before."""
-    return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in donated(node))
+    there = [value for value in donated(node) if value.meta["type"].kind == "part"]
+    return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there)
 
 
 @dataclass
@@ -189,7 +220,8 @@ def profile_memory(program: Program) -> MemoryProfile:
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
         work = work_of(program, node)
-        extra = {memory: work.workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
+        workspace_bytes = 0 if node.target in STAGED else work.workspace_bytes
+        extra = {memory: workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
         result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
         for memory, taken in now.items():
             if taken + extra[memory] > result.peak_bytes[memory]:

@@ -163,6 +163,11 @@ backward = Op(
 
 
 def _add(ctx: Context, left: Value, right: Value) -> Value:
+    """Of two tensors, or of two sums of gradients that were scattered over the same group."""
+    if isinstance(left, Value) and left.kind == "grads" and left.group:
+        if left != right:
+            raise ValueError(f"gradients of {left.stage}, scattered over {left.group!r}, cannot take up others")
+        return left
     want(left, "tensor", "left", DEVICE)
     want(right, "tensor", "right", DEVICE)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
@@ -170,10 +175,14 @@ def _add(ctx: Context, left: Value, right: Value) -> Value:
     return left
 
 
+def _numel(value: Value) -> int:
+    return math.prod(value.shape) if value.kind == "tensor" else value.bytes // 4
+
+
 add = Op(
     "add",
     (COMPUTE,),
     _add,
-    lambda ctx, left, right: Work(COMPUTE, flops=math.prod(left.shape), traffic_bytes=3 * left.bytes, launches=1),
+    lambda ctx, left, right: Work(COMPUTE, flops=_numel(left), traffic_bytes=3 * left.bytes, launches=1),
     donates=("left",),
 )

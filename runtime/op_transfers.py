@@ -2,7 +2,8 @@
 
 A stage's weights persist in one memory: on the device (`resident` names them), in DRAM ("stage1.weights" is fetched),
 or on SSD ("stage1.weights" is read, and what that gives is fetched). Optimizer states and fp32 masters persist with the
-weights, or on SSD: "stage1.states" are these alone, "stage1.all" the weights with them.
+weights, or on SSD: "stage1.states" are these alone, "stage1.all" the weights with them. With a `group`, this is the
+device's shard of a stage that is spread over that group.
 """
 
 from __future__ import annotations
@@ -37,22 +38,29 @@ load = Op(
 )
 
 
-def persistent(ctx: Context, name: str, memory: str, kinds: tuple[str, ...] = ("weights",)) -> Value:
+def persistent(
+    ctx: Context, name: str, memory: str, kinds: tuple[str, ...] = ("weights",), group: str | None = None
+) -> Value:
     """The value that a text's name ("stage1.weights") stands for. Raises `ValueError` for another form."""
     stage, _, what = name.partition(".")
     if what not in kinds:
         forms = " or ".join(f"'stage.{kind}'" for kind in kinds)
         raise ValueError(f"{name!r} is not of the form {forms}")
-    spec, face = ctx.stage(stage), ctx.interface
+    ctx.stage(stage)
+    if group is not None:
+        ctx.group(group)
+    spec, face = ctx.interface.part_of(stage, group or ""), ctx.interface
     num_bytes = {"weights": spec.weight_bytes, "states": face.states_bytes(spec), "all": face.all_bytes(spec)}[what]
-    return Value(what, num_bytes, memory, stage=spec.name)
+    return Value(what, num_bytes, memory, stage=spec.name, group=group or "")
 
 
-def _resident(ctx: Context, name: str) -> Value:
-    return replace(persistent(ctx, name, DEVICE), owned=False)
+def _resident(ctx: Context, name: str, *, group: str | None = None) -> Value:
+    """A stage's weights; with `group`, this device's shard of them, which is gathered before it is used."""
+    kind = "weights" if group is None else "shard"
+    return replace(persistent(ctx, name, DEVICE, group=group), kind=kind, owned=False)
 
 
-resident = Op("resident", (HOST,), _resident, lambda ctx, name: Work(HOST))
+resident = Op("resident", (HOST,), _resident, lambda ctx, name, *, group=None: Work(HOST))
 
 
 def _fetch(
@@ -68,6 +76,8 @@ def _fetch(
             raise ValueError(f"a {what.kind} is fetched at once")
         return replace(what, memory=DEVICE)
     spec = ctx.stage(what.stage if isinstance(what, Value) else persistent(ctx, what, DRAM).stage)
+    if isinstance(what, Value) and what.group != (group or ""):
+        raise ValueError(f"the weights of {spec.name} were read of group {what.group!r}, and fetched of {group!r}")
     if group is not None:
         if begun is not None or params is not None:
             raise ValueError(f"a shard of {spec.name} is fetched at once")
@@ -116,19 +126,21 @@ offload = Op(
 )
 
 
-def _read(ctx: Context, what: str | Value) -> Value:
+def _read(ctx: Context, what: str | Value, *, group: str | None = None) -> Value:
     if isinstance(what, str):
-        return persistent(ctx, what, DRAM, PERSISTENT)
+        return persistent(ctx, what, DRAM, PERSISTENT, group)
+    if group is not None:
+        raise ValueError("an activation is read as it is, without a group")
     if what.kind not in MOVABLE or what.memory != SSD:
         raise ValueError(f"only activations on SSD can be read as values, found {what.kind} in {what.memory}")
     return replace(what, memory=DRAM)
 
 
-def _read_work(ctx: Context, what: str | Value) -> Work:
+def _read_work(ctx: Context, what: str | Value, *, group: str | None = None) -> Work:
     """Of "stage1.all" the weights are not read where masters stand for them."""
-    value, face = _read(ctx, what), ctx.interface
+    value, face = _read(ctx, what, group=group), ctx.interface
     apart = value.kind == "all" and face.masters_say_all(ctx.stage(value.stage))
-    moved = face.states_bytes(ctx.stage(value.stage)) if apart else value.bytes
+    moved = face.states_bytes(face.part_of(value.stage, value.group)) if apart else value.bytes
     return Work(READ, moved_bytes=moved, source=SSD, target=DRAM)
 
 
@@ -143,7 +155,7 @@ def _write(ctx: Context, value: Value, *, to: str | None = None) -> Value | None
         if value.kind not in MOVABLE:
             raise ValueError(f"{value.kind} of {value.stage} is written to its own place: to='{value.stage}.states'")
         return replace(value, memory=SSD)
-    there = persistent(ctx, to, DRAM, ("states", "all"))
+    there = persistent(ctx, to, DRAM, ("states", "all"), value.group or None)
     if (there.kind, there.stage) != (value.kind, value.stage):
         raise ValueError(f"{to!r} is not the place of {value.stage}.{value.kind}")
     return None

@@ -70,6 +70,8 @@ def _step(
         raise ValueError(f"{stage} is stepped on its own states in DRAM, found {states.kind} of {states.stage}")
     if grads.memory != DRAM:
         raise ValueError(f"states of {stage} came from SSD, so its gradients must lie in DRAM")
+    if grads.group != states.group:
+        raise ValueError(f"states of {stage} are of group {states.group!r}, its gradients of {grads.group!r}")
     return states
 
 
@@ -118,7 +120,7 @@ redo = Op(
     (CPU,),
     _redo,
     lambda ctx, stage, grads, norm, *, max_norm: Work(
-        CPU, workspace_bytes=ctx.interface.all_bytes(ctx.stage(stage)), workspace_memory=DRAM
+        CPU, workspace_bytes=ctx.interface.all_bytes(ctx.interface.part_of(stage, grads.group)), workspace_memory=DRAM
     ),
     effect=True,
     paper="SuperOffload: step, validate, roll back",

@@ -190,6 +190,8 @@ class _Device:
             if stage in self.updated:
                 self.wait(index, self.updated[stage], f"{stage} is updated first")
             return
+        if node.target is ops.all_gather and node.args[0].target is ops.resident:  # type: ignore[union-attr]
+            self.fetches.setdefault(node.meta["type"].stage, []).append(index)
         changed = updated_stage(node)
         if changed is None:
             return

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .clipping import Grads
 from .link import Link
 from .program import StageSpec
 
@@ -33,22 +34,23 @@ def reduce_grads(
     _settle(total)
 
 
-def reduce_whole(grads: dict[str, Tensor], link: Link | None, group: str) -> None:
-    """Replace a stage's gradients by their sums over the group. Which parameters get a gradient follows from the
-    graph, so that all devices hold the same names."""
+def reduce_whole(grads: Grads, link: Link | None, group: str) -> None:
+    """Replace a stage's gradients by their sums over the group; in place, where they lie in flat buffers. Which
+    parameters get a gradient follows from the graph, so that all devices hold the same names."""
     if link is None:
         return
-    for dtype in sorted({g.dtype for g in grads.values()}, key=str):
-        names = [name for name, g in grads.items() if g.dtype == dtype]
-        values = [grads[name].contiguous() for name in names]
+    tensors = grads.tensors
+    for dtype in sorted({g.dtype for g in tensors.values()}, key=str):
+        names = [name for name, g in tensors.items() if g.dtype == dtype and not grads.flats]
+        values = [flat for flat in grads.flats if flat.dtype == dtype] or [tensors[name].contiguous() for name in names]
         if values[0].is_cuda and not link.on_device(group):
             staged = [value.cpu() for value in values]
             link.sum_all(staged, group)
             values = [value.copy_(total) for value, total in zip(values, staged)]
         else:
             link.sum_all(values, group)
-        grads.update(zip(names, values))
-    _settle(next(iter(grads.values()), torch.zeros(())))
+        tensors.update(zip(names, values))
+    _settle(next(iter(tensors.values()), torch.zeros(())))
 
 
 def reduce_norms(values: Sequence[Tensor], link: Link | None, group: str) -> Tensor:

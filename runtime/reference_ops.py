@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .clipping import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from .errors import BatchError, PlanError, VerifyError
 from .execute import Kept, StageRunner, micro_batch_seed
+from .extrapolate import extrapolated
 from .optimizer import OptimizerSpec, StageOptimizer
 from .program import Interface, StageSpec, aligned
 from .shards import piece_of, whole_of
@@ -160,9 +161,9 @@ class ReferenceRuntime:
             )
         return part.detach()
 
-    def resident(self, name: str) -> Weights:
+    def resident(self, name: str, *, group: str | None = None) -> Weights | Shard:
         stage = name.removesuffix(".weights")
-        return Weights(stage, self.world.stage(self.device, stage).weights)
+        return (Weights if group is None else Shard)(stage, self.world.stage(self.device, stage).weights)
 
     def fetch(
         self, what: Any, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
@@ -185,7 +186,7 @@ class ReferenceRuntime:
             return Kept.partial({name: t.clone() for name, t in value.tensors.items()})
         return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
 
-    def read(self, what: Any) -> Any:
+    def read(self, what: Any, *, group: str | None = None) -> Any:
         if not isinstance(what, str):
             return self.offload(what)
         stage, _, kind = what.partition(".")
@@ -276,17 +277,22 @@ class ReferenceRuntime:
                 value.tensors[name] = total.clone()
         return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
 
-    def all_gather(self, shard: Shard, *, group: str) -> Weights:
+    def all_gather(self, shard: Shard, *, group: str, hierarchical: bool = False) -> Weights:
         arrived = self._meet(group, (shard,))
         shards = [arrived[device][0].tensors for device in self.world.interface.members(group)]
         params = self.world.interface.stages[shard.stage].params
         return Weights(shard.stage, {p.name: whole_of([s[p.name] for s in shards], p.shape) for p in params})
 
-    def reduce_scatter(self, grads: StageGrads, *, group: str) -> StageGrads:
+    def reduce_scatter(self, grads: StageGrads, total: StageGrads | None = None, *, group: str) -> StageGrads:
         devices = self.world.interface.members(group)
-        total = self._summed(self._meet(group, (grads,)), group)
+        summed = self._summed(self._meet(group, (grads,)), group)
         index = devices.index(self.device)
-        return StageGrads({name: piece_of(g, index, len(devices)) for name, g in total.items()}, stage=grads.stage)
+        pieces = {name: piece_of(g, index, len(devices)) for name, g in summed.items()}
+        if total is None:
+            return StageGrads(pieces, stage=grads.stage)
+        for name, piece in pieces.items():
+            total.tensors[name] += piece
+        return total
 
     def _meet(self, group: str, values: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
         """What all devices of a group bring to its next collective."""
@@ -340,6 +346,16 @@ class ReferenceRuntime:
             self.world.finite = False
             return
         state.step(grads.scaled(clip_factor(norm, max_norm, loss_scale)))
+
+    def stash(self, stage: str, weights: Weights) -> Weights:
+        state = self.world.stage(self.device, stage)
+        return Weights(stage, state.copy_weights(list(state.weights)))
+
+    def predict(self, stage: str, weights: Weights, *, updates: int) -> Weights:
+        made, optimizer = self.stash(stage, weights), self.world.stage(self.device, stage).optimizer
+        for name in optimizer.params if optimizer is not None else ():
+            made.tensors[name].copy_(extrapolated(optimizer, name, updates))  # type: ignore[arg-type]
+        return made
 
     def _bound(self, stage: str, weights: Weights) -> StageRunner:
         runner = self.world.stage(self.device, stage).runner

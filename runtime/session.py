@@ -128,7 +128,8 @@ class DeviceSession:
         except BaseException:
             self.memory.close()
             raise
-        self.resident = {name: Box(None, store.weights) for name, store in self.stores.items()}
+        shards = {name for name, home in self._homes().items() if home.group}  # as they are, until they are gathered
+        self.resident = {n: Box(None, store.flat if n in shards else store.weights) for n, store in self.stores.items()}
         self._growth_before = self._stop_growth()
 
     # --- set-up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,28 +27,66 @@ def whole_of(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])[: size.numel()].reshape(size)
 
 
-def gathered(flats: Sequence[Tensor], part: StageSpec, into: Mapping[str, Tensor]) -> None:
-    """Fill a stage's whole tensors `into` from the flat buffers of all members, each laid out as its shard `part`."""
-    layout = weights_layout(part)
-    members = [layout.views(flat) for flat in flats]
-    for name, whole in into.items():
-        length, row = members[0][name].numel(), whole.view(-1)
-        for index, pieces in enumerate(members):
-            own = row[index * length : (index + 1) * length]
-            own.copy_(pieces[name][: own.numel()])
+def gathered(rows: Tensor, part: StageSpec, whole: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Copies (target, source) that fill a stage's tensors from the flat shards of all members, one in each of `rows`
+    (uint8), laid out as `part`."""
+    copies = []
+    for place in weights_layout(part).places:
+        pieces = rows[:, place.offset_bytes : place.offset_bytes + place.size_bytes].view(place.dtype)
+        pairs, _ = _row_pairs(pieces, whole[place.name].view(-1))
+        copies += [(flat, row) for row, flat in pairs]
+    return copies
 
 
-def packed(grads: Mapping[str, Tensor], count: int) -> dict[torch.dtype, tuple[Tensor, list[str]]]:
-    """Gradients by dtype: one row for each of `count` members, with the pieces that are its own, and their names."""
-    found = {}
-    for dtype in sorted({g.dtype for g in grads.values()}, key=str):
-        names = [name for name, g in grads.items() if g.dtype == dtype]
-        rows = [torch.cat([piece_of(grads[name], index, count) for name in names]) for index in range(count)]
-        found[dtype] = (torch.stack(rows), names)
+def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """A tensor's pieces (members, length) and the tensor as one row: which parts of either are the same, and what of
+    the pieces is beyond its end."""
+    length, numel = pieces.shape[1], flat.numel()
+    full, rest = divmod(numel, max(1, length))
+    pairs = [(pieces[:full], flat[: full * length].view(full, length))] if full else []
+    beyond = []
+    if rest:
+        pairs.append((pieces[full, :rest], flat[full * length :]))
+        beyond.append(pieces[full, rest:])
+    if full + bool(rest) < len(pieces):
+        beyond.append(pieces[full + bool(rest) :])
+    return pairs, beyond
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stage's gradients of one dtype, on their way to the shards. `rows` (members + 1, n): for each member the pieces
+    that are its own, side by side, and room for one more; `pieces`: by name the columns of one, `own` (n) their place
+    once they are summed."""
+
+    rows: Tensor
+    pieces: dict[str, Tensor]
+    own: Tensor
+
+    def pack(self, grads: Mapping[str, Tensor]) -> None:
+        for name, pieces in self.pieces.items():
+            pairs, beyond = _row_pairs(pieces, grads[name].reshape(-1))
+            for row, flat in pairs:
+                row.copy_(flat)
+            for row in beyond:
+                row.zero_()
+
+    def named(self) -> dict[str, Tensor]:
+        """This member's pieces by name."""
+        lengths = [pieces.shape[1] for pieces in self.pieces.values()]
+        return dict(zip(self.pieces, self.own.split(lengths)))
+
+
+def blocks_of(grads: Mapping[str, Tensor], part: StageSpec, count: int, staging: Tensor, own: Tensor) -> list[Block]:
+    """Per dtype of these gradients a block for `count` members, whose rows lie in `staging` and whose sum in `own`
+    (both uint8: `count` + 1 times, and once, the bytes of the pieces)."""
+    found, start = [], 0
+    dtypes = sorted({g.dtype for g in grads.values()}, key=lambda dtype: (-dtype.itemsize, str(dtype)))  # stay aligned
+    for dtype in dtypes:
+        numels = {p.name: p.numel for p in part.params if p.name in grads and grads[p.name].dtype == dtype}
+        size, end = dtype.itemsize, start + sum(numels.values()) * dtype.itemsize
+        rows = staging[(count + 1) * start : (count + 1) * end].view(dtype).view(count + 1, (end - start) // size)
+        columns = rows[:count].split(list(numels.values()), dim=1)
+        found.append(Block(rows, dict(zip(numels, columns)), own[start:end].view(dtype)))
+        start = end
     return found
-
-
-def unpacked(row: Tensor, names: Sequence[str], part: StageSpec) -> dict[str, Tensor]:
-    """One member's pieces out of its row."""
-    lengths = {param.name: param.numel for param in part.params}
-    return dict(zip(names, row.split([lengths[name] for name in names])))

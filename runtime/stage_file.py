@@ -33,7 +33,7 @@ class Staged:
 
 
 class StageFile:
-    """One stage's file. Raises `DoesNotFit` where the disks have not the room."""
+    """The file of one stage, or of a shard of it. Raises `DoesNotFit` where the disks have not the room."""
 
     def __init__(
         self, spec: StageSpec, face: Interface, home: Home, optimizer: OptimizerSpec | None, folder: SsdFolder
@@ -129,7 +129,7 @@ def staging_bytes(face: Interface, homes: Mapping[str, Home]) -> int:
     """The largest buffer of a stage's file: what loading and saving need of DRAM, one stage at a time."""
     largest = 0
     for stage, home in homes.items():
-        spec = face.stages[stage]
+        spec = face.part_of(stage, home.group)
         num_bytes = aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else 0
         largest = max(largest, num_bytes + (face.states_bytes(spec) if home.states == ops.SSD else 0))
     return largest

@@ -58,7 +58,8 @@ class StageStore:
     ):
         self.spec, self.home, self.piece = spec, home, piece
         self.part = spec if piece is None else spec.shard(piece[1])
-        self.runner = StageRunner(spec, module, device, precision, weights_move=home.weights != ops.DEVICE)
+        moving = home.weights != ops.DEVICE or piece is not None
+        self.runner = StageRunner(spec, module, device, precision, weights_move=moving)
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = staging
@@ -67,8 +68,8 @@ class StageStore:
         self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
-            assert folder is not None and staging is not None and piece is None
-            self.file = StageFile(spec, face, home, optimizer, folder)
+            assert folder is not None and staging is not None
+            self.file = StageFile(self.part, face, home, optimizer, folder)
         self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
         staged = None if self.file is None else self.file.views(self._stage())
         self.masters = self._make_masters(face.master and optimizer is not None, staged)
@@ -172,15 +173,14 @@ class StageStore:
             flat, started = self._stage(), self.optimizer is not None and self.optimizer.started
             if started:
                 self.file.read_all(flat)
-            self.file.fill(flat, weights, keep_states=started)
+            self.file.fill(flat, self._own_weights(weights), keep_states=started)
             self._write(flat)
         self._load_rest(weights, buffers)
 
     def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """What does not lie on SSD."""
-        for name, own in self.weights.items():
-            given = weights[name] if self.piece is None else piece_of(weights[name], *self.piece)
-            own.copy_(given)
+        for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
+            self.weights[name].copy_(given)
             if name in self.masters and (self.file is None or not self.file.has_states or not self.file.master):
                 self.masters[name].copy_(given)
         self.runner.load_buffers(dict(buffers))
@@ -226,11 +226,16 @@ class StageStore:
         else:
             self._check(state.weights)
             flat = self._stage()
-            self.file.fill(flat, state.weights, keep_states=False)
+            self.file.fill(flat, self._own_weights(state.weights), keep_states=False)
             self._bind(self.file.views(flat))
             self.optimizer.load_state_dict(self._own_part(state.optimizer))
             self._write(flat)
             self._load_rest(state.weights, state.buffers)
+
+    def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of whole weights, those of this shard."""
+        piece = self.piece
+        return weights if piece is None else {name: piece_of(weight, *piece) for name, weight in weights.items()}
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """Of whole states, those of this shard."""

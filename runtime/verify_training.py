@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -17,6 +17,7 @@ COMMON |= {ops.all_gather}
 COMPUTING = {ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.add}
 UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
 LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
+LEGAL["asynchronous step"] = LEGAL["step"] | {ops.stash, ops.predict}
 
 
 HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
@@ -26,7 +27,7 @@ PASSING = (ops.recv, ops.add, ops.offload, ops.fetch, ops.read, ops.write)  # th
 
 def check_legality(case: Case) -> None:
     """Only the ops that the function may hold; one home for a stage's weights, and its update where they lie."""
-    allowed = LEGAL[case.function]
+    allowed = LEGAL[f"{'asynchronous ' * case.is_asynchronous}{case.function}"]
     for program in case.programs:
         homes: dict[str, fx.Node] = {}
         for node in program.ops():
@@ -186,6 +187,8 @@ def check_micro_batches(case: Case) -> None:
         if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.backward_input, ops.add):
             continue
         tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
+        if not tensors:  # of gradients, which are summed over micro-batches
+            continue
         own = micro_batch_of(tensors[0]) if node.target is ops.add else _micro_batch(node)
         for value in tensors:
             other = micro_batch_of(value)
@@ -211,7 +214,7 @@ class _Sum:
 def check_gradients(case: Case) -> None:
     """Each trained stage's gradients, of all micro-batches and summed over its ties and over all devices that run it,
     reach one update, or the result, on each of these."""
-    if case.function != "step":
+    if case.function != "step" or case.is_asynchronous:
         return
     face = case.programs[0].interface
     updates: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
@@ -222,7 +225,7 @@ def check_gradients(case: Case) -> None:
             if node.target is ops.step:
                 updates.setdefault(str(node.args[0]), []).append((program, node, sums[operands(node)[0]]))
             else:
-                _follow(node, sums)
+                _follow(program, node, sums)
         for values in program.results().values():
             for value in values:
                 if value in sums:
@@ -242,15 +245,15 @@ def check_gradients(case: Case) -> None:
             _check_devices(ends, face, set(homes))
 
 
-def _follow(node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
-    """Note what the gradients hold that an op produces."""
+def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
+    """Note what the gradients hold that an op produces: each micro-batch once, summed once over each group."""
     made = [value for value in values_of(node) if value.meta["type"].kind == "grads"]
     if not made:
         return
     given = [value for value in operands(node) if value in sums]
-    if node.target is ops.backward:
-        before = sums[given[0]].micro_batches if given else frozenset()
-        sums[made[0]] = _Sum(str(node.args[0]), before | {_micro_batch(node)})
+    if node.target in GIVING:
+        own = _Sum(str(node.args[0]), frozenset({_micro_batch(node)}))
+        sums[made[0]] = _both(program, node, sums[given[0]], own) if given else own
         return
     group = {str(node.kwargs["group"])} if node.target in (ops.all_reduce, ops.reduce_scatter) else set()
     found = []
@@ -281,7 +284,7 @@ def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
 
 def _backwards(program: Program, stage: str) -> set[int]:
     """The micro-batches whose backward of a stage runs in a program."""
-    return {_micro_batch(n) for n in program.ops() if n.target is ops.backward and n.args[0] == stage}
+    return {_micro_batch(n) for n in program.ops() if n.target in GIVING and n.args[0] == stage}
 
 
 def _tied(face: Interface, spec: StageSpec, device: int) -> set[str]:

@@ -79,6 +79,7 @@ def build_session(
             device,
             timeout_s=setup["timeout_s"],
             hostname=setup["hostname"],
+            hosts=[device.host for device in hardware.devices],
         )
     address = setup.get("link_server")
     options: dict[str, Any] = {

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Thread
-
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +14,9 @@ from penstock.runtime import ops
 from penstock.runtime.arena import allocate, weights_layout
 from penstock.runtime.errors import VerifyError
 from penstock.runtime.hardware import Hardware
-from penstock.runtime.link import LOOPBACK, Link
 from penstock.runtime.memory import persistent_bytes, profile_memory
 from penstock.runtime.program import Interface, ParamSpec, Program, StageSpec, place_frees
-from penstock.runtime.shards import gathered, packed, piece_of, unpacked, whole_of
+from penstock.runtime.shards import blocks_of, gathered, piece_of, whole_of
 from penstock.runtime.simulate import simulate
 from penstock.runtime.text import parse_program, print_program
 from penstock.runtime.verify import verify
@@ -46,19 +42,26 @@ def test_flat_shards_make_the_whole_stage(numels: list[int], count: int) -> None
     params = tuple(ParamSpec(f"p{i}", (n,), dtype) for i, (n, dtype) in enumerate(zip(numels, dtypes)))
     spec = StageSpec("stage0", (), (), params)
     values = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in params}
-    part, flats = spec.shard(count), []
-    for index in range(count):
-        flat = allocate(weights_layout(part).total_bytes, torch.device("cpu"))
-        for name, view in weights_layout(part).views(flat).items():
+    part = spec.shard(count)
+    rows = allocate(count * part.weight_bytes, torch.device("cpu")).view(count, -1)
+    for index, row in enumerate(rows):
+        for name, view in weights_layout(part).views(row).items():
             view.copy_(piece_of(values[name], index, count))
-        flats.append(flat)
-    whole = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in params}
-    gathered(flats, part, whole)
+    whole = {p.name: torch.full(p.shape, 7, dtype=getattr(torch, p.dtype)) for p in params}
+    for target, source in gathered(rows, part, whole):
+        target.copy_(source)
     assert all(torch.equal(whole[name], values[name]) for name in values)
+    staging = torch.full(((count + 1) * part.grad_bytes,), 7, dtype=torch.uint8)
+    own = torch.empty(part.grad_bytes, dtype=torch.uint8)
+    blocks = blocks_of(values, part, count, staging, own)
+    assert sum(block.own.nbytes for block in blocks) == part.grad_bytes
     for index in range(count):
-        rows = packed(values, count).values()
-        own = {name: piece for row, names in rows for name, piece in unpacked(row[index], names, part).items()}
-        assert all(torch.equal(own[name], piece_of(values[name], index, count)) for name in values)
+        pieces = {}
+        for block in blocks:
+            block.pack(values)
+            block.own.copy_(block.rows[index])
+            pieces |= block.named()
+        assert all(torch.equal(pieces[name], piece_of(values[name], index, count)) for name in values)
 
 
 def face() -> Interface:
@@ -166,27 +169,3 @@ def test_a_gather_moves_what_is_not_there_yet() -> None:
     assert (down, up) == (4 << 20, 3 << 20)  # its shard and the others'; passed on, what three others lack
     rate = hardware.links()["rc0.0.down"].bandwidth
     assert timeline.step_s == pytest.approx(4 * (4 << 20) / rate, rel=0.3)  # all four share the root complex
-
-
-def test_gloo_adds_rows_up_in_the_order_of_devices() -> None:
-    store = dist.HashStore()
-    rows = [torch.randn(3, 5) for _ in range(3)]
-    found: dict[int, torch.Tensor] = {}
-    sums: dict[int, list[torch.Tensor]] = {}
-
-    def device(index: int) -> None:
-        link = Link(store, index, 3, {"all": [0, 1, 2]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30)
-        link.connect({}, {"all": ops.DEVICE})
-        found[index] = link.scatter_sum(rows[index].clone(), "all")
-        sums[index] = [rows[index][0].clone(), rows[index][1].clone()]
-        link.sum_all(sums[index], "all")
-
-    threads = [Thread(target=device, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(3):
-        assert torch.equal(found[index], rows[0][index] + rows[1][index] + rows[2][index])
-        assert torch.equal(sums[index][1], sums[0][1])
-        torch.testing.assert_close(sums[index][0], rows[0][0] + rows[1][0] + rows[2][0])

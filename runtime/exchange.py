@@ -1,0 +1,114 @@
+"""Gathers and scattered sums on rows of a buffer that is there already: what each member gives is one row, and arrives
+where it belongs.
+
+In host memory members pass rows to each other on gloo, point to point: gloo's own collectives copy into buffers that
+they allocate for every call. Between GPUs it is NCCL.
+
+A hierarchical gather (MiCS 3.3) has three stages: each member gathers from those at its own place on the other hosts,
+all places at the same time; what came is put in order; then each host's members gather from each other, for all hosts'
+rows in one batch. Every row is received at its final place, so that the second stage moves nothing. Over a link between
+two hosts go (p - k) / p of the value in place of (p - 1) / p, with k of p members on a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The members of a group by host, as positions in the group. `ring`: all of them, those of a host next to each
+    other; `hosts`: the same host by host, empty where that is no grid with several places on several hosts."""
+
+    index: int
+    ring: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """Those at this member's place on all hosts, host by host."""
+        place = self.here.index(self.index)
+        return tuple(host[place] for host in self.hosts)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Those on this member's host."""
+        return next(host for host in self.hosts if self.index in host)
+
+
+def seats_of(hosts: Sequence[int], index: int) -> Seats:
+    """`hosts`: per member of the group the host it is on; `index`: this one's position."""
+    names = list(dict.fromkeys(hosts))
+    rows = tuple(tuple(i for i, host in enumerate(hosts) if host == name) for name in names)
+    even = len(rows) > 1 and len({len(row) for row in rows}) == 1 and len(rows[0]) > 1
+    return Seats(index, tuple(i for row in rows for i in row), rows if even else ())
+
+
+def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> None:
+    """Fill all of `rows` (members, n) of which this member's own is there. Where the seats are no grid, a hierarchical
+    gather is a plain one."""
+    stages = [(seats.across, [[seat] for seat in seats.across])] if hierarchical and seats.hosts else []
+    if stages:  # then a host's members, each with what it has of all hosts
+        places = range(len(seats.here))
+        stages.append((seats.here, [[host[place] for host in seats.hosts] for place in places]))
+    if rows.is_cuda:
+        if not stages:
+            group._allgather_base(rows.view(-1), rows[seats.index], dist.AllgatherOptions()).wait()
+        for ring, blocks in stages:
+            _trade(group, seats.index, ring, [[rows[seat] for seat in block] for block in blocks])
+        return
+    for ring, blocks in stages or [(seats.ring, [[seat] for seat in seats.ring])]:
+        _pass_round(group, seats.index, ring, [[rows[seat] for seat in block] for block in blocks])
+
+
+def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
+    """Each of the ring's members sends its block to the next, and then what it received last."""
+    own, count = ring.index(index), len(ring)
+    behind, before = ring[(own + 1) % count], ring[(own - 1) % count]
+    for turn in range(count - 1):
+        given, taken = blocks[(own - turn) % count], blocks[(own - turn - 1) % count]
+        works = [group.recv([row], before, tag) for tag, row in enumerate(taken)]
+        works += [group.send([row], behind, tag) for tag, row in enumerate(given)]
+        for work in works:
+            work.wait()
+
+
+def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
+    """Each sends its block to every other, in one batch on the current CUDA stream."""
+    own, device = ring.index(index), blocks[0][0].device
+    group._start_coalescing(device)
+    for other, block in zip(ring, blocks):
+        if other != index:
+            for mine, theirs in zip(blocks[own], block):
+                group.send([mine], other, 0)
+                group.recv([theirs], other, 0)
+    group._end_coalescing(device).wait()
+
+
+def sum_rows(group: Any, rows: Tensor, index: int) -> Tensor:
+    """Of `rows` (members + 1, n), one for each member, the sum over the members of this one's row: a row of the same
+    buffer, all of which is used up. In host memory it is added up in the group's order."""
+    count = len(rows) - 1
+    if rows.is_cuda:
+        group._reduce_scatter_base(rows[count], rows[:count].reshape(-1), dist.ReduceScatterOptions()).wait()
+        return rows[count]
+    places = list(range(count))  # per member the row that holds what it gave
+    spare = count
+    for turn in range(1, count):
+        to, source = (index + turn) % count, (index - turn) % count
+        coming = group.recv([rows[spare]], source, 0)
+        group.send([rows[to]], to, 0).wait()
+        coming.wait()
+        # What was sent is needed no longer, and what has come lies where there was room.
+        places[source], spare = spare, (places[to] if turn == 1 else to)
+    total = rows[spare]
+    torch.add(rows[places[0]], rows[places[1]], out=total)
+    for place in places[2:]:
+        total += rows[place]
+    return total
