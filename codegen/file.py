@@ -125,7 +125,7 @@ def _phases(program: Program) -> dict[fx.Node, str]:
 def _phase(node: fx.Node) -> str | None:
     if node.target is ops.step:
         return "update"
-    if node.target in (ops.forward, ops.backward, ops.evaluate):
+    if node.target in (ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.evaluate):
         name = node.target.name  # type: ignore[union-attr]
         stage = str(node.args[0])
         return f"{name}, {stage.replace('stage', 'stage ') if stage.removeprefix('stage').isdigit() else stage}"

@@ -99,6 +99,8 @@ class ChooseActivations(Pass):
             raise PassError(f"pass {self.name!r}: option share={self.share} is no part of a whole: 0 to 1")
 
     def machine(self, draft: Draft, program: Program) -> Machine:
+        if any(node.target is ops.backward_input for node in program.ops()):
+            raise PassError(f"{self.name} takes backwards whole, but the schedule splits them; use insert-remat")
         return machine_of(draft, program, swap=self.swap, tier=self.tier)
 
     def on_one(self, program: Program, machine: Machine) -> Outcome:

@@ -24,6 +24,8 @@ from ..runtime.program import Program, StageSpec, infer_all, place_frees
 from .alike import look, once
 from .base import Draft, Pass
 
+BACKWARDS = (ops.backward, ops.backward_input, ops.backward_weight)
+WITH_KEPT = (ops.backward, ops.backward_input)  # which take what a forward kept
 Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
 
 
@@ -104,10 +106,10 @@ def phases(program: Program) -> list[Phase]:
     """In issue order. A backward that follows its own forward directly belongs to the same phase."""
     found: list[Phase] = []
     for node in program.ops():
-        if node.target not in (ops.forward, ops.backward, ops.evaluate):
+        if node.target not in (ops.forward, ops.evaluate, *BACKWARDS):
             continue
         stage = str(node.args[0])
-        kind = "backward" if node.target is ops.backward else "forward"
+        kind = "backward" if node.target in BACKWARDS else "forward"
         if found and found[-1].stage == stage:
             found[-1].nodes.append(node)
         else:
@@ -115,10 +117,14 @@ def phases(program: Program) -> list[Phase]:
     keeps = {  # stages all of whose saved tensors lie between forward and backward: their weights stay as well
         str(n.args[0])
         for n in program.ops()
-        if n.target is ops.backward and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
+        if n.target in WITH_KEPT and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
     }
+    halved: set[str] = set()  # stages with a half of a backward so far: the other half needs the same weights
     for i, phase in enumerate(found):
-        phase.last = max(j for j, p in enumerate(found) if p.stage == phase.stage) if phase.stage in keeps else i
+        if any(node.target is ops.backward_input for node in phase.nodes):
+            halved.add(phase.stage)
+        stays = phase.stage in keeps or phase.stage in halved
+        phase.last = max(j for j, p in enumerate(found) if p.stage == phase.stage) if stays else i
     return found
 
 

@@ -19,7 +19,7 @@ from ..runtime.memory import profile_memory
 from ..runtime.program import Program, StageSpec, infer, infer_all, place_frees, values_of
 from .alike import look, once
 from .base import Draft, Pass
-from .insert_fetch import Early, look_ahead, profile_swapped, state_bytes
+from .insert_fetch import WITH_KEPT, Early, look_ahead, profile_swapped, state_bytes
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def rematerialise(program: Program, stages: set[str]) -> None:
         if node.target is ops.forward and node.args[0] in stages and node.kwargs.get("keep", True):
             kept = values_of(node)[-1]
             for user in list(kept.users):
-                if user.target is ops.backward:
+                if user.target in WITH_KEPT:
                     user.update_arg(2, None)
                 else:
                     user.args = tuple(arg for arg in user.args if arg is not kept)

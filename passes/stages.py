@@ -20,6 +20,7 @@ from ..runtime.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, shared_nodes, storage_root
 from .opgraph import OpGraph, build_module, value_tensors
 from .saved_classes import saved_classes
+from .split_costs import split_costs
 from .stage_costs import stage_costs
 
 COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -229,6 +230,7 @@ class _Builder:
             rematerialisable=not self._reads_what_it_writes(body),
             title=_title(self.cut.partition[self.index]),
             saved=saved_classes(self.cut.blocks[self.index], body),
+            **split_costs(self.graph, self.cut.blocks[self.index]),
             **stage_costs(
                 self.cut.blocks[self.index],
                 [*boundary, *batch, *held],
