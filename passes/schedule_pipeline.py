@@ -369,8 +369,8 @@ class Emitter:
         *dinputs, self.grads[spec.name] = self.program.emit(
             ops.backward,
             spec.name,
-            self.weights[spec.name],
-            self.kept[spec.name, m],
+            self.weights_of_backward(spec, m),
+            self.kept.get((spec.name, m)),
             [self.values[Message(i.name, m)] for i in spec.inputs],
             douts,
             self.grads.get(spec.name),
@@ -380,6 +380,9 @@ class Emitter:
         for i, node in zip(wanted, dinputs):
             self.contribute(Message(i.name, m, is_gradient=True), node)
         self.send(Turn(spec.name, m, is_backward=True))
+
+    def weights_of_backward(self, spec: StageSpec, m: int) -> fx.Node:
+        return self.weights[spec.name]
 
     def contribute(self, message: Message, node: fx.Node) -> None:
         """Add one reader's gradient to those of the later readers on this device."""

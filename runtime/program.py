@@ -171,6 +171,7 @@ class Interface:
     each stage's weights. See `fleet.py`.
     `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
     the shapes of its parameters; `master`: fp32 copies exist beside the weights.
+    `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
     """
 
     stages: dict[str, StageSpec]
@@ -183,6 +184,7 @@ class Interface:
     states: dict[str, int] = field(default_factory=dict)
     lanes: tuple[tuple[int, ...], ...] = ()
     shards: int = 1
+    asynchronous: bool = False
 
     @property
     def replicas(self) -> int:

@@ -19,6 +19,7 @@ from .verify_devices import (
 from .verify_reservoir import check_redo, check_states, check_written
 from .verify_training import check_coverage, check_gradients, check_legality, check_micro_batches
 from .verify_values import check_lifetimes, check_structure, check_types
+from .verify_versions import check_updates, check_versions
 
 # In this order: each rule may rely on those before it.
 RULES: tuple[Callable[[Case], None], ...] = (
@@ -35,6 +36,8 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_coverage,
     check_micro_batches,
     check_gradients,
+    check_updates,
+    check_versions,
     check_states,
     check_redo,
     check_written,

@@ -29,6 +29,11 @@ class Case:
     def function(self) -> str:
         return self.programs[0].function
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every micro-batch updates the weights."""
+        return self.function == "step" and self.programs[0].interface.asynchronous
+
     @cached_property
     def by_device(self) -> dict[int, Program]:
         return {program.device: program for program in self.programs}

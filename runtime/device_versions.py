@@ -1,0 +1,39 @@
+"""The ops of the device runtime that make versions of a stage's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .extrapolate import extrapolated
+from .issuing import Handle, Issuing
+from .stage_store import StageStore
+
+
+class Versions(Issuing):
+    """`stash` and `predict`. Both run on the stream of computation, between the updates that the text has them between;
+    what they make is used and given back on that stream, too."""
+
+    def stash(self, stage: str, weights: Handle) -> Handle:
+        issue, store = self._next("stash"), self.stores[stage]
+        return self._launch(issue, [], lambda: [_copied(store)])[0]
+
+    def predict(self, stage: str, weights: Handle, *, updates: int) -> Handle:
+        issue, store = self._next("predict"), self.stores[stage]
+
+        def run() -> list[Any]:
+            made = _copied(store)
+            for name in store.optimizer.params if store.optimizer is not None else ():
+                made[name].copy_(extrapolated(store.optimizer, name, updates))
+            return [made]
+
+        return self._launch(issue, [], run)[0]
+
+
+def _copied(store: StageStore) -> dict[str, Tensor]:
+    """A stage's weights in a flat buffer of their own."""
+    flat = torch.empty_like(store.flat)
+    flat.copy_(store.flat)
+    return store.layout.views(flat)

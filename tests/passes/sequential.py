@@ -1,0 +1,210 @@
+"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other, each stage with all versions of its
+weights at hand, of which it takes those that a pipeline of that depth would find."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.passes.base import Draft
+from penstock.runtime.execute import micro_batch_seed
+from penstock.runtime.program import StageSpec
+from penstock.tests.passes.running import SEED, Batch, generated
+
+Version = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, and the optimizer's states of each
+
+
+@dataclass
+class OneStage:
+    """A stage's module, its optimizer, and of the current call the versions 0, 1, ... of both."""
+
+    spec: StageSpec
+    device: int
+    module: nn.Module
+    names: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    delay: int = 0  # updates that a forward lacks
+    lag: int = 0  # and those that its backward lacks
+    versions: list[Version] = field(default_factory=list)
+    scratch: nn.Module | None = None
+
+    def keep_version(self) -> None:
+        weights = {name: p.detach().clone() for name, p in self.names.items()}
+        states = {} if self.optimizer is None else self.optimizer.state
+        self.versions.append((weights, {n: copy.deepcopy(dict(states.get(p, {}))) for n, p in self.names.items()}))
+
+    def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
+        """Outputs with their graph, the leaves of it, and the parameters that gradients come to."""
+        self.scratch = copy.deepcopy(self.module)
+        params = parameters_of(self.scratch, self.spec)
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(weights[name])
+        leaves = [x.detach().requires_grad_(i.requires_grad) for x, i in zip(inputs, self.spec.inputs)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            outputs = self.scratch(*leaves)
+        return list(outputs[: len(self.spec.outputs)]), leaves, params
+
+
+def parameters_of(module: nn.Module, spec: StageSpec) -> dict[str, nn.Parameter]:
+    """Each once, under the name that the plan has for it."""
+    wanted = {p.name for p in spec.params}
+    return {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in wanted}
+
+
+class Sequential:
+    """`weights`: "current", "stash" or "predict"."""
+
+    def __init__(
+        self, draft: Draft, weights: str, optimizer: Callable[..., Any], schedule: Callable[..., Any] | None = None
+    ):
+        self.mode, self.step_number = weights, 0
+        held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
+        kinds, ties = generated(draft), draft.graph.ties()
+        self.stages = [
+            self._stage(s.spec, d, kinds, held, optimizer, schedule) for s, d in zip(draft.stages, draft.devices)
+        ]
+        self.maker = {o.name: s for s in self.stages for o in s.spec.outputs}
+        self.sharing: dict[str, list[tuple[OneStage, str]]] = defaultdict(list)
+        for stage in self.stages:
+            for param in stage.spec.params:
+                if param.requires_grad:
+                    self.sharing[ties.get(param.name, param.name)].append((stage, param.name))
+        self.sharing = {name: rows for name, rows in self.sharing.items() if len(rows) > 1}
+        self._delays()
+
+    @staticmethod
+    def _stage(spec: StageSpec, device: int, kinds: Any, held: Any, optimizer: Any, schedule: Any) -> OneStage:
+        module = kinds[spec.name]()
+        names = parameters_of(module, spec)
+        with torch.no_grad():
+            for name, tensor in [*names.items(), *module.named_buffers()]:
+                tensor.copy_(held[name])
+        for param in spec.params:
+            names[param.name].requires_grad_(param.requires_grad)
+        trained = [p for p in names.values() if p.requires_grad]
+        made = optimizer(trained) if trained else None
+        return OneStage(spec, device, module, names, made, schedule(made) if schedule and made else None)
+
+    def readers(self, stage: OneStage) -> list[OneStage]:
+        outputs = {o.name for o in stage.spec.outputs}
+        return [s for s in self.stages if outputs & {i.name for i in s.spec.inputs}]
+
+    def _delays(self) -> None:
+        depth: dict[str, int] = {}
+        for stage in reversed(self.stages):
+            depth[stage.spec.name] = max((1 + depth[r.spec.name] for r in self.readers(stage)), default=0)
+        tied = {stage.spec.name for rows in self.sharing.values() for stage, _ in rows}
+        for stage in self.stages:
+            own = depth[stage.spec.name]
+            stage.delay = max(depth[name] for name in tied) if stage.spec.name in tied else own
+            stage.lag = stage.delay - own
+
+    def step(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The losses of the micro-batches."""
+        for stage in self.stages:
+            stage.versions.clear()
+            stage.keep_version()
+        losses = [self.mini_batch(m, batch) for m, batch in enumerate(batches)]
+        self.step_number += 1
+        return losses
+
+    def mini_batch(self, m: int, batch: Batch) -> Tensor:
+        values, runs = dict(batch), {}
+        for stage in self.stages:
+            inputs = [values[i.name] for i in stage.spec.inputs]
+            runs[stage.spec.name] = stage.run(self.forward_weights(stage, m), inputs, self.seed(stage, m))
+            values |= {o.name: y.detach() for o, y in zip(stage.spec.outputs, runs[stage.spec.name][0])}
+        grads: dict[str, dict[str, Tensor]] = {}
+        found: dict[tuple[str, str], Tensor] = {}  # value, and the stage that its gradient comes from
+        for stage in reversed(self.stages):
+            outputs, leaves, params = runs[stage.spec.name]
+            if stage.lag + stage.delay and stage is not self.stages[-1]:
+                inputs = [values[i.name] for i in stage.spec.inputs]
+                outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(stage, m))
+            given = [self.gradient(stage, o, found) for o in stage.spec.outputs]
+            pairs = [(y, g) for y, g in zip(outputs, given) if g is not None]
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+            found |= {(i.name, stage.spec.name): x.grad for i, x in zip(stage.spec.inputs, leaves) if i.requires_grad}
+            grads[stage.spec.name] = {name: p.grad for name, p in params.items() if p.grad is not None}
+        self.share(grads)
+        for stage in self.stages:
+            self.update(stage, grads[stage.spec.name])
+        loss = next(s.spec.loss for s in self.stages if s.spec.loss)
+        return values[loss]
+
+    def seed(self, stage: OneStage, m: int) -> int:
+        return micro_batch_seed(SEED, self.step_number, stage.spec.name, m)
+
+    def forward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
+        version = max(0, m - stage.delay)
+        weights, states = stage.versions[version]
+        if self.mode != "predict" or stage.optimizer is None or version == m:
+            return weights
+        group = stage.optimizer.param_groups[0]
+        rates = group["lr"] if stage.scheduler is None else stage.rates[version]  # type: ignore[attr-defined]
+        return {name: predicted(w, states[name], group, rates, m - version) for name, w in weights.items()}
+
+    def backward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
+        return stage.versions[max(0, m - (stage.delay if self.mode == "stash" else stage.lag))][0]
+
+    def gradient(self, stage: OneStage, out: Any, found: Mapping[tuple[str, str], Tensor]) -> Tensor | None:
+        """First what the readers on its own device made, then what each other device has added up."""
+        if not out.requires_grad:
+            return None
+        if out.name == stage.spec.loss:
+            return torch.ones(out.shape, dtype=getattr(torch, out.dtype))
+        readers = [s for s in self.stages if (out.name, s.spec.name) in found]
+        devices = dict.fromkeys([stage.device, *(s.device for s in readers)])
+        sums = []
+        for device in devices:
+            own = [found[out.name, s.spec.name] for s in reversed(readers) if s.device == device]
+            if own:
+                sums.append(added(own))
+        return added(sums)
+
+    def share(self, grads: dict[str, dict[str, Tensor]]) -> None:
+        for rows in self.sharing.values():
+            devices = dict.fromkeys(stage.device for stage, _ in rows)
+            parts = [[grads[s.spec.name][n] for s, n in rows if s.device == d] for d in devices]
+            total = added([added(part) for part in parts])
+            for stage, name in rows:
+                grads[stage.spec.name][name] = total
+
+    @staticmethod
+    def update(stage: OneStage, grads: Mapping[str, Tensor]) -> None:
+        if stage.optimizer is not None:
+            for name, param in stage.names.items():
+                param.grad = grads.get(name)
+            stage.optimizer.step()
+            if stage.scheduler is not None:
+                stage.scheduler.step()
+        stage.keep_version()
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], lr: float, updates: int) -> Tensor:
+    """SGD with momentum, or AdamW."""
+    if not state:
+        return weight
+    if "momentum_buffer" in state:
+        return weight - lr * state["momentum_buffer"] * updates
+    (beta1, beta2), steps = group["betas"], float(state["step"])
+    size = state["exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**steps) + group["eps"]
+    update = state["exp_avg"] / size * (lr / (1 - beta1**steps))
+    return weight - update.add(weight, alpha=lr * group["weight_decay"]) * updates
