@@ -121,11 +121,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """One forward or backward: a stage and a micro-batch."""
+    """One forward or backward: a stage and a micro-batch. `is_weight`: the second half of a backward that is split,
+    for which nobody waits; `is_backward` is then the first, or a whole one."""
 
     stage: str
     micro_batch: int
     is_backward: bool = False
+    is_weight: bool = False
 
 
 Placed = tuple[int, Turn]  # on a device
@@ -185,6 +187,8 @@ class Flow:
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device behind one turn: what is read first leaves first."""
         spec, m = self.face.stages[turn.stage], turn.micro_batch
+        if turn.is_weight:
+            return []
         if not turn.is_backward:
             sent = [(dst, Message(o.name, m)) for o in spec.outputs for dst in self.reading_devices(o.name)]
             return sorted(sent, key=lambda row: self.place[self.first_reader(row[1].value, row[0])])
@@ -284,10 +288,13 @@ class Emitter:
             spec = self.face.stages[turn.stage]
             if spec.name not in self.weights:
                 self.hold(spec)
-            (self.backward if turn.is_backward else self.forward)(spec, turn.micro_batch)
+            self.take(spec, turn)
         results = {"loss": self.losses} if self.losses else {}
         grads = [self.grads[s.name] for s in self.flow.on(self.device) if s.name in self.grads and s.trained_params]
         return self.finish({**results, "grads": grads} if grads else results)
+
+    def take(self, spec: StageSpec, turn: Turn) -> None:
+        (self.backward if turn.is_backward else self.forward)(spec, turn.micro_batch)
 
     def evaluate(self) -> Program:
         self.program.function = "evaluate"
@@ -307,12 +314,12 @@ class Emitter:
 
     def hold(self, spec: StageSpec) -> None:
         (self.weights[spec.name],) = self.program.emit(
-            ops.resident, f"{spec.name}.weights", names=[f"w{_number(spec)}"]
+            ops.resident, f"{spec.name}.weights", names=[f"w{number_of(spec)}"]
         )
 
     def forward(self, spec: StageSpec, m: int) -> None:
         operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
-        names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{_number(spec)}_m{m}"]
+        names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{number_of(spec)}_m{m}"]
         if spec.name in self.flow.trained:
             *outputs, kept = self.program.emit(ops.forward, *operands, micro_batch=m, names=names)
             self.kept[spec.name, m] = kept
@@ -375,9 +382,13 @@ class Emitter:
             douts,
             self.grads.get(spec.name),
             micro_batch=m,
-            names=[*(f"d_{i.name}_m{m}_s{_number(spec)}" for i in wanted), f"g{_number(spec)}_m{m}"],
+            names=[*(f"d_{i.name}_m{m}_s{number_of(spec)}" for i in wanted), f"g{number_of(spec)}_m{m}"],
         )
-        for i, node in zip(wanted, dinputs):
+        self.hand_back(spec, m, dinputs)
+
+    def hand_back(self, spec: StageSpec, m: int, dinputs: Sequence[fx.Node]) -> None:
+        """The gradients of a stage's inputs, to who made these."""
+        for i, node in zip((i for i in spec.inputs if i.requires_grad), dinputs):
             self.contribute(Message(i.name, m, is_gradient=True), node)
         self.send(Turn(spec.name, m, is_backward=True))
 
@@ -409,5 +420,5 @@ class Emitter:
         return total
 
 
-def _number(spec: StageSpec) -> str:
+def number_of(spec: StageSpec) -> str:
     return spec.name.removeprefix("stage")
