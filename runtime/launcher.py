@@ -8,7 +8,6 @@ process be killed, they see its channel close and end by themselves.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -25,13 +24,14 @@ from typing import Any
 
 from torch import Tensor
 
-from . import errors, ops
+from . import errors
 from .commands import Answer, Tensors
 from .drivers import Driver, InProcessDriver, Setup, result_of
 from .errors import HardwareError, PenstockError, PlanError, WorkerError
 from .link import LOOPBACK
 from .link_server import LinkServer
-from .session import STREAM_SLOTS, StepResult
+from .position import describe_position
+from .session import StepResult
 from .torchrun import TorchrunDriver
 from .turns import TurnServer
 from .wire import receive_message, send_message
@@ -79,40 +79,25 @@ class Worker:
     log: Path
 
     def position(self) -> tuple[str, str]:
-        """What it was at, for people and as the text of one line: the compute stream's op first, running ones first."""
-        numbers = {name: self.board[i] for i, name in enumerate(STREAM_SLOTS) if self.board[i]}
-        if not numbers:
-            return "before its first op", ""
-        order = sorted(numbers, key=lambda name: (numbers[name] < 0, name != ops.COMPUTE))
-        lines = self.file.read_text().splitlines()
-        texts = [_describe_line(lines, abs(numbers[name]), name, numbers[name] < 0) for name in order]
-        running = [t for t, name in zip(texts, order) if numbers[name] > 0] or texts[:1]
-        return "; ".join(running), _code(lines, abs(numbers[order[0]]))
+        """See `describe_position`."""
+        return describe_position(self.file, self.board)
 
     def log_tail(self) -> str:
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
 
 
-def _code(lines: list[str], number: int) -> str:
-    return lines[number - 1].split("  #")[0].strip() if number <= len(lines) else ""
-
-
-def _describe_line(lines: list[str], number: int, stream: str, over: bool) -> str:
-    code = _code(lines, number)
-    micro_batch = re.search(r"micro_batch=(\d+)", code)
-    where = f"micro-batch {micro_batch.group(1)}, " if micro_batch else ""
-    return f"{'behind ' if over else ''}line {number}: `{code}` ({where}{stream})"
-
-
 class LocalWorkers(Driver):
-    """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for several hosts."""
+    """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for GPUs of several
+    hosts. CPU devices of several hosts are all here: then the hosts are emulated, with the network held down to the
+    rate of the document if it says so."""
 
     several_hosts = False  # whether the devices of several hosts may be here
 
     def __init__(self, setup: Setup):
         super().__init__(setup)
-        hosts = {device.host for device in setup.hardware.devices[: setup.interface.world_size]}
-        if len(hosts) > 1 and not self.several_hosts:
+        devices = setup.hardware.devices[: setup.interface.world_size]
+        hosts = {device.host for device in devices}
+        if len(hosts) > 1 and not self.several_hosts and any(device.kind != "cpu" for device in devices):
             raise PlanError(
                 f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
                 "process per device"

@@ -25,19 +25,21 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import WorkerError
-from .store_thread import StoreLost, StoreThread, address, agent_has_store, another_connection
+from .store_thread import StoreLost, StoreThread, Waited, address, agent_has_store, another_connection, local_address
 
 BEAT_S = 0.5  # between two signs of life
 SILENT_BEATS = 5  # that many missed: a sign that the rank or its network is gone
 POLL_S = 0.1
 SEARCH_S = 5.0  # for who is to blame
+LOOPBACKS = ("127.", "::1")
 ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # what the kernel says of a process
 LAST_WORDS_S = 5.0  # in which what is to be reported must have reached the store
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. `node`: the same for ranks of one torchrun agent; `clock_s`: wall-clock time less `perf_counter`."""
+    """One rank. `node`: the same for ranks of one torchrun agent; `clock_s`: wall-clock time less `perf_counter`;
+    `address`: of its host, on the way to the store's."""
 
     rank: int
     id: str
@@ -45,6 +47,7 @@ class Member:
     host: str
     pid: int
     clock_s: float
+    address: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} (on {self.host}, process {self.pid})"
@@ -118,6 +121,7 @@ class Ranks:
             socket.gethostname(),
             os.getpid(),
             time.time() - time.perf_counter(),
+            local_address(os.environ.get("MASTER_ADDR", "localhost")),
         )
         self._set(f"penstock/arrived/{self.rank}", asdict(mine))
         wait_s = 0.002
@@ -170,7 +174,7 @@ class Ranks:
         """What every rank gives, plain data, in their order. All ranks must call it.
 
         The first rank collects and hands out, so that n ranks cost 3 n requests. Raises the error of a rank that failed
-        meanwhile (see `cause`), or `WorkerError` where one is not there within `timeout_s`.
+        meanwhile (see `cause`), or `Waited` where one is not there within `timeout_s`.
         """
         number, prefix = self.round, f"{self._room}/round"
         text = json.dumps(mine)
@@ -194,7 +198,7 @@ class Ranks:
         except StoreLost:
             raise
         except RuntimeError as error:  # the store's own time is up
-            raise WorkerError(f"rank {self.rank} has waited {self.timeout_s:g} s for the others") from error
+            raise Waited(f"rank {self.rank} has waited {self.timeout_s:g} s for the others") from error
         self.round += 1
         found: list[Any] = json.loads(joined)
         return found
@@ -206,6 +210,17 @@ class Ranks:
         failure = self.told()
         if failure is not None:
             raise Told(failure)
+
+    @property
+    def hostname(self) -> str | None:
+        """The address by which other ranks reach this one; None where nothing but the system's choice is known."""
+        own = self.members[self.rank]
+        if not own.address.startswith(LOOPBACKS):
+            return own.address or None
+        for other in self.members:  # the first rank's host may know its own name as loopback
+            if other.node != own.node and not other.address.startswith(LOOPBACKS):
+                return local_address(other.address) or None
+        return own.address
 
     def told(self) -> Failure | None:
         """The first failure that is no longer open and concerns this rank."""

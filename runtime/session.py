@@ -364,6 +364,10 @@ class DeviceSession:
             if isinstance(notice, Fault):
                 raise notice
 
+    def interrupt(self, error: Exception) -> None:
+        """Called from another thread: the function that runs ends with this error, whatever its streams wait for."""
+        self._notices.put(Fault(None, error))
+
     def raise_fault(self) -> None:
         """Raise the `Fault` of a stream, if there is one."""
         if not self._notices.empty():
@@ -382,6 +386,8 @@ class DeviceSession:
     def _located(self, fault: Fault) -> Exception:
         """The error that the caller sees, with the place."""
         issue, error = fault.label, fault.error
+        if issue is None:
+            return error if isinstance(error, Exception) else WorkerError(str(error), device=self.index)
         place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
             located = copy.copy(error)  # with what it knows: the file, the bytes that are missing

@@ -25,7 +25,11 @@ SLICE_S = 0.05  # between two looks at whether to go on waiting
 T = TypeVar("T")
 
 
-class StoreLost(WorkerError):
+class Waited(WorkerError):
+    """A rank has waited for others in vain; which one is to blame is still open."""
+
+
+class StoreLost(Waited):
     """The store gives no answer: its host, its process or the network to it is gone."""
 
 
@@ -146,16 +150,15 @@ def address() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
-def local_address() -> str | None:
-    """This host's address on the network that joins it with the first rank's; None where the names say nothing."""
+def local_address(facing: str) -> str:
+    """This host's address on the way to another address or name; empty where there is no way to it."""
     try:
-        rows = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)
-        family, kind, _, _, where = rows[0]
+        family, kind, _, _, where = socket.getaddrinfo(facing, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing: asks which way it would go
             return str(probe.getsockname()[0])
-    except (OSError, KeyError, ValueError):
-        return None
+    except OSError:
+        return ""
 
 
 def _first_line(error: Exception) -> str:

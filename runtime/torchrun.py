@@ -1,32 +1,46 @@
 """One rank of a torchrun: this process is one device of the plan, the others run the same script.
 
-All ranks make the same calls in the same order. Scalars and reports are exchanged through the rendezvous store, so
-that every rank sees the loss; other results stay with the device that has them.
+All ranks make the same calls in the same order. Before anything runs they agree on what they bring (`agreement`).
+Scalars and reports are exchanged through the rendezvous store, so that every rank sees the loss. A rank that fails
+tells the others (`ranks`), so that all end with the same error at once, not when their patience ends.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
-from collections.abc import Mapping
-from typing import Any
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from . import errors
+from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
 from .drivers import Driver, Setup
 from .errors import BatchError, PenstockError, PlanError, WorkerError
+from .link import INTERFACE_SETTING
+from .position import describe_position
 from .program import Program
-from .session import StepResult, check_batch
+from .ranks import Failure, Ranks, Told, plain_error
+from .session import DeviceSession, StepResult, check_batch
+from .store_thread import Waited, connect_store
 from .worker import build_session, describe_error
+
+STUCK_S = 20.0  # behind another rank's failure, until what still blocks this one is given up with the process
 
 
 class TorchrunDriver(Driver):
-    """Runs the device of this rank. Raises `PlanError` where the number of ranks is not that of the plan's devices."""
+    """Runs the device of this rank.
+
+    Raises `PlanError` where the number of ranks is not that of the plan's devices, or they do not agree (see
+    `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
+    """
 
     def __init__(self, setup: Setup):
         super().__init__(setup)
@@ -37,10 +51,47 @@ class TorchrunDriver(Driver):
                 f"torchrun has started {world} processes, the plan has {devices} devices; use --nproc-per-node so that "
                 f"there are {devices} in all"
             )
-        self.store = dist.PrefixStore("penstock", _store())
+        self._session: DeviceSession | None = None
+        self._busy = self._failing = False
+        self._stuck: threading.Timer | None = None
+        self.ranks = Ranks(
+            connect_store(setup.timeout_s),
+            self.rank,
+            world,
+            setup.timeout_s,
+            node=os.environ.get("GROUP_RANK", ""),
+            beat=self._place,
+            alarm=self._hear,
+        )
+        self._signal_before = _take_sigterm(self._on_sigterm)
+        atexit.register(self._at_exit)
+        try:
+            agree(self.ranks, setup)
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> None:
+        """The session of this rank's device, connected to all others; an error of any rank is everybody's."""
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        self.session = build_session({**setup.for_device(self.rank), "gpu": local, "hostname": None}, self.store)
-        self._round = 0
+        hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
+        failure: dict[str, Any] | None = None
+        with self._together():
+            try:
+                own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
+                self._session = build_session(own, self.ranks.store)
+            except Exception as error:
+                failure = describe_error(error, None)
+            rows = self.ranks.exchange(failure)
+        wrong = [(rank, row) for rank, row in enumerate(rows) if row is not None]
+        if wrong:  # one that could not connect may only have missed the one that failed by itself
+            raise self._error_of(*min(wrong, key=lambda row: row[1]["type"] in ("RuntimeError", "DistStoreError")))
+
+    @property
+    def session(self) -> DeviceSession:
+        assert self._session is not None
+        return self._session
 
     @property
     def is_main(self) -> bool:
@@ -63,23 +114,34 @@ class TorchrunDriver(Driver):
                 mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
             except Exception as error:
                 mine = {"error": describe_error(error, self.session)}
-            rows = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in found.items()]
-            mine = {**mine, "tensors": rows}
-        header = self._exchange(mine)[device]
-        if "error" in header:
-            raise _error_of(device, header["error"])
-        assert self.session.link is not None
-        answer: Tensors = {}
-        for name, dtype, shape in header.pop("tensors"):
-            if device == self.rank:
-                value = found[name].detach().cpu().contiguous()
+            mine = {**mine, "tensors": _rows_of(found)}
+        with self._together():
+            header = self.ranks.exchange(mine)[device]
+            if "error" not in header:
+                return header, self._spread(found, header.pop("tensors"), device)
+        raise self._error_of(device, header["error"])
+
+    def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
+        """The tensors of one rank, on all: `own` where this is that rank, else as `rows` describes them."""
+        link = self.session.link
+        found: Tensors = {}
+        assert link is not None
+        for name, dtype, shape in rows:
+            if source == self.rank:
+                value = own[name].detach().cpu().contiguous()
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
-            answer[name] = self.session.link.broadcast(value, device)
-        return header, answer
+            try:
+                link.broadcast(value.view(-1).view(torch.uint8), source)
+            except RuntimeError as error:
+                raise Waited(f"rank {self.rank}: {name} has not come from rank {source}: {error}") from error
+            found[name] = value
+        return found
 
     def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
-        rows = self._exchange({"what": what, "kind": kind, "refused": None if refused is None else str(refused)})
+        with self._together():
+            mine = {"what": what, "kind": kind, "refused": None if refused is None else str(refused)}
+            rows = self.ranks.exchange(mine)
         said = [f"rank {rank}: {row['refused']}" for rank, row in enumerate(rows) if row["refused"]]
         kinds = {row["kind"]: f"rank {rank} was given {row['kind']}" for rank, row in enumerate(rows) if row["kind"]}
         if not said and len(kinds) > 1:
@@ -91,7 +153,8 @@ class TorchrunDriver(Driver):
     def gather(self, value: Any) -> list[Any]:
         """As everywhere, but all ranks must call it."""
         self._require_open()
-        return [row["value"] for row in self._exchange({"value": value})]
+        with self._together():
+            return self.ranks.exchange(value)
 
     def _own_programs(self) -> list[dict[str, Program]]:
         return [self.setup.programs[self.rank]]
@@ -101,43 +164,138 @@ class TorchrunDriver(Driver):
         check_batch(batch, self.setup.whole if whole else self.setup.interface, self.inputs[function])
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        batch = self.part(batch, self.rank)
-        own = self.session.step(batch) if command == "run_step" else self.session.evaluate(batch)
-        scalars = {name: [float(v) for v in values if v.dim() == 0] for name, values in own.values.items()}
-        results = []
-        for rank, other in enumerate(self._exchange({"scalars": scalars, "report": own.report})):
-            values = {name: [torch.tensor(v) for v in numbers] for name, numbers in other["scalars"].items()}
-            results.append(own if rank == self.rank else StepResult(values, other["report"]))
+        """What every rank returned: on all ranks the scalars of a step, and all that an evaluation gives."""
+        part = self.part(batch, self.rank)
+        with self._together():
+            own = self.session.step(part) if command == "run_step" else self.session.evaluate(part)
+            flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
+            scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
+            tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}
+            mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
+            results = []
+            for rank, other in enumerate(self.ranks.exchange(mine)):
+                given = {key: torch.tensor(number) for key, number in other["scalars"].items()}
+                given |= self._spread(tensors, other["tensors"], rank)
+                values: dict[str, list[Tensor]] = {}
+                for key in other["names"]:
+                    if key in given:
+                        values.setdefault(key.rpartition(" ")[0], []).append(given[key])
+                results.append(own if rank == self.rank else StepResult(values, other["report"]))
         return results
 
-    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's plain data. Nobody is more than one round ahead, so what lies two rounds back can go."""
-        self.store.set(f"{self._round}/{self.rank}", json.dumps(mine))
-        ranks = range(self.setup.interface.world_size)
-        found = [json.loads(self.store.get(f"{self._round}/{rank}")) for rank in ranks]
-        if self._round >= 2:
-            self.store.delete_key(f"{self._round - 2}/{self.rank}")
-        self._round += 1
-        return found
+    # --- failures
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all ranks do at the same time: where one fails, all raise what it says."""
+        self._busy = True
+        try:
+            self.ranks.check()
+            yield
+        except Exception as error:
+            self._fail(error)
+        except KeyboardInterrupt:
+            self._failing = True
+            self.ranks.report(Failure(self.rank, plain_error(f"{self._own_name} was interrupted. All ranks stop.")))
+            raise
+        finally:
+            self._busy = False
+            if self._stuck is not None:
+                self._stuck.cancel()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise the error of the rank that is to blame, and tell the others if it is this one, or is found here."""
+        self._failing = True
+        if isinstance(error, Told):
+            raise self._error_of(error.failure.rank, error.failure.error) from None
+        told = describe_error(error, self._session)
+        cause = self.ranks.cause(Failure(self.rank, told, waited=told["waited"] or isinstance(error, Waited)))
+        if cause.rank == self.rank:
+            self.ranks.report(cause)
+        if cause.error is told:
+            raise error
+        raise self._error_of(cause.rank, cause.error) from error
+
+    def _hear(self, failure: Failure) -> None:
+        """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
+        if self._busy and self._session is not None:
+            self._session.interrupt(Told(failure))
+        if self._busy:
+            self._stuck = threading.Timer(STUCK_S, self._give_up, [failure])
+            self._stuck.daemon = True
+            self._stuck.start()
+
+    def _give_up(self, failure: Failure) -> None:
+        """Something blocks that cannot be interrupted, such as a kernel that waits for another GPU."""
+        if self._busy and not self.closed:
+            sys.stderr.write(f"{self._own_name} ends: {failure.error['message']}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        """torchrun ends a rank in this way when another has failed: say which."""
+        if self._failing:
+            return  # already on the way out, with a better reason
+        signal.signal(number, signal.SIG_DFL)
+        stopped = f"{self._own_name} was stopped (SIGTERM)"
+        if self._busy:
+            raise Waited(stopped)
+        self._failing = True
+        cause = self.ranks.cause(Failure(self.rank, plain_error(stopped), waited=True))
+        sys.stderr.write(f"{stopped}: {cause.error['message']}\n")
+        sys.stderr.flush()
+        self.ranks.leave(cause.error["message"])
+        os.kill(os.getpid(), number)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # what the script raised and did not catch
+        self.ranks.leave("" if error is None else f"its script raised {type(error).__name__}: {error}".split("\n")[0])
+
+    @property
+    def _own_name(self) -> str:
+        return str(self.ranks.members[self.rank])
+
+    def _place(self) -> str:
+        """Where this rank is, for others to tell should nothing more be heard of it."""
+        if self._session is None:
+            return "its start"
+        if not self._busy:
+            return "its script, between two steps"
+        return describe_position(self.setup.file_of(self.rank), self._session.board)[0]
+
+    def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
+        kind = getattr(errors, failure["type"], None)
+        if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
+            found = kind(failure["message"])
+            vars(found).update(failure["details"])
+            return found
+        message = failure["message"]
+        if kind is not WorkerError:
+            name = self.setup.hardware.devices[rank].name
+            message = f"{self.ranks.members[rank]}, device {name}: {failure['type']}: {message}"
+        return WorkerError(message, device=rank, line=failure["line"], remote=failure["traceback"])
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.session.close()
+        if self.closed:
+            return
+        self.closed = True
+        self.ranks.leave()
+        atexit.unregister(self._at_exit)
+        if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._session is not None:
+            self._session.close()
 
 
-def _store() -> dist.Store:
-    """The store of the script's own process group where it has one, else that of torchrun."""
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
-    store, _, _ = next(iter(rendezvous("env://")))
-    return store
+def _rows_of(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Name, dtype and shape of each."""
+    return [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
 
 
-def _error_of(device: int, failure: dict[str, Any]) -> PenstockError:
-    kind = getattr(errors, failure["type"], None)
-    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-        found = kind(failure["message"])
-        vars(found).update(failure["details"])
-        return found
-    return WorkerError(failure["message"], device=device, line=failure["line"], remote=failure["traceback"])
+def _take_sigterm(handler: Any) -> Any:
+    """Set the handler where the script has none of its own. Returns what was there before, None where nothing was
+    changed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may
+        return None
+    before = signal.getsignal(signal.SIGTERM)
+    return signal.signal(signal.SIGTERM, handler) if before == signal.SIG_DFL else None

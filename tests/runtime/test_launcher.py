@@ -160,15 +160,27 @@ def test_dram_is_shared_out_between_the_devices_of_a_host(tmp_path: Path) -> Non
     assert [setup.dram_budget_bytes(i) for i in range(2)] == [whole - 2 * per_stage] * 2
 
 
-def test_several_hosts_need_torchrun(tmp_path: Path) -> None:
+def test_gpus_of_several_hosts_need_torchrun(tmp_path: Path) -> None:
     programs = pipeline(2, 2, 2, width=16)
-    document = Hardware.cpu(2, memory="8MB").model_dump(mode="json")
-    document["hosts"] *= 2
-    document["devices"][1]["host"] = 1
-    document["network"] = {"bandwidth": "1GB/s"}
+    document = Hardware.cpu(2, memory="8MB", hosts=2).model_dump(mode="json")
+    document["devices"] = [{**device, "kind": "cuda"} for device in document["devices"]]
     setup = Setup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.from_any(document), ADAMW)
     with pytest.raises(PlanError, match="torchrun --nnodes=2"):
         LocalWorkers(setup)
+
+
+def test_cpu_devices_of_two_hosts_are_all_here_with_the_network_between_them(tmp_path: Path) -> None:
+    programs = pipeline(2, 2, 2, width=64, rows=512)
+    rate = 2e6
+    hardware = Hardware.cpu(2, memory="8MB", hosts=2, network=rate)
+    setup = Setup(write_chain(tmp_path, programs, 64), programs[0].interface, hardware, ADAMW)
+    with LocalWorkers(setup) as driver:
+        for stage in ("stage0", "stage1"):
+            driver.load_stage(stage, {f"layer{stage[-1]}.weight": torch.eye(64)}, {})
+        batch = {"x": torch.randn(1024, 64)}
+        seconds = driver.step(batch).report["seconds"]
+    one_way_s = 2 * 512 * 64 * 4 / rate  # of all micro-batches' activations, and of as many gradients back
+    assert 1.5 * one_way_s < seconds < 10 * one_way_s
 
 
 def test_workers_find_what_the_script_finds_and_do_not_spin() -> None:
