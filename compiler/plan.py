@@ -85,7 +85,7 @@ class Decisions(BaseModel):
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
     mesh: Mesh | None = None  # None: one lane of all devices
     devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
-    schedule: Literal["fill-drain", "1f1b"]
+    schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early

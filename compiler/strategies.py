@@ -37,7 +37,9 @@ from ..passes.partition_mip import PartitionMip
 from ..passes.partition_mixed import PartitionMixed
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
+from ..passes.schedule_interleaved import ScheduleInterleaved
 from ..passes.schedule_pipeline import SchedulePipeline
+from ..passes.schedule_zero_bubble import ScheduleZeroBubble
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.memory import profile_memory
@@ -62,6 +64,8 @@ PASSES: dict[str, type[Pass]] = {
         MapSequential,
         SchedulePipeline,
         Schedule1F1B,
+        ScheduleInterleaved,
+        ScheduleZeroBubble,
         InsertRemat,
         ChooseActivations,
         InsertFetch,
@@ -77,9 +81,12 @@ PASSES: dict[str, type[Pass]] = {
 PIPELINE = (
     "coarsen, partition-balanced, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, insert-optimizer"
 )
+ONE_EACH = PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}")
+LOOPED = PIPELINE.replace("partition-balanced", "partition-balanced{stages=2*devices}")
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
+OF_DEVICES = re.compile(r"(?:(\d+)\*)?devices")
 BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside braces
 STRATEGIES: dict[str, str] = {
     "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
@@ -90,10 +97,11 @@ STRATEGIES: dict[str, str] = {
     ),
     "ftpipe": CROSSED.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
     "balanced": PIPELINE,
-    "gpipe": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}"),
-    "1f1b": PIPELINE.replace("partition-balanced", "partition-balanced{stages=devices}").replace(
-        "schedule-pipeline", "schedule-1f1b"
-    ),
+    "gpipe": ONE_EACH,
+    "looped-bfs": LOOPED,
+    "1f1b": ONE_EACH.replace("schedule-pipeline", "schedule-1f1b"),
+    "interleaved": LOOPED.replace("schedule-pipeline", "schedule-interleaved"),
+    "zero-bubble": ONE_EACH.replace("schedule-pipeline", "schedule-zero-bubble"),
     "data-parallel": (
         "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, "
         "insert-optimizer"
@@ -127,7 +135,7 @@ class PassRecord:
 def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
     """Passes of a strategy's name or of a line such as "coarsen, partition-balanced{stages=4}, ...".
 
-    `devices` as an option's value is the number of devices. Raises `PassError` with close names.
+    `devices` as an option's value is the number of devices, `2*devices` twice that. Raises `PassError` with close names.
     """
     line = STRATEGIES.get(text, text)
     if "," not in line and line not in PASSES:
@@ -174,8 +182,9 @@ def _make(name: str, options: str, num_devices: int) -> Pass:
 
 
 def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any:
-    if value == "devices" and kind is int:
-        return num_devices
+    of_devices = OF_DEVICES.fullmatch(value)
+    if of_devices is not None and kind is int:
+        return int(of_devices[1] or 1) * num_devices
     try:
         return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError) as error:

@@ -46,10 +46,15 @@ class Schedule1F1B(Pass):
 
 def list_schedule(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
     """All turns of a step with their devices, in the order in which they end."""
-    return _Pipeline(flow, hardware, precision).run()
+    return ListSchedule(flow, hardware, precision).run()
 
 
-class _Pipeline(Durations):
+def in_order_of_ends(rows: list[tuple[float, int, Placed]]) -> list[Placed]:
+    """Of turns with their ends, equal ends as they were found."""
+    return [placed for _, _, placed in sorted(rows, key=lambda row: row[:2])]
+
+
+class ListSchedule(Durations):
     """A pipeline under way: which turns have ended, and when."""
 
     def __init__(self, flow: Flow, hardware: Hardware, precision: str):
@@ -81,7 +86,7 @@ class _Pipeline(Durations):
             self.ended_s[turn] = self.free_s[device] = end_s
             self.next[turn.stage, turn.is_backward] += 1
             order.append((end_s, len(order), (device, turn)))
-        return [placed for _, _, placed in sorted(order, key=lambda row: row[:2])]
+        return in_order_of_ends(order)
 
     def begin_s(self, turn: Turn) -> float:
         """When a turn can begin; infinity while something must end first that has no time yet."""
