@@ -17,6 +17,7 @@ from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
+from ..runtime.drivers import TIMEOUT_S
 from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..runtime.fleet import lane_of
 from ..runtime.hardware import Hardware
@@ -40,6 +41,7 @@ from .what_helps import Help, what_helps
 
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
+LEAST_TIMEOUT_S = 1.0
 
 def compile(
     model: nn.Module,
@@ -65,6 +67,7 @@ def compile(
     ssd_verify: bool = False,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
+    timeout_s: float = TIMEOUT_S,
 
     model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine.
@@ -85,10 +88,12 @@ def compile(
         against what was written.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
+    timeout_s: how long a device, or a rank of torchrun, waits for the others before it counts them as lost.
     """
     _check(model, precision, max_grad_norm, strategy, seed)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
+    _check_timeout(timeout_s)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
@@ -132,6 +137,7 @@ def compile(
         with torch.device("cpu"), rare_collections():
             found = what_helps(capture, machine, wishes, made)
         capture.cache_clear()
+        timeout_s=float(timeout_s),
         return found
 
     ties = best.draft.graph.ties()
@@ -164,6 +170,12 @@ def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
 
 def _check_agrees(plan: Plan, **given: Any) -> None:
     """An argument that says something else than the plan would be ignored in silence."""
+def _check_timeout(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (is_number and LEAST_TIMEOUT_S <= timeout_s < math.inf):
+        raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
+
+
     for name, value in given.items():
         decided = getattr(plan, name)
         if value not in ("auto", "fp32", None, decided):

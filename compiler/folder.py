@@ -40,6 +40,7 @@ class Settings(BaseModel):
     ssd_dirs: list[str] = []  # for files, one per SSD; empty: those of the hardware document
     ssd_verify: bool = False
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
+    timeout_s: float = 600.0  # until a silent device counts as lost
 
 
 @dataclass

@@ -270,6 +270,7 @@ class Job:
             optimizer=OptimizerSpec.from_json(settings.optimizer),
             precision=settings.precision,
             seed=settings.seed,
+            timeout_s=settings.timeout_s,
             ssd_dirs=settings.ssd_dirs,
             ssd_verify=settings.ssd_verify,
         )

@@ -82,6 +82,9 @@ class JobOptions:
         typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
     ] = None
     ssd_verify: Annotated[bool, typer.Option("--ssd-verify", help="check all that is read from SSD")] = False
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
+    ] = 600.0
     head: Annotated[
         str | None,
         typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
@@ -149,6 +152,7 @@ class JobOptions:
             "profile": self.profiling(),
             "ssd_dirs": self.ssd_dir,
             "ssd_verify": self.ssd_verify,
+            "timeout_s": self.timeout,
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
 

@@ -29,6 +29,8 @@ from .text import parse_program
 from .throttle import SharedTransfers, shared_transfers
 from .timeline import Span, Timeline
 
+TIMEOUT_S = 600.0
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -44,7 +46,7 @@ class Setup:
     optimizer: OptimizerSpec | None = None
     precision: str = "fp32"
     seed: int = 0
-    timeout_s: float = 600.0  # until a silent peer counts as lost
+    timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
     ssd_dirs: Sequence[str] = ()
     ssd_verify: bool = False
 
