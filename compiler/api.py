@@ -19,6 +19,7 @@ from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
 from ..runtime.drivers import TIMEOUT_S
 from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
+from ..runtime.extrapolate import require_rule
 from ..runtime.fleet import lane_of
 from ..runtime.hardware import Hardware
 from ..runtime.model_names import named_tensors, ties_of
@@ -36,6 +37,7 @@ from .plan import Plan
 from .prediction import make_plan
 from .profile import for_machines_like, make_profiler
 from .search import SEARCH_S, Found, Trace, Wishes, search
+from .strategies import is_synchronous
 from .trace import trace
 from .what_helps import Help, what_helps
 
@@ -102,6 +104,12 @@ def compile(
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
+    if count is None and not is_synchronous(strategy):
+        raise PlanError(
+            f'micro_batches="auto" with strategy={strategy!r}: in asynchronous training every micro-batch is a '
+            "mini-batch with updates of its own, so that their number is yours to choose; say, for instance, "
+            f"micro_batches={shape.size}"
+        )
     with torch.device("cpu"), rare_collections():  # whatever the script's default device is
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups)
         options = Options(
@@ -117,6 +125,8 @@ def compile(
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     _check_shards(made, spec)
+    if "weights=predict" in made.passes:
+        require_rule(spec)
     settings = Settings(
         optimizer=spec.to_json(),
         precision=precision,

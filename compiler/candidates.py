@@ -176,4 +176,4 @@ def mappings(hardware: Hardware) -> list[str]:
 
 def schedules() -> list[str]:
     """Those that run stages on the devices of a mapping; other schedules come with a strategy of their own."""
-    return [name for name, kind in PASSES.items() if kind.decides == "schedule" and "devices" in kind.needs]
+    return [name for name, kind in PASSES.items() if kind.decides == "schedule" and kind.synchronous]

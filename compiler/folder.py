@@ -17,6 +17,7 @@ from torch import nn
 
 from ..codegen.file import Header, write_directory, write_file
 from ..passes.base import Draft
+from ..runtime import ops
 from ..runtime.device_file import INTERFACE_FILE, device_file_name
 from ..runtime.errors import PlanError
 from ..runtime.fleet import shown
@@ -129,6 +130,13 @@ def _header(draft: Draft, program: Program, plan: Plan) -> Header:
         hardware=plan.hardware,
         device_name=f"{device.name}, root complex {device.root_complex}",
         passes=tuple(part.strip() for part in plan.passes.split(", ")),
-        plan=f"{plan.hash}, micro-batches {plan.micro_batches} x {size}, {plan.precision}",
+        plan=f"{plan.hash}, micro-batches {plan.micro_batches} x {size}, {plan.precision}{_staleness(program, plan)}",
         predict=f"{format_seconds(predicted.step_s)} a step; {peaks}; bound by {predicted.bottleneck}",
     )
+
+
+def _staleness(program: Program, plan: Plan) -> str:
+    """Of the stages that an asynchronous program updates: how many updates their forward lacks at most."""
+    here = dict.fromkeys(str(node.args[0]) for node in program.ops() if node.target is ops.step)
+    found = [f"{stage} {plan.decisions.staleness[stage]}" for stage in here if stage in plan.decisions.staleness]
+    return f", asynchronous, staleness {', '.join(found)}" if found else ""

@@ -85,12 +85,13 @@ class Decisions(BaseModel):
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
     mesh: Mesh | None = None  # None: one lane of all devices
     devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
-    schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble"]
+    schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
     ssd: OnSsd = OnSsd()
     optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
+    staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
     clipping: Literal["", "exact", "speculative"] = ""  # how an overlapping optimizer clips; "": it does not, or waits
 
 

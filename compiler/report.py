@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..runtime import ops
 from ..runtime.hardware import Hardware
@@ -57,9 +57,19 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
             f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
+    if decisions.staleness:
+        lines += _staleness(decisions.staleness)
     if decisions.clipping:
         lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
+
+
+def _staleness(staleness: Mapping[str, int]) -> list[str]:
+    parts = [f"{stage} {count}" for stage, count in staleness.items()]
+    begin = (
+        "  asynchronous, each micro-batch has updates of its own; most updates between the weights of a forward and "
+    )
+    return _wrapped(f"{begin}the update with its gradients: ", parts)
 
 
 def device_name(hardware: Hardware, device: int) -> str:

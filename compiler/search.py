@@ -24,7 +24,7 @@ from ..runtime.hardware import Hardware
 from ..runtime.units import format_bytes, format_seconds
 from .candidates import Recipe, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .plan import SAME_PLAN, Plan, Rival
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, is_synchronous
 from .trial import Bench, Candidate, Dump, prove
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
@@ -162,7 +162,7 @@ class Sweep:
         named strategies, every partitioner, every mapping, schedules and tiers; then what is between."""
         cuts, maps = list(partitions(self.bench(count).base, self.base)), mappings(self.hardware)
         usual = [self.base.but(partition=cut, mapping=maps[0]) for cut in cuts]
-        named = [Recipe(named=name) for name in STRATEGIES]
+        named = [Recipe(named=name) for name in STRATEGIES if is_synchronous(name)]
         self.look(count, [r for r in named if not r.is_slow and (r.uses_ssd or not self.base.reservoir)])
         self.look(count, [recipe for recipe in usual if not recipe.is_slow])
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])

@@ -37,6 +37,7 @@ from ..passes.partition_mip import PartitionMip
 from ..passes.partition_mixed import PartitionMixed
 from ..passes.partition_pipedream import PartitionPipedream
 from ..passes.schedule_1f1b import Schedule1F1B
+from ..passes.schedule_async import ScheduleAsync
 from ..passes.schedule_interleaved import ScheduleInterleaved
 from ..passes.schedule_pipeline import SchedulePipeline
 from ..passes.schedule_zero_bubble import ScheduleZeroBubble
@@ -62,6 +63,7 @@ PASSES: dict[str, type[Pass]] = {
         MapRoundRobin,
         MapCross,
         MapSequential,
+        ScheduleAsync,
         SchedulePipeline,
         Schedule1F1B,
         ScheduleInterleaved,
@@ -118,6 +120,8 @@ STRATEGIES: dict[str, str] = {
     "acyclic": CROSSED.replace("partition-balanced", "partition-acyclic"),
     "metis": CROSSED.replace("partition-balanced", "partition-metis"),
     "ftpipe-layers": CROSSED.replace("partition-balanced", "partition-mixed"),
+    "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
+    "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
 }
 
 
@@ -152,9 +156,15 @@ def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
     return passes
 
 
+def is_synchronous(text: str) -> bool:
+    """Whether a strategy's name or line trains as plain PyTorch does with the whole batch."""
+    line = STRATEGIES.get(text, text)
+    return not any(name in line for name, kind in PASSES.items() if not kind.synchronous)
+
+
 def require_complete(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a decision that every job needs is left open."""
-    decided = {p.decides for p in passes}
+    decided = {name for p in passes for name in p.fields or (p.decides,)}
     makers: dict[str, list[str]] = defaultdict(list)
     for kind in PASSES.values():
         if not kind.optional:

@@ -82,6 +82,8 @@ class Pass:
     decides: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False  # whether a job can do without its decision
+    synchronous: ClassVar[bool] = True  # False: it changes the training, so that only who names it gets it
+    final: ClassVar[str] = ""  # why none of its decisions may be made by another pass, where it makes several
 
     def plan(self, draft: Draft) -> Any:
         raise NotImplementedError
@@ -108,8 +110,9 @@ def require_own(p: Pass, field_name: str, decision: object, own: object) -> None
 
 
 def check_contracts(passes: Sequence[Pass]) -> None:
-    """Raise `PassError` where a pass needs what no earlier pass gives, or a pass comes twice."""
+    """Raise `PassError` where a pass needs what no earlier pass gives, a pass comes twice, or two decide the same."""
     given: set[str] = set()
+    decided: dict[str, Pass] = {}
     seen: set[str] = set()
     for p in passes:
         missing = [need for need in p.needs if need not in given]
@@ -119,5 +122,12 @@ def check_contracts(passes: Sequence[Pass]) -> None:
             raise PassError(f"pass {p.name!r} needs {', '.join(missing)}, which no pass before it gives{hint}")
         if p.name in seen:
             raise PassError(f"pass {p.name!r} comes twice")
+        for name in p.fields or (p.decides,):
+            other = decided.setdefault(name, p)
+            if other is not p:
+                why = p.final or other.final
+                raise PassError(
+                    f"pass {p.name!r} decides {name}, as {other.name} does; leave one out{f': {why}' if why else ''}"
+                )
         seen.add(p.name)
         given.update(p.gives)

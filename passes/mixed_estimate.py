@@ -34,7 +34,8 @@ class Wires:
 
 
 class Flow:
-    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise."""
+    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise;
+    of an `asynchronous` pipeline the last is spared, and what counts is how long a device has for one micro-batch."""
 
     def __init__(
         self,
@@ -43,14 +44,12 @@ class Flow:
         wires: Wires,
         micro_batches: int,
         spared: Sequence[bool] = (),
+        asynchronous: bool = False,
     ):
-        self.wires, self.micro_batches = wires, micro_batches
+        self.wires, self.micro_batches, self.asynchronous = wires, micro_batches, asynchronous
         home = {block: s for s, own in enumerate(members) for block in own}
         self.forward_ns = [[sum(row[i] for i in own) for own in members] for row in graph.forward_ns]
         self.load_ns = [[sum(row[i] for i in own) for own in members] for row in graph.load_ns]
-        for s in (s for s, is_spared in enumerate(spared) if is_spared):
-            for loads, forwards in zip(self.load_ns, self.forward_ns):
-                loads[s] -= forwards[s]
         edges: dict[tuple[int, int], int] = {}
         back: dict[tuple[int, int], int] = {}
         self.values: list[tuple[int, tuple[int, ...], int]] = []  # maker, reading stages, bytes there and back
@@ -66,9 +65,16 @@ class Flow:
         self.pred = [[(a, size) for (a, b), size in edges.items() if b == s] for s in range(len(members))]
         self.succ = [[(b, size) for (a, b), size in back.items() if a == s] for s in range(len(members))]
         self.edges = list(edges)
+        if asynchronous:
+            spared = [not any(maker == s for maker, _ in edges) for s in range(len(members))]
+        for s in (s for s, is_spared in enumerate(spared) if is_spared):
+            for loads, forwards in zip(self.load_ns, self.forward_ns):
+                loads[s] -= forwards[s]
 
     def step_ns(self, device_of: Sequence[int]) -> int:
-        """Of one step, the optimizer's part left out."""
+        """Of one step, the optimizer's part left out; of an asynchronous pipeline, of one micro-batch in it."""
+        if self.asynchronous:
+            return max(self.periods_ns(device_of))
         count = len(device_of)
         free = [0] * (max(device_of) + 1)
         done: list[list[int]] = []
@@ -80,6 +86,17 @@ class Flow:
             took_ns = self.load_ns[device][s] - self.forward_ns[device][s]
             backward[s] = self._run(s, device_of, free, took_ns, self.succ[s], backward)
         return max(free)
+
+    def periods_ns(self, device_of: Sequence[int]) -> list[int]:
+        """Of each device: its computation, and what activations or gradients that it sends take beyond (eq. 1)."""
+        loads = self.device_load_ns(device_of, max(device_of) + 1)
+        there, back = [0] * len(loads), [0] * len(loads)
+        for sources, sent in ((self.pred, there), (self.succ, back)):
+            for stage, row in enumerate(sources):
+                for source, size in row:
+                    rate = self.wires.ns_per_byte[device_of[source]][device_of[stage]]
+                    sent[device_of[source]] += int(size * rate)
+        return [load + max(0, x - load) + max(0, y - load) for load, x, y in zip(loads, there, back)]
 
     def forward(
         self, stage: int, device_of: Sequence[int], free: list[int], done: Sequence[Sequence[int]]

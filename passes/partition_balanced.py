@@ -21,17 +21,19 @@ from .slices import Slices
 class PartitionBalanced(Partition):
     """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
     devices of the first stages, such as "1 0", where all others stay idle; without it as they are numbered.
-    `inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward."""
+    `inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward. `asynchronous`: for
+    `schedule-async`, where all but the last stage compute their forward again, so that the last one may be larger."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
     order: str = ""
     inputs_leave: bool = False
+    asynchronous: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         asked = asked_stages(draft, self.stages)
         order = device_order(self.order, draft.hardware.num_devices, some=True)
-        slices = Slices(draft, order, self.inputs_leave)
+        slices = Slices(draft, order, self.inputs_leave, self.asynchronous)
         counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()
         for count in counts:

@@ -13,12 +13,17 @@ The paper minimises the longest period of a device, with T_i of the stages on it
 which a step of many micro-batches tends to. Here the attempts compete by the whole step, filling and draining included
 (`mixed_estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
 all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
+
+For an asynchronous pipeline (`asynchronous`) the attempts do compete by T_max; of those within a hundredth the one of
+least depth wins, as depth is staleness, and no stage is swapped. All stages but the last compute their forward again,
+which is not known before the partition is: as in the paper (4.3) blocks are balanced again with the profiles that the
+last partition showed to be right, until the last stage stands still or nothing is gained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..runtime.errors import DoesNotFit
@@ -45,26 +50,33 @@ GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a sta
 SLACK = 2  # clusters may have this much more memory than the mean of all stages
 ROUNDS = (1, 2, 3, 4, 6)  # L over the number of devices
 FINER = (8, 12)  # where none of these fits
+FRESHER = (1, 2, 3)  # of asynchronous pipelines, where stages cost staleness
+PROFILES = 4  # times that an asynchronous pipeline is balanced at most
 REFINED = 3  # attempts of each L that go on to the costly steps
 
 
 @dataclass(frozen=True)
 class PartitionMixed(Partition):
     """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries several
-    multiples of the number of devices. Connected clusters of one device become one stage, so there may be fewer."""
+    multiples of the number of devices. Connected clusters of one device become one stage, so there may be fewer.
+    `asynchronous`: for `schedule-async`."""
 
     name: ClassVar[str] = "partition-mixed"
     stages: int = 0
+    asynchronous: bool = False
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
         num_devices = draft.hardware.num_devices
         asked = asked_stages(draft, self.stages)
-        counts = [asked] if asked else [k * num_devices for k in ROUNDS]
+        counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
-        problem = _Problem.of(draft)
-        found = problem.best(counts, swapped=False) or problem.best(counts, swapped=True)
-        if found is None and not asked:  # smaller stages, so that any two of them fit
+        problem = _Problem.of(draft, max(counts) if self.asynchronous else 0)
+        if self.asynchronous:
+            found = problem.best_asynchronous(counts)
+        else:
+            found = problem.best(counts, swapped=False) or problem.best(counts, swapped=True)
+        if found is None and not asked and not self.asynchronous:  # smaller stages, so that any two of them fit
             found = problem.best([min(n * num_devices, len(draft.blocks)) for n in FINER], swapped=True)
         if found is None:
             raise problem.does_not_fit(counts)
@@ -85,9 +97,12 @@ class _Attempt:
     loads_ns: list[int]
     cut_bytes: int
     depth: int
+    asynchronous: bool = False
 
     @property
     def rank(self) -> tuple[int, int, int]:
+        if self.asynchronous:
+            return 100 * len(self.loads_ns) * self.step_ns // sum(self.loads_ns), self.depth, self.step_ns
         return self.step_ns, self.cut_bytes, self.depth
 
     def remark(self, tried: str) -> str:
@@ -95,24 +110,53 @@ class _Attempt:
         return (
             f"L={self.count}{tried}, {len(self.members)} stages of depth {self.depth}; "
             f"busiest device {max(self.loads_ns) / mean_ns:.3f} of the mean, {format_bytes(self.cut_bytes)} between "
-            f"devices per micro-batch, step estimated {format_seconds(self.step_ns / NANO)}"
-            + ("; stages are swapped" if self.swapped else "")
+            f"devices per micro-batch, {'one micro-batch' if self.asynchronous else 'step'} estimated "
+            f"{format_seconds(self.step_ns / NANO)}" + ("; stages are swapped" if self.swapped else "")
         )
 
 
 @dataclass
 class _Problem:
-    """A draft as integers, and the search on it."""
+    """A draft as integers, and the search on it. `under_way`: of an asynchronous pipeline the most micro-batches that a
+    stage holds. `light`: its blocks that are taken not to be computed again."""
 
     draft: Draft
     graph: BlockGraph
     memory: Footprints
     wires: Wires
+    under_way: int = 0
+    light: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, draft: Draft) -> _Problem:
+    def of(cls, draft: Draft, under_way: int = 0) -> _Problem:
         graph = block_graph(draft.blocks, draft.hardware, draft.options.precision)
-        return cls(draft, graph, Footprints(draft, graph), Wires.of(draft.hardware))
+        memory = Footprints(draft, graph)
+        if under_way:
+            memory.micro_batches = min(memory.micro_batches, under_way)
+        return cls(draft, graph, memory, Wires.of(draft.hardware), under_way)
+
+    def best_asynchronous(self, counts: list[int]) -> _Attempt | None:
+        """The best over all rounds of balancing, each with the profiles that the one before showed to be right."""
+        found: list[_Attempt] = []
+        for _ in range(PROFILES):
+            attempt = self.best(counts, swapped=False)
+            if attempt is None:
+                break
+            found.append(attempt)
+            last = frozenset(attempt.members[-1])
+            if last == self.light:
+                break
+            self.light = last
+        return min(found, key=lambda a: a.rank, default=None)
+
+    @property
+    def assumed(self) -> BlockGraph:
+        """The graph with the profiles that balancing goes by."""
+        rows = zip(self.graph.load_ns, self.graph.forward_ns)
+        loads = [
+            [load - forwards[i] * (i in self.light) for i, load in enumerate(own)] for own, forwards in rows
+        ]  # fmt: skip
+        return replace(self.graph, load_ns=loads) if self.light else self.graph
 
     def best(self, counts: list[int], swapped: bool) -> _Attempt | None:
         """The best attempt over these L; None if none fits."""
@@ -146,7 +190,7 @@ class _Problem:
 
     def coarsened(self, count: int, grain: float, swapped: bool) -> Clusters:
         """Clusters of blocks of one type."""
-        loads = [max(row[i] for row in self.graph.load_ns) for i in range(self.graph.num_blocks)]
+        loads = [max(column) for column in zip(*self.assumed.load_ns)]
         clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))
         limits = self.limits(count, swapped)
         merge_small(clusters, self.graph, limits)
@@ -170,7 +214,8 @@ class _Problem:
 
     def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> Flow:
         few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
-        return Flow(self.graph, members, self.wires, min(self.draft.options.micro_batches, few), spared)
+        count = min(self.draft.options.micro_batches, few)
+        return Flow(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
 
     def starts(self, flow: Flow, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
         needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
@@ -195,7 +240,7 @@ class _Problem:
         members = [sorted(clusters.members[c]) for c in clusters.in_order()]
         devices = [device_of[c] for c in clusters.in_order()]
         plain = self.valued(count, members, devices, swapped)
-        refinement = Refinement(self.graph, members, devices, self.memory, self.wires, swapped)
+        refinement = Refinement(self.assumed, members, devices, self.memory, self.wires, swapped)
         refinement.run(units)
         refinement.run([[block] for block in range(self.graph.num_blocks)])
         refined = self.valued(count, *refinement.stages(), swapped)
@@ -211,7 +256,15 @@ class _Problem:
         flow = self._flow(members, spared)
         loads = flow.device_load_ns(devices, self.draft.hardware.num_devices)
         return _Attempt(
-            count, members, devices, swapped, flow.step_ns(devices), loads, flow.cut_bytes(devices), flow.depth()
+            count,
+            members,
+            devices,
+            swapped,
+            flow.step_ns(devices),
+            loads,
+            flow.cut_bytes(devices),
+            flow.depth(),
+            self.under_way > 0,
         )
 
     def does_not_fit(self, counts: list[int]) -> DoesNotFit:

@@ -42,6 +42,11 @@ class ScheduleAsync(Pass):
     gives: ClassVar[tuple[str, ...]] = ("programs", "remat", "tiers", "optimizer")
     decides: ClassVar[str] = "schedule"
     fields: ClassVar[tuple[str, ...]] = ("schedule", "rematerialise", "fetch", "optimizer", "staleness")
+    synchronous: ClassVar[bool] = False
+    final: ClassVar[str] = (
+        "asynchronous stages stay on their devices and are updated there behind each backward; for stages that are "
+        'swapped, and for choices about saved tensors, use a synchronous strategy, such as "ftpipe" or "mobius"'
+    )
     weights: str = "current"
 
     def plan(self, draft: Draft) -> dict[str, Any]:

@@ -7,15 +7,16 @@ In: a draft with blocks. Out: seconds and bytes of blocks[a:b] as stage j of S, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ..runtime.errors import DoesNotFit
+from ..runtime.hardware import Device
 from ..runtime.units import format_bytes
 from .base import Draft
-from .blocks import Block, block_time_s, compute_dtype
+from .blocks import Block, block_time_s, compute_dtype, forward_time_s
 from .stage_costs import storages
 
 
@@ -35,31 +36,44 @@ class Need:
 class Slices:
     """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
     `inputs_leave`: what enters a stage lies in another memory until its backward, so that of a device's stages one at a
-    time holds its inputs."""
+    time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and optimizer
+    states stay, and a stage holds the inputs of at most as many micro-batches as there are stages."""
 
-    def __init__(self, draft: Draft, order: Sequence[int] | None = None, inputs_leave: bool = False):
-        self.inputs_leave = inputs_leave
+    def __init__(
+        self,
+        draft: Draft,
+        order: Sequence[int] | None = None,
+        inputs_leave: bool = False,
+        asynchronous: bool = False,
+    ):
+        self.inputs_leave, self.asynchronous = inputs_leave, asynchronous
         self.blocks = draft.blocks
         self.order = list(order) if order is not None else list(range(draft.hardware.num_devices))
         self.devices = [draft.hardware.devices[index] for index in self.order]
         self.micro_batches = draft.options.micro_batches
-        self.time_s = [
-            [0.0, *itertools.accumulate(block_time_s(block, device, draft.options.precision) for block in self.blocks)]
-            for device in self.devices
-        ]
-        parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
+        self.time_s = [self._sums_s(block_time_s, device, draft) for device in self.devices]
+        self.again_s = [self._sums_s(forward_time_s, device, draft) for device in self.devices]
+        parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
         sent = {node for block in self.blocks for node in block.outputs}
         ends = range(len(self.blocks) + 1)
         self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
 
+    def _sums_s(self, time_s: Callable[[Block, Device, str], float], device: Device, draft: Draft) -> list[float]:
+        """Seconds of the first so many blocks."""
+        return [0.0, *itertools.accumulate(time_s(block, device, draft.options.precision) for block in self.blocks)]
+
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         times = self.time_s[stage % len(self.devices)]
+        if self.asynchronous and b < len(self.blocks):
+            again = self.again_s[stage % len(self.devices)]
+            return times[b] - times[a] + again[b] - again[a]
         return times[b] - times[a]
 
     def need_bytes(self, a: int, b: int, count: int) -> int:
         """Of blocks[a:b] as one of `count` stages."""
         rounds = 1 if self.inputs_leave else -(-count // len(self.devices))
-        return self.needs[b][a].total_bytes(self.micro_batches, rounds)
+        held = min(self.micro_batches, count) if self.asynchronous else self.micro_batches
+        return self.needs[b][a].total_bytes(held, rounds)
 
     def fits(self, a: int, b: int, stage: int, count: int) -> bool:
         return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes
@@ -96,11 +110,18 @@ class Slices:
         )
 
 
-def gradient_and_weight_bytes(draft: Draft, block: Block) -> dict[int, int]:
-    """Identity of each parameter to the bytes of its weight and its gradient."""
-    graph = draft.graph
+def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
+    """Identity of each parameter to the bytes of its weight and its gradient; with `states` of those and its fp32
+    master, too."""
+    graph, each = draft.graph, 0.0
+    if states:
+        each = draft.options.state_bytes_per_param + (0 if draft.options.precision == "fp32" else 4)
     found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
-    return {id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad) for p in found}
+    return {
+        id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad)
+        + int(each * p.numel() * p.requires_grad)
+        for p in found
+    }
 
 
 def needs_to_front(blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]) -> list[Need]:

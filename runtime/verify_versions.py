@@ -71,8 +71,8 @@ def check_versions(case: Case) -> None:
             if node.target is ops.forward:
                 begun[stage, m] = node, version
                 if (stage in predicting or ahead) and version + ahead != m:
-                    message = f"the weights are made out to be those of version {version + ahead}, micro-batch {m} updates {m}"
-                    fail(program, node, message)
+                    found = version + ahead
+                    fail(program, node, f"runs on weights as of version {found}, but micro-batch {m} updates {m}")
                 continue
             forward, first = begun[stage, m]
             kept = node.args[2] is not None

@@ -1,5 +1,5 @@
-"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other, each stage with all versions of its
-weights at hand, of which it takes those that a pipeline of that depth would find."""
+"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other, each stage with all versions of
+its weights at hand, of which it takes those that a pipeline of that depth would find."""
 
 from __future__ import annotations
 

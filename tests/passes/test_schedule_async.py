@@ -10,12 +10,9 @@ import torch
 
 from penstock.passes.base import Draft
 from penstock.passes.schedule_async import ScheduleAsync
-from penstock.runtime import ops
 from penstock.runtime.hardware import Hardware
-from penstock.runtime.memory import profile_memory
 from penstock.runtime.verify_versions import readings
-from penstock.tests.golden_text import Golden
-from penstock.tests.passes.running import apply, chain, draft_of, joined, reference, text_of, to_schedule, traced
+from penstock.tests.passes.running import apply, draft_of, joined, reference, to_schedule, traced
 from penstock.tests.passes.sequential import Sequential
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
