@@ -32,7 +32,7 @@ class Feed:
         self.part_size = shape.size // self.lanes
         self.sampler: RankSampler | None = None
         self._kinds: dict[str, str] = {}  # of batch, per function
-        self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is not there yet
+        self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
 
     @cached_property
     def rows(self) -> range:
@@ -68,8 +68,8 @@ class Feed:
         before = self._kinds.get(function, kind)
         if kind != before:
             raise BatchError(
-                f"batch has {size} rows, {kind}, and until now it was {before}: a last batch that is too short is to be "
-                f"dropped or filled up to {self.shape.size if before == WHOLE else self.part_size} rows"
+                f"batch has {size} rows, {kind}, and until now it was {before}: a last batch that is too short is to "
+                f"be dropped or filled up to {self.shape.size if before == WHOLE else self.part_size} rows"
             )
         return leaves, kind
 
@@ -97,7 +97,7 @@ class Feed:
         elif self._resumed is not None:
             sampler.load_state_dict(self._resumed)
         sampler.counts_steps = True
-        self.sampler, self._resumed = sampler, None
+        self.sampler = sampler
         return sampler
 
     def trained(self) -> None:
@@ -115,4 +115,3 @@ class Feed:
         self._resumed = data.get(SAMPLER)
         if self.sampler is not None and self._resumed is not None:
             self.sampler.load_state_dict(self._resumed)
-            self._resumed = None
