@@ -41,9 +41,9 @@ from .strategies import is_synchronous
 from .trace import trace
 from .what_helps import Help, what_helps
 
+LEAST_TIMEOUT_S = 1.0
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
-LEAST_TIMEOUT_S = 1.0
 
 def compile(
     model: nn.Module,
@@ -67,9 +67,9 @@ def compile(
     profile: bool | str | Path | None = None,
     ssd_dirs: Sequence[str | Path] | None = None,
     ssd_verify: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
-    timeout_s: float = TIMEOUT_S,
 
     model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine.
@@ -88,14 +88,14 @@ def compile(
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
         that keep something on SSD need any, and only when they run. ssd_verify: check all that is read from there
         against what was written.
+    timeout_s: how long a device, or a rank of torchrun, waits for the others before it counts them as lost.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
-    timeout_s: how long a device, or a rank of torchrun, waits for the others before it counts them as lost.
     """
     _check(model, precision, max_grad_norm, strategy, seed)
+    _check_timeout(timeout_s)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
-    _check_timeout(timeout_s)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
@@ -137,6 +137,7 @@ def compile(
         weights=None if weights is None else str(weights),
         ssd_dirs=directories,
         ssd_verify=ssd_verify,
+        timeout_s=float(timeout_s),
         evaluation=best.no_evaluation,
     )
     files = print_files(model, best.draft, best.evaluation, made)
@@ -147,7 +148,6 @@ def compile(
         with torch.device("cpu"), rare_collections():
             found = what_helps(capture, machine, wishes, made)
         capture.cache_clear()
-        timeout_s=float(timeout_s),
         return found
 
     ties = best.draft.graph.ties()
@@ -170,6 +170,12 @@ def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: 
         raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
 
 
+def _check_timeout(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (is_number and LEAST_TIMEOUT_S <= timeout_s < math.inf):
+        raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
+
+
 def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
     if plan.decisions.mesh and plan.decisions.mesh.shards > 1 and not optimizer.is_elementwise():
         raise PassError(
@@ -180,12 +186,6 @@ def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
 
 def _check_agrees(plan: Plan, **given: Any) -> None:
     """An argument that says something else than the plan would be ignored in silence."""
-def _check_timeout(timeout_s: Any) -> None:
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not (is_number and LEAST_TIMEOUT_S <= timeout_s < math.inf):
-        raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
-
-
     for name, value in given.items():
         decided = getattr(plan, name)
         if value not in ("auto", "fp32", None, decided):

@@ -40,8 +40,8 @@ class Settings(BaseModel):
     weights: str | None = None  # directory of safetensors
     ssd_dirs: list[str] = []  # for files, one per SSD; empty: those of the hardware document
     ssd_verify: bool = False
-    evaluation: str | None = None  # why there is no `evaluate`; None if there is
     timeout_s: float = 600.0  # until a silent device counts as lost
+    evaluation: str | None = None  # why there is no `evaluate`; None if there is
 
 
 @dataclass
