@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime import ops
 from ..runtime.errors import DoesNotFit, VerifyError
+from ..runtime.fleet import shown
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program, StageSpec, work_of
 from ..runtime.simulate import simulate
@@ -82,6 +83,7 @@ class Trial:
     planning_cpu_s: dict[str, float] = field(default_factory=dict)  # pass -> processor seconds of its planning
     notes: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Any] = field(default_factory=dict)  # by field of a plan
+    programs: list[Program] = field(default_factory=list)  # of a lane, where there are several
     specs: list[StageSpec] = field(default_factory=list)
 
     @property
@@ -111,11 +113,20 @@ class Trial:
         ]
 
 
+class Model(Protocol):
+    """What a trial asks of a model: see `models.NamedModel`."""
+
+    def on_meta(self) -> nn.Module: ...
+
+    def batch_spec(self, batch: int, sequence: int, targets: int | None = None) -> dict[str, dict[str, Any]]: ...
+
+
 class Lab:
-    """Runs trials. `say` is told of each that takes time."""
+    """Runs trials. `say` is told of each that takes time; `models` are those that no name of `models.py` means."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
         self.say = say
+        self.models: dict[str, Model] = {}
         self.graphs: dict[Any, OpGraph] = {}
         self.coarsened: dict[Any, tuple[list[Block], dict[str, str]]] = {}
         self.trials: dict[Any, Trial] = {}
@@ -149,7 +160,7 @@ class Lab:
     def _graph(self, case: Case, kind: str) -> OpGraph:
         key = (case.model, case.micro_batch, case.sequence, case.targets, case.precision, kind)
         if key not in self.graphs:
-            named = find_model(case.model)
+            named = self.models.get(case.model) or find_model(case.model)
             low = None if case.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[case.precision])
             spec = named.batch_spec(case.micro_batch, case.sequence, case.targets)
             self.graphs[key] = trace(named.on_meta(), spec, autocast=low, device_kind=kind, param_dtype=low)
@@ -161,21 +172,22 @@ class Lab:
         try:
             for p in passes[1:]:
                 begin_s = time.process_time()
-                made.decisions |= run_passes(draft, [p])[0]
+                made.decisions |= run_passes(draft, [p], check=False)[0]
                 made.planning_cpu_s[p.name] = time.process_time() - begin_s
             check_fit(draft)
         except DoesNotFit as error:
             made.misses, made.misses_in = str(error).split("\n")[0], error.memory
             return made
         try:
-            verify(draft.programs, hardware)
+            verify(draft.programs, draft.hardware)
         except VerifyError as error:
             made.misses = f"memories are so tight that devices would wait for each other for ever: {error}"
             return made
         made.timeline = simulate(draft.programs, hardware, precision=case.precision)
+        made.programs = draft.programs
         made.stages, made.devices, made.notes = draft.partition, draft.devices, draft.notes
         made.specs = [stage.spec for stage in draft.stages]
-        made.transfers = list(transfers(draft.programs, made.timeline))
+        made.transfers = list(transfers(shown(draft.programs, hardware)[0], made.timeline))
         return made
 
 
@@ -200,7 +212,7 @@ def _laps(program: Program, work: ops.Work) -> float:
     """How often a transfer's bytes leave a device: once, or a collective's rounds without the member's own share."""
     if not work.group:
         return 1.0
-    members = len(program.interface.members(work.group))
+    members = program.interface.size(work.group)
     return work.rounds * (members - 1) / members
 
 

@@ -199,15 +199,19 @@ def lane_of(face: Interface, hardware: Hardware) -> Hardware:
 
 
 def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
-    """Whether the machine looks the same from every lane."""
-    used = {index for lane in lanes for index in lane}
-    own = {index: hardware.devices[index] for index in used}
-    kinds = {index: device.model_dump_json(exclude={"name", "host"}) for index, device in own.items()}
-    hosts = {host: hardware.hosts[host].model_dump_json() for host in {device.host for device in own.values()}}
-    crowds = Counter((own[index].host, len({own[i].host for i in lane})) for lane in lanes for index in lane)
+    """Whether the machine looks the same from every lane: its devices, their hosts and root complexes, and how many
+    devices of other lanes are there too."""
+    own = {index: hardware.devices[index] for lane in lanes for index in lane}
+    kinds = {i: device.model_dump_json(exclude={"name", "host", "root_complex"}) for i, device in own.items()}
+    hosts = {h: hardware.hosts[h].model_dump_json(exclude={"root_complexes"}) for h in {d.host for d in own.values()}}
+    on_host = Counter((own[index].host, len({own[i].host for i in lane})) for lane in lanes for index in lane)
+    on_complex = Counter((device.host, device.root_complex) for device in own.values())
     outlooks = set()
     for lane in lanes:
         order = list(dict.fromkeys(own[index].host for index in lane))
-        rows = tuple((kinds[i], order.index(own[i].host)) for i in lane)
-        outlooks.add((rows, tuple((hosts[h], crowds[h, len(order)]) for h in order)))
+        ports = list(dict.fromkeys((own[index].host, own[index].root_complex) for index in lane))
+        rows = tuple((kinds[i], ports.index((own[i].host, own[i].root_complex))) for i in lane)
+        below = tuple((hardware.hosts[h].root_complexes[c].model_dump_json(), on_complex[h, c]) for h, c in ports)
+        places = tuple((hosts[h], on_host[h, len(order)]) for h in order)
+        outlooks.add((rows, below, places, tuple(order.index(h) for h, _ in ports)))
     return len(outlooks) == 1

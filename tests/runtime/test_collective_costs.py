@@ -9,7 +9,7 @@ import pytest
 from penstock.compiler.strategies import parse_pipeline
 from penstock.passes.base import Draft
 from penstock.runtime import ops
-from penstock.runtime.fleet import bind, slice_of
+from penstock.runtime.fleet import are_alike, bind, slice_of
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.op import Work
 from penstock.runtime.order import build_order
@@ -31,9 +31,8 @@ def cluster(
     host = {
         "dram_bytes": 10**12, "dram_bandwidth": 1e11, "cpu_cores": 16, "optimizer_params_per_s": 1e9,
         "root_complexes": [{"bandwidth_up": PCIE, "bandwidth_down": PCIE}] * complexes,
+        "nvlink_bandwidth": NVLINK, "nvlink_latency_s": NVLINK_S,
     }  # fmt: skip
-    if nvlink:
-        host |= {"nvlink_bandwidth": NVLINK, "nvlink_latency_s": NVLINK_S}
     devices = [
         {
             "name": f"gpu{h * gpus + i}", "kind": "cuda", "host": h, "root_complex": i * complexes // gpus,
@@ -196,3 +195,11 @@ def test_bytes_between_hosts_are_theorys() -> None:
     last = everywhere.stages[-1].spec.weight_bytes  # gathered once for both phases
     moved = simulate(everywhere.programs, hardware).moved_bytes
     assert on_nics(moved, (0, 1)) == pytest.approx([7 / 8 * (3 * weights - last)] * 2, rel=0.02)
+
+
+def test_lanes_are_alike_whichever_root_complex_they_are_under() -> None:
+    hardware = cluster(2)
+    assert are_alike(hardware, [[device] for device in range(8)])
+    assert are_alike(hardware, [[0, 4], [1, 5], [2, 6], [3, 7]])
+    assert not are_alike(hardware, [[0], [1], [2]])  # one of them has its root complex to itself
+    assert not are_alike(hardware, [[0, 1], [2, 4], [3, 5]])
