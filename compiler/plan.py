@@ -66,6 +66,17 @@ class Mesh(BaseModel):
     shards: Annotated[int, Field(ge=1)] = 1
 
 
+class Sharding(BaseModel):
+    """Of stages that lanes share: the memory of the shards ("ssd": see `ssd`), gathered so many phases `ahead` of their
+    use, and between hosts first where `hierarchical`; `held` ones stay whole for all micro-batches."""
+
+    model_config = ConfigDict(extra="forbid")
+    tier: Memory
+    ahead: Annotated[int, Field(ge=0)] = 1
+    hierarchical: bool = False
+    held: list[str] = []
+
+
 class Activations(BaseModel):
     """Of one stage that is rematerialised: classes of saved tensors that are kept, and where these and its inputs lie
     between forward and backward."""
@@ -89,6 +100,8 @@ class Decisions(BaseModel):
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
     fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
+    sharding: Sharding | None = None
+    sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
     ssd: OnSsd = OnSsd()
     optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
     staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks

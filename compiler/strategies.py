@@ -23,6 +23,7 @@ from ..passes.insert_optimizer import InsertOptimizer
 from ..passes.insert_remat import InsertRemat
 from ..passes.insert_shard import InsertShard
 from ..passes.insert_ssd import InsertSsd
+from ..passes.insert_two_hop import InsertTwoHop
 from ..passes.map_cross import MapCross
 from ..passes.map_round_robin import MapRoundRobin
 from ..passes.map_sequential import MapSequential
@@ -63,15 +64,16 @@ PASSES: dict[str, type[Pass]] = {
         MapRoundRobin,
         MapCross,
         MapSequential,
-        ScheduleAsync,
         SchedulePipeline,
         Schedule1F1B,
         ScheduleInterleaved,
         ScheduleZeroBubble,
+        ScheduleAsync,
         InsertRemat,
         ChooseActivations,
         InsertFetch,
         InsertShard,
+        InsertTwoHop,
         InsertSsd,
         InsertOptimizer,
         OverlapOptimizer,
@@ -110,7 +112,11 @@ STRATEGIES: dict[str, str] = {
     ),
     "zero3-offload": (
         "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-pipeline, "
-        "insert-remat{always=true}, insert-shard, insert-optimizer"
+        "insert-remat{always=true}, insert-shard{tier=dram, prefetch=1, hold=false}, insert-optimizer"
+    ),
+    "mics": (
+        "coarsen, mesh{shards=auto}, partition-min-stage, map-round-robin, schedule-1f1b, insert-remat, insert-shard, "
+        "insert-two-hop, insert-optimizer"
     ),
     "balanced-cross": CROSSED,
     "balanced-sequential": PIPELINE.replace("map-round-robin", "map-sequential"),
@@ -192,6 +198,8 @@ def _make(name: str, options: str, num_devices: int) -> Pass:
 
 
 def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any:
+    if value == "auto" and key in PASSES[name].automatic:
+        return 0
     of_devices = OF_DEVICES.fullmatch(value)
     if of_devices is not None and kind is int:
         return int(of_devices[1] or 1) * num_devices
@@ -230,6 +238,7 @@ def run_passes(
     records = []
     for p in passes:
         begin_s, before = time.perf_counter(), _num_ops(draft)
+        draft.to_come = tuple(q.name for q in passes[passes.index(p) + 1 :])
         decision = p.gather(decided)
         if decision is None:
             decision = p.plan(draft)

@@ -37,6 +37,18 @@ class Options:
     profiler: Profiler | None = None  # None: times come from the roofline
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How stages are spread over the lanes that share them. `tier`: the memory of the shards, "device", "dram", or "ssd"
+    where `insert-ssd` moves them on; `ahead`: gathered so many phases before their use; `held`: stages that are gathered
+    once and stay whole for all micro-batches; `hierarchical`: gathered between hosts first, then inside them."""
+
+    tier: str = "dram"
+    ahead: int = 1
+    hierarchical: bool = False
+    held: tuple[str, ...] = ()
+
+
 @dataclass
 class Draft:
     """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on.
@@ -56,6 +68,8 @@ class Draft:
     on_ssd: dict[str, str] = field(default_factory=dict)  # stage -> what of it is there: "states" or "all"
     lanes: list[list[int]] = field(default_factory=list)  # copies of the computation -> their devices; empty: one
     shards: int = 1  # lanes that share each stage's weights
+    sharding: Sharding | None = None
+    to_come: tuple[str, ...] = ()  # the passes behind this one, where a pass must know
     machine: Hardware | None = None  # with lanes: all of it
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
@@ -82,6 +96,7 @@ class Pass:
     decides: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False  # whether a job can do without its decision
+    automatic: ClassVar[tuple[str, ...]] = ()  # numbers among its options that it chooses itself: 0, written "auto"
     synchronous: ClassVar[bool] = True  # False: it changes the training, so that only who names it gets it
     final: ClassVar[str] = ""  # why none of its decisions may be made by another pass, where it makes several
 

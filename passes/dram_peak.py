@@ -75,7 +75,8 @@ class DramPeak:
         found: list[Event] = []
         for i, read in enumerate(reads):
             name = f"weights {i}"
-            found.append(((self.number[read.place], -1, i), name, self.face.stages[read.stage].weight_bytes))
+            num_bytes = self.face.part_of(read.stage, self.group).weight_bytes
+            found.append(((self.number[read.place], -1, i), name, num_bytes))
             found.append(((self.number[read.fetches[-1]], 1, i), name, 0))
         return found
 
@@ -91,7 +92,7 @@ class DramPeak:
             side = -1 if i == 0 else 1
             for j, (kind, stage) in enumerate(moves):
                 place = (number, side, last + j)  # behind the weights that are read there
-                spec = self.face.stages[stage]
+                spec = self.face.part_of(stage, self.group)
                 if kind == "read":
                     size = self.face.all_bytes(spec) if stage in on_ssd else self.face.states_bytes(spec)
                     found.append((place, f"states of {stage}", size))

@@ -1,65 +1,125 @@
-"""`insert-shard`: every device keeps a part of each of its stages in its host's DRAM and has a stage whole only while
-it runs (MiCS 3.2; over all devices ZeRO-3 with CPU offload: Mobius section 2.2 and eq. 2).
+"""`insert-shard`: lanes share their stages. Every device keeps a part of each of its stages, weights, gradients and
+optimizer states, and has a stage whole only while it runs (MiCS 3.2; over all devices that is ZeRO-3, with shards in
+DRAM ZeRO-3 with CPU offload: Mobius section 2.2 and eq. 2).
 
 In: programs of a lane whose stages are shared with other lanes, on resident weights. Out: the same programs in which
-each phase of a stage begins with a `fetch` of the device's shard and an `all_gather` over those that share it. Both are
-issued at the start of the phase before, if both stages fit beside the activations; their places in the arena keep them
-from running further ahead. `insert-optimizer` then scatters the sum of each stage's gradients, and every device steps
-its shard on the CPU.
+each phase of a stage begins with an `all_gather` over those that share it, of shards that stay on the device, or are
+fetched from the host's DRAM, where `insert-ssd` may move them on to SSDs. How many phases ahead stages are gathered,
+and which stay whole from their first use to their last, is decided here once, by what the device's memory holds. Where
+members of a group are on several hosts, several on each, they gather in a hierarchy (MiCS 3.3).
 
-A shard holds a piece of every parameter, not of the stage's memory as a whole: parameters that are tied across stages
-are cut alike, so their gradients are added shard by shard on each device.
+`insert-two-hop`, or else the pass that updates, scatters the sum of each stage's gradients, and every device steps its
+shard where that lies. A shard holds a piece of every parameter, not of the stage's memory as a whole: parameters that
+are tied across stages are cut alike, so their gradients are added shard by shard on each device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import fx
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from ..runtime import ops
 from ..runtime.errors import PassError
-from ..runtime.memory import profile_memory
-from ..runtime.program import Program, infer_all, place_frees
-from .base import Draft, Pass
-from .insert_fetch import Early, fetched_phases, hand_over, phases
+from ..runtime.exchange import seats_of
+from ..runtime.fleet import members_of
+from .alike import look, once
+from .base import Draft, Pass, Sharding
+from .gathering import gather_weights, peak_bytes
+from .gradient_sums import STEP, TWO_HOP
+
+TIERS = ("auto", ops.DEVICE, ops.DRAM, ops.SSD)
+HOW = ("auto", "true", "false")
+MOST_AHEAD = 8
 
 
 @dataclass(frozen=True)
 class InsertShard(Pass):
-    """`prefetch`: whether to gather one phase ahead."""
+    """`tier`: where shards lie; auto: on the devices where these hold them, their states and everything else, else in
+    DRAM. `prefetch`: gather at most so many phases ahead. `hold`: whether stages may stay whole for all micro-batches,
+    as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be done.
+
+    Raises `PassError` where no lanes share their weights, and where a pass before or behind does not go with it.
+    """
 
     name: ClassVar[str] = "insert-shard"
     needs: ClassVar[tuple[str, ...]] = ("programs", "mesh", "remat")
     gives: ClassVar[tuple[str, ...]] = ("tiers",)
     decides: ClassVar[str] = "fetch"
-    prefetch: bool = True
+    fields: ClassVar[tuple[str, ...]] = ("fetch", "sharding")
+    tier: str = "auto"
+    prefetch: int = 2
+    hold: bool = True
+    hierarchical: str = "auto"
 
-    def plan(self, draft: Draft) -> Early:
-        """Per stage the phases that come one phase early."""
-        require_shards(self, draft)
-        early: Early = {s.spec.name: {} for s in draft.stages if s.spec.params}
-        ahead: Early = {name: dict.fromkeys(("forward", "backward"), _count(draft, name)) for name in early}
-        fits = self.prefetch and all(
-            _peak_bytes(program, ahead) <= draft.hardware.devices[program.device].budget_bytes
-            for program in draft.programs
-        )
-        return ahead if fits else early
+    def __post_init__(self) -> None:
+        for option, value, allowed in (("tier", self.tier, TIERS), ("hierarchical", self.hierarchical, HOW)):
+            if value not in allowed:
+                raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
+        if not 0 <= self.prefetch <= MOST_AHEAD:
+            raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_AHEAD}")
 
-    def rewrite(self, draft: Draft, early: Early) -> None:
-        require_shards(self, draft)
-        wanted = {s.spec.name for s in draft.stages if s.spec.params}
-        if set(early) != wanted:
-            odd = min(set(early) ^ wanted)
-            raise PassError(f"fetch names {', '.join(early)}; with insert-shard it names every stage, so also {odd!r}")
-        for stage, kinds in early.items():
-            if any(count != _count(draft, stage) for count in kinds.values()):
-                raise PassError(
-                    f"fetch of {stage} is {kinds}; a shard comes as a whole, {_count(draft, stage)} parameters"
-                )
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
+        self.check(draft)
+        room = _Room(draft)
+        start = Sharding(hierarchical=self._by_host(draft), ahead=self.prefetch)
+        tiers = TIERS[1:3] if self.tier == "auto" else (self.tier,)
+        found = next((s for t in tiers if (s := room.earliest(replace(start, tier=t)))), None)
+        if found is None:  # whoever checks the budgets says what is missing
+            found = replace(start, tier=tiers[-1], ahead=0)
+        elif self.hold:
+            found = room.holding(found)
+        names = [stage.spec.name for stage in draft.stages if stage.spec.params]
+        fetched: dict[str, dict[str, int]] = {} if found.tier == ops.DEVICE else {name: {} for name in names}
+        return {"fetch": fetched, "sharding": {**asdict(found), "held": list(found.held)}}
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        self.check(draft)
+        given = decision["sharding"]
+        names = [stage.spec.name for stage in draft.stages if stage.spec.params]
+        odd = sorted({*given["held"], *decision["fetch"]} - set(names))
+        if odd:
+            raise PassError(f"sharding names {odd[0]!r}; the stages with weights are {', '.join(names)}")
+        if given["tier"] not in TIERS[1:] or not 0 <= given["ahead"] <= MOST_AHEAD:
+            raise PassError(
+                f"sharding has shards on {given['tier']!r}, gathered {given['ahead']} phases ahead; allowed: "
+                f"{', '.join(TIERS[1:])}, and 0 to {MOST_AHEAD}"
+            )
+        if bool(decision["fetch"]) == (given["tier"] == ops.DEVICE):
+            raise PassError(f"sharding has shards on {given['tier']!r}, but fetch names {list(decision['fetch'])}")
+        draft.sharding = Sharding(**{**given, "held": tuple(given["held"])})
         for program in draft.programs:
-            gather_weights(program, early)
+            gather_weights(program, draft.sharding)
+
+    def check(self, draft: Draft) -> None:
+        """Raise `PassError` where the passes before or behind do not go with shards."""
+        require_shards(self, draft)
+        for program in draft.programs:
+            moved = next((n for n in program.ops() if n.target in (ops.fetch, ops.read, ops.write)), None)
+            if moved is not None:
+                raise PassError(
+                    f"{self.name}: device {program.device} moves values by `{moved.target.name}` already; "  # type: ignore[union-attr]
+                    "insert-shard takes the place of insert-fetch, and of choose-activations insert-remat"
+                )
+            if any(node.target is ops.step for node in program.ops()):
+                raise PassError(f"{self.name}: the programs update already; schedule-async does not go with shards, "
+                                "schedule-1f1b does")  # fmt: skip
+        if self.tier == ops.SSD and draft.to_come and "insert-ssd" not in draft.to_come:
+            raise PassError(
+                f"{self.name}: tier=ssd needs insert-ssd behind it: insert-shard{{tier=ssd}}, insert-ssd, "
+                "overlap-optimizer"
+            )
+
+    def _by_host(self, draft: Draft) -> bool:
+        """Whether to gather in a hierarchy."""
+        able = any(_is_grid(draft, lane, role) for lane in range(len(draft.lanes)) for role in range(len(draft.lanes[0])))
+        if self.hierarchical == "true" and not able:
+            raise PassError(
+                f"{self.name}: hierarchical=true needs groups with the same number of members, at least 2, on each of "
+                f"several hosts; {draft.shards} shards of {draft.whole.name} are not so"
+            )
+        return able and self.hierarchical != "false"
 
 
 def require_shards(p: Pass, draft: Draft) -> None:
@@ -68,39 +128,61 @@ def require_shards(p: Pass, draft: Draft) -> None:
         raise PassError(f"{p.name}: no lanes share their weights; say how many, such as mesh{{shards=2}}")
 
 
-def _count(draft: Draft, stage: str) -> int:
-    return len(draft.stage_of(stage).spec.params)
+def _is_grid(draft: Draft, lane: int, role: int) -> bool:
+    """Whether the group that shares the stages of a device has several members on each of several hosts."""
+    face, devices = draft.programs[0].interface, draft.whole.devices
+    members = members_of(face, lane, role, ops.SHARDS)
+    return bool(seats_of([devices[member].host for member in members], 0).hosts)
 
 
-def _peak_bytes(program: Program, early: Early) -> int:
-    """Of device memory, where gradients leave behind their last backward."""
-    trial = program.copy()
-    trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
-    gather_weights(trial, early)
-    return profile_memory(trial).peak_bytes[ops.DEVICE]
+class _Room:
+    """What fits the memories of a draft's devices; alike programs are tried once."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+        # Where two hops are to come, they need not hold all gradients; else the sums are taken once.
+        self.every = TWO_HOP if "insert-two-hop" in draft.to_come else STEP
+        self.known: dict[Hashable, bool] = {}
+
+    def fits(self, sharding: Sharding) -> bool:
+        return all(self._fits_one(number, sharding) for number in range(len(self.draft.programs)))
+
+    def _fits_one(self, number: int, sharding: Sharding) -> bool:
+        program = self.draft.programs[number]
+        specs = [stage.spec for stage in self.draft.stages_on(program.device)]
+        budget = self.draft.hardware.devices[program.device].budget_bytes
+        held = tuple(i for i, spec in enumerate(specs) if spec.name in sharding.held)
+        key = (look(program, specs), budget, held, replace(sharding, held=()))
+
+        def try_it() -> bool:
+            trial = program.copy()
+            gather_weights(trial, sharding)
+            return peak_bytes(trial, self.every) <= budget
+
+        return once(self.known, key, try_it)
+
+    def earliest(self, sharding: Sharding) -> Sharding | None:
+        """As far ahead as fits; None where it does not fit even without looking ahead."""
+        tries = (replace(sharding, ahead=ahead) for ahead in range(sharding.ahead, -1, -1))
+        return next((s for s in tries if self.fits(s)), None)
+
+    def holding(self, sharding: Sharding) -> Sharding:
+        """With as many stages whole for all micro-batches as fit: of each device the last first, which is back soonest
+        and lets the others take turns."""
+        rows = [[s.spec.name for s in self.draft.stages_on(p.device) if s.spec.params] for p in self.draft.programs]
+        most = max(len(row) for row in rows)
+
+        def held(count: int) -> Sharding:
+            return replace(sharding, held=tuple(name for row in rows for name in row[max(0, len(row) - count) :]))
+
+        return held(_most(most, lambda count: self.fits(held(count))))
 
 
-def gather_weights(program: Program, early: Early) -> None:
-    """Replace the resident weights of these stages by a fetch of the shard and a gather at every phase."""
-    order, graph = phases(program), program.graph
-    residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
-    stages = early.keys() & residents.keys()
-    for i in fetched_phases(order, stages):
-        phase = order[i]
-        ahead = i > 0 and phase.kind in early[phase.stage]
-        place = order[i - 1].nodes[0] if ahead else phase.nodes[0]
-        # The first gather takes over the resident's name, which the graph would not give out a second time.
-        name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
-        hand_over(order, i, _gather(graph, place, phase.stage, name))
-    for stage in stages:
-        graph.erase_node(residents[stage])
-    infer_all(program)
-    place_frees(program)
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that fits; 0 does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
-
-def _gather(graph: fx.Graph, place: fx.Node, stage: str, name: str) -> fx.Node:
-    with graph.inserting_before(place):
-        shard = graph.call_function(ops.fetch, (f"{stage}.weights",), {"group": ops.SHARDS})
-        gathered = graph.call_function(ops.all_gather, (shard,), {"group": ops.SHARDS})
-    shard.name, gathered.name = f"{name}_shard", name
-    return gathered

@@ -55,8 +55,9 @@ class InsertSsd(Pass):
         room = SsdRoom(draft)
         tiers: Tiers = {}
         ahead = self.ahead
+        tier = "all" if draft.sharding is not None and draft.sharding.tier == ops.SSD else self.tier
         for host in room.hosts:
-            found, depth = room.choose([host], self.tier)
+            found, depth = room.choose([host], tier)
             tiers.update(found)
             ahead = min(ahead, depth)
         ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only
@@ -87,7 +88,8 @@ def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
     number = {node: i for i, node in enumerate(graph.nodes)}
     for read in weights_reads(program, phases(program), number, stages, ahead):
         with graph.inserting_before(read.place):
-            node = graph.call_function(ops.read, (f"{read.stage}.weights",))
+            group = {"group": ops.SHARDS} if program.interface.shards > 1 else {}
+            node = graph.call_function(ops.read, (f"{read.stage}.weights",), group)
         node.name = f"{read.fetches[-1].name}_dram"
         for fetch in read.fetches:
             fetch.args = (node, *fetch.args[1:])

@@ -16,13 +16,14 @@ import numpy as np
 from ..runtime.errors import PassError
 from ..runtime.fleet import slice_of
 from .base import Draft, Pass
+from .group_size import smallest_group
 
 NEAREST = ("shards", "pipeline")  # whose devices are neighbours
 
 
 @dataclass(frozen=True)
 class Mesh(Pass):
-    """`shards`: devices that share each stage; `depth`: devices of one pipeline; `nearest`: which of the two are next
+    """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one pipeline; `nearest`: which of the two are next
     to each other in the machine's order, so on one host as far as they fit. The rest of the machine are replicas.
 
     Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
@@ -33,6 +34,7 @@ class Mesh(Pass):
     decides: ClassVar[str] = "mesh"
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
     optional: ClassVar[bool] = True
+    automatic: ClassVar[tuple[str, ...]] = ("shards",)
     shards: int = 1
     depth: int = 1
     nearest: str = "shards"
@@ -40,24 +42,25 @@ class Mesh(Pass):
     def __post_init__(self) -> None:
         if self.nearest not in NEAREST:
             raise PassError(f"pass {self.name!r}: option nearest={self.nearest!r} is none of {', '.join(NEAREST)}")
-        for name, value in (("shards", self.shards), ("depth", self.depth)):
-            if value < 1:
+        for name, value, least in (("shards", self.shards, 0), ("depth", self.depth, 1)):
+            if value < least:
                 raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`lanes`: per lane its devices, in the order of its pipeline; `shards`: lanes that share weights."""
-        count, each = draft.hardware.num_devices, self.shards * self.depth
+        shards = self.shards or smallest_group(draft, self.depth)
+        count, each = draft.hardware.num_devices, shards * self.depth
         if count % each:
             near = [n for n in range(each, count + 1) if count % n == 0]
             raise PassError(
-                f"{self.shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
+                f"{shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
                 f"the nearest number that can is {near[0]}"
             )
         rows = np.arange(count).reshape(
-            (-1, self.depth, self.shards) if self.nearest == "shards" else (-1, self.shards, self.depth)
+            (-1, self.depth, shards) if self.nearest == "shards" else (-1, shards, self.depth)
         )
         lanes = (rows.swapaxes(1, 2) if self.nearest == "shards" else rows).reshape(-1, self.depth)
-        return {"lanes": lanes.tolist(), "shards": self.shards}
+        return {"lanes": lanes.tolist(), "shards": shards}
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
         lanes, shards = decision["lanes"], decision["shards"]

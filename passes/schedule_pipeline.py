@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -24,7 +24,7 @@ from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
 from .base import Draft, Pass, require_own
 from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
-from .insert_shard import gather_weights
+from .gathering import gather_weights
 from .insert_ssd import read_within
 
 
@@ -59,17 +59,17 @@ def evaluation_programs(
     ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
     order = [row for row in ended if not row[1].is_backward]
     programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
-    if face.shards > 1:
+    if draft.sharding is not None:
         for program in programs:
-            gather_weights(program, fetch or {})
-        return programs
+            gather_weights(program, replace(draft.sharding, held=()))
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = [stage.spec for stage in draft.stages_on(program.device)]
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
         states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
         budget = draft.hardware.devices[program.device].budget_bytes
-        arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
-        fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
+        if draft.sharding is None:
+            arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
+            fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
         if ssd:
             whole = [spec.name for spec in mine if ssd["stages"].get(spec.name) == "all"]
             read_within(program, whole, ssd["ahead"], plan_arena(training, ops.DRAM)[1])

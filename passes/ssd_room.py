@@ -37,7 +37,7 @@ class SsdRoom:
         for program in draft.programs:
             for stage, home in homes_of(program).items():
                 self.home.setdefault(stage, home.weights)
-                if home.weights == ops.DRAM and not home.group:
+                if home.weights == ops.DRAM:
                     swapped.add(stage)
         self.specs = {s.spec.name: s.spec for s in draft.stages}
         self.able = [name for name, spec in self.specs.items() if name in swapped and spec.params]
@@ -127,6 +127,7 @@ class SsdRoom:
                 stage: Home(
                     ops.SSD if tiers.get(stage) == "all" else ops.DRAM,
                     ops.SSD if stage in tiers and self.specs[stage].trained_params else None,
+                    peak.group,
                 )
                 for stage in peak.in_dram
             }

@@ -20,6 +20,7 @@ from ..runtime import ops
 from ..runtime.fleet import WORLD
 from ..runtime.program import Program, place_frees
 from .base import Draft
+from .gradient_sums import short, sum_once
 from .insert_fetch import phases
 
 UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
@@ -183,21 +184,19 @@ class _Writer:
 
     def collect(self, stage: str, grads: fx.Node) -> fx.Node:
         """Right behind its last backward a stage's gradients are summed over the lanes, and offloaded."""
-        name, face = _short("g", stage), self.program.interface
-        with self.program.graph.inserting_before(grads.next):
-            if face.shards > 1 and not grads.meta["type"].group:
-                (grads,) = self.program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard"], group=ops.SHARDS)
-            if face.replicas > 1:
-                (grads,) = self.program.emit(ops.all_reduce, grads, names=[f"{name}_all"], group=ops.REPLICAS)
-            if stage in self.script.order:
-                (grads,) = self.program.emit(ops.offload, grads, names=[f"{name}_dram"])
+        if not grads.meta["type"].group:  # else `insert-two-hop` has done that
+            grads = sum_once(self.program, grads)
+        if stage in self.script.order:
+            with self.program.graph.inserting_before(grads.next):
+                (grads,) = self.program.emit(ops.offload, grads, names=[f"{short('g', stage)}_dram"])
         return grads
 
     def make(self, moves: Sequence[Move]) -> None:
         for kind, stage in moves:
             what = f"{stage}.{'all' if stage in self.weights_on_ssd else 'states'}"
             if kind == "read":
-                (self.states[stage],) = self.program.emit(ops.read, what, names=[_short("states", stage)])
+                group = {"group": ops.SHARDS} if self.program.interface.shards > 1 else {}
+                (self.states[stage],) = self.program.emit(ops.read, what, names=[short("states", stage)], **group)
             elif kind == "write":
                 self.program.emit(ops.write, self.states[stage], to=what)
             else:
@@ -210,13 +209,13 @@ class _Writer:
         if self.updates.max_norm is not None and early:
             fields["speculative"] = True
         elif self.norm is not None:
-            names, max_norm = [f"{_short('g', stage)}_clipped"], self.updates.max_norm
+            names, max_norm = [f"{short('g', stage)}_clipped"], self.updates.max_norm
             (grads,) = self.program.emit(ops.clip, grads, self.norm, names=names, max_norm=max_norm)
         norm = [self.norm] if self.updates.scaled and not early else []
         if stage not in self.states:
             self.program.emit(ops.step, stage, grads, *norm, **fields)
             return
-        names = [f"{_short('states', stage)}_new"]
+        names = [f"{short('states', stage)}_new"]
         (self.states[stage],) = self.program.emit(
             ops.step, stage, grads, *norm, states=self.states[stage], names=names, **fields
         )
@@ -231,7 +230,7 @@ class _Writer:
             mine = [stage for device, stage, _ in rows if device == self.program.device and stage]
             if not mine:
                 continue
-            names = [f"{_short('g', stage)}_summed" for stage in mine]
+            names = [f"{short('g', stage)}_summed" for stage in mine]
             reduced = self.program.emit(ops.all_reduce, *(self.grads[s] for s in mine), names=names, group=group)
             self.grads.update(zip(mine, reduced))
 
@@ -248,7 +247,3 @@ def stages_read(program: Program) -> set[str]:
     """The stages whose weights a program reads from SSD."""
     names = [n.args[0] for n in program.ops() if n.target is ops.read and isinstance(n.args[0], str)]
     return {name.partition(".")[0] for name in names if name.endswith(".weights")}
-
-
-def _short(prefix: str, stage: str) -> str:
-    return f"{prefix}{stage.removeprefix('stage')}"

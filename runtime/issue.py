@@ -13,7 +13,16 @@ from torch import fx
 
 from . import ops
 from .memory import (
-    ON_DEVICE, STAGED, Home, Persistent, homes_of, place_bytes, places_of, plan_arena, profile_memory, takes_place,
+    ON_DEVICE,
+    STAGED,
+    Home,
+    Persistent,
+    homes_of,
+    place_bytes,
+    places_of,
+    plan_arena,
+    profile_memory,
+    takes_place,
 )  # fmt: skip
 from .order import Memory, build_order, lack_of
 from .program import PAGE, Program, aligned, donated, operands, values_of, work_of

@@ -75,7 +75,8 @@ def _check_kept(program: Program, node: fx.Node) -> None:
     while kept.target in PASSING:  # only classes of saved tensors move, which hold nothing of the weights
         kept = kept.args[0]
     forward = kept.args[0]
-    if not kept.meta["type"].classes and weights is not forward.args[1]:
+    gathered = weights.target is ops.all_gather and forward.args[1].target is ops.all_gather  # again: the same values
+    if not kept.meta["type"].classes and weights is not forward.args[1] and not gathered:
         made = forward.args[1].name
         fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
     if bound["micro_batch"] != forward.kwargs["micro_batch"]:
