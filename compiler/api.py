@@ -17,11 +17,11 @@ from ..passes.base import Draft, Options
 from ..passes.opgraph import OpGraph
 from ..passes.stages import COMPUTE_DTYPES
 from ..runtime.device_file import open_directory
-from ..runtime.drivers import TIMEOUT_S
 from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..runtime.extrapolate import require_rule
 from ..runtime.fleet import lane_of
 from ..runtime.hardware import Hardware
+from ..runtime.job_setup import TIMEOUT_S
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
-from ..runtime.drivers import Driver, Setup
+from ..runtime.drivers import Driver
 from ..runtime.errors import BatchError, NonFiniteLoss, PlanError, WorkerError
+from ..runtime.job_setup import Setup
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
 from ..runtime.program import Program

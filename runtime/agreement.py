@@ -21,8 +21,8 @@ from .errors import PlanError
 from .ranks import Member, Ranks
 
 if TYPE_CHECKING:
-    from .drivers import Setup
     from .hardware import Device
+    from .job_setup import Setup
 
 HASH_DIGITS = 10
 SHOWN = 160  # characters of a value that differs

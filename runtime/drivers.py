@@ -6,144 +6,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from . import ops
 from .commands import COMMANDS, Answer, Tensors, unpack_result
-from .device_file import FUNCTIONS
 from .errors import PenstockError, PlanError, WorkerError
-from .fleet import bind, bound_interface, place_of
+from .fleet import place_of
 from .hardware import Hardware
-from .memory import homes_of, profile_memory
-from .optimizer import OptimizerSpec
-from .program import Interface, Program
+from .job_setup import Setup
+from .program import Program
 from .session import DeviceSession, StepResult, check_batch
-from .text import parse_program
-from .throttle import SharedTransfers, shared_transfers
 from .timeline import Span, Timeline
-
-TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that the devices need to start. `files`: one generated file per device of a lane, in their order.
-
-    `ssd_dirs`: directories for files, one per SSD, the same on every host; without them each host's own in the hardware
-    document. `ssd_verify`: check all that is read from SSD.
-    """
-
-    files: Sequence[Path]
-    interface: Interface
-    hardware: Hardware
-    optimizer: OptimizerSpec | None = None
-    precision: str = "fp32"
-    seed: int = 0
-    timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
-    ssd_dirs: Sequence[str] = ()
-    ssd_verify: bool = False
-
-    @cached_property
-    def programs(self) -> list[dict[str, Program]]:
-        """Per device its programs by name, read from the files."""
-        found: list[dict[str, Program]] = [{} for _ in range(self.interface.world_size)]
-        for name in FUNCTIONS:
-            texts = [Path(path).read_text() for path in self.files]
-            if all(f"def {name}(rt, batch)" in text for text in texts):
-                rows = [parse_program(text, self.interface, role, name) for role, text in enumerate(texts)]
-                for program in bind(rows):
-                    found[program.device][name] = program
-        return found
-
-    def file_of(self, device: int) -> Path:
-        """The generated file that a device runs."""
-        return self.files[place_of(self.interface, device)[1]]
-
-    @cached_property
-    def whole(self) -> Interface:
-        """The interface of all devices."""
-        return bound_interface(self.interface) if self.interface.lanes else self.interface
-
-    @cached_property
-    def stage_devices(self) -> dict[str, int]:
-        """The device that holds each stage; the first of several."""
-        return {stage: devices[0] for stage, devices in self.stage_holders.items()}
-
-    @cached_property
-    def stage_holders(self) -> dict[str, list[int]]:
-        """All devices that hold each stage, or a shard of it, in their order."""
-        found: dict[str, list[int]] = {}
-        for device, programs in enumerate(self.programs):
-            for stage in homes_of(programs["step"]):
-                found.setdefault(stage, []).append(device)
-        return found
-
-    @cached_property
-    def spread(self) -> dict[str, list[int]]:
-        """The stages of which devices hold a shard each, with those devices that together hold one whole."""
-        homes = [row for own in self.programs for row in homes_of(own["step"]).items()]
-        found: dict[str, list[int]] = {}
-        for stage, home in homes:
-            if home.group:
-                found.setdefault(stage, self.whole.members(home.group))
-        return found
-
-    def for_device(self, index: int) -> dict[str, Any]:
-        """The device's part as plain data; `store` and `hostname` are the driver's to add."""
-        return {
-            "index": index,
-            "num_devices": self.interface.world_size,
-            "gpu": self._gpu(index),
-            "file": str(self.file_of(index)),
-            "interface": self.interface.to_json(),
-            "hardware": self.hardware.model_dump(mode="json"),
-            "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
-            "precision": self.precision,
-            "seed": self.seed,
-            "timeout_s": self.timeout_s,
-            "num_threads": self.num_threads(index),
-            "dram_budget_bytes": self.dram_budget_bytes(index),
-            "ssd_dirs": self.ssd_dirs_of(self.hardware.devices[index].host),
-            "ssd_verify": self.ssd_verify,
-        }
-
-    def ssd_dirs_of(self, host: int) -> list[str]:
-        """Where the files of a host lie, one directory per SSD."""
-        return list(self.ssd_dirs) or self.hardware.ssd_directories(host)
-
-    @cached_property
-    def shared_transfers(self) -> SharedTransfers:
-        """Those which share links that are held down."""
-        return shared_transfers(self.programs, self.hardware, self.precision)
-
-    def num_threads(self, index: int) -> int:
-        """What the hardware document says, but one where there are as many devices as cores; a GPU's share of cores."""
-        device, cores = self.hardware.devices[index], os.cpu_count() or 1
-        beside = sum(other.host == device.host for other in self.hardware.devices)
-        if device.kind == "cuda":
-            return max(1, cores // beside)
-        return 1 if beside >= cores else min(device.threads, cores)
-
-    def _gpu(self, index: int) -> int:
-        """Its place among the GPUs of its host."""
-        own = self.hardware.devices[index]
-        return sum(d.kind == "cuda" and d.host == own.host for d in self.hardware.devices[:index])
-
-    def dram_budget_bytes(self, index: int) -> int:
-        """What the programs of the other devices on its host leave of the DRAM."""
-        host = self.hardware.devices[index].host
-        left = self.hardware.dram_budget_bytes(host)
-        for other, programs in enumerate(self.programs):
-            if other != index and self.hardware.devices[other].host == host:
-                left -= max(profile_memory(program).peak_bytes[ops.DRAM] for program in programs.values())
-        return max(left, 0)
 
 
 class Driver:
@@ -180,7 +58,7 @@ class Driver:
 
     def _run(self, command: str, function: str, batch: Mapping[str, Tensor]) -> StepResult:
         self._require_open()
-        if any(function not in programs for programs in self.setup.programs):
+        if any(function not in programs for programs in self.setup.roles):
             raise PlanError(f"the files have no `{function}`")
         self._check(function, batch)
         return merge_results(self._run_all(command, batch), self.setup.hardware)
@@ -200,7 +78,7 @@ class Driver:
 
     def _own_programs(self) -> list[dict[str, Program]]:
         """Those which the devices behind this driver run."""
-        return self.setup.programs
+        return self.setup.roles
 
     def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
         """The rows of a batch that a device takes: those of its lane, whose micro-batches lie side by side. A batch

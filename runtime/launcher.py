@@ -26,8 +26,9 @@ from torch import Tensor
 
 from . import errors
 from .commands import Answer, Tensors
-from .drivers import Driver, InProcessDriver, Setup, result_of
+from .drivers import Driver, InProcessDriver, result_of
 from .errors import HardwareError, PenstockError, PlanError, WorkerError
+from .job_setup import Setup
 from .link import LOOPBACK
 from .link_server import LinkServer
 from .position import describe_position

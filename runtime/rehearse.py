@@ -12,8 +12,8 @@ import math
 import os
 from typing import Any
 
-from .drivers import Setup
 from .errors import PlanError
+from .job_setup import Setup
 from .launcher import LocalWorkers
 from .link_server import LinkServer
 from .task_costs import CostModel, costs_of

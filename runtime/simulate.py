@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from . import ops
-from .hardware import Hardware
 from .fleet import shown
+from .hardware import Hardware
 from .order import Order, build_order, memory_change
 from .program import Program
 from .sharing import Progress
@@ -34,8 +34,8 @@ def simulate(
     `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
     device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
     does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
-    Programs of a lane are those of all: on a few devices each is simulated, on more, where lanes are alike and so do the
-    same at the same time, one of them on its part of the machine.
+    Programs of a lane are those of all: on a few devices each is simulated, on more, where lanes are alike and so do
+    the same at the same time, one of them on its part of the machine.
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """

@@ -22,8 +22,10 @@ from torch import Tensor
 from . import errors
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .drivers import Driver, Setup
+from .drivers import Driver
 from .errors import BatchError, PenstockError, PlanError, WorkerError
+from .fleet import place_of
+from .job_setup import Setup
 from .link import INTERFACE_SETTING
 from .position import describe_position
 from .program import Program
@@ -157,7 +159,7 @@ class TorchrunDriver(Driver):
             return self.ranks.exchange(value)
 
     def _own_programs(self) -> list[dict[str, Program]]:
-        return [self.setup.programs[self.rank]]
+        return [self.setup.roles[place_of(self.setup.interface, self.rank)[1]]]
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())

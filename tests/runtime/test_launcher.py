@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.drivers import InProcessDriver, Setup, without_waiting
+from penstock.runtime.drivers import InProcessDriver, without_waiting
 from penstock.runtime.errors import BatchError, CheckpointError, HardwareError, PlanError, WorkerError
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.launcher import LocalWorkers, start_driver, worker_environment
 from penstock.runtime.optimizer import OptimizerSpec
 from penstock.runtime.program import PAGE

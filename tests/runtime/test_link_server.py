@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.drivers import Setup
 from penstock.runtime.errors import WorkerError
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.launcher import LocalWorkers
 from penstock.runtime.link_server import LinkClient, LinkServer
 from penstock.runtime.links import Link

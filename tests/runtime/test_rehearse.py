@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.drivers import Setup
 from penstock.runtime.errors import BudgetExceeded, PlanError
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.program import Program
 from penstock.runtime.rehearse import RehearsingWorkers, rehearse
 from penstock.runtime.simulate import simulate

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.drivers import Setup
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.launcher import start_driver
@@ -93,8 +93,8 @@ def eager() -> tuple[list[list[float]], list[torch.Tensor]]:
 
 
 def test_the_number_of_ranks_must_be_that_of_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from penstock.runtime.drivers import Setup
     from penstock.runtime.hardware import Hardware
+    from penstock.runtime.job_setup import Setup
     from penstock.tests.runtime.generated_files import write_chain
     from penstock.tests.runtime.handmade import pipeline
 

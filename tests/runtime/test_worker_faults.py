@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.drivers import Setup
 from penstock.runtime.errors import VerifyError, WorkerError
 from penstock.runtime.hardware import Hardware
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.launcher import LocalWorkers, worker_environment
 from penstock.runtime.optimizer import OptimizerSpec
 from penstock.tests.runtime.generated_files import write_chain
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.drivers import Setup
+from penstock.runtime.job_setup import Setup
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.launcher import LocalWorkers
 from penstock.tests.runtime.generated_files import write_chain
