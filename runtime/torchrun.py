@@ -208,6 +208,7 @@ class TorchrunDriver(Driver):
     def _fail(self, error: Exception) -> NoReturn:
         """Raise the error of the rank that is to blame, and tell the others if it is this one, or is found here."""
         self._failing = True
+        atexit.register(_end_at_once)
         if isinstance(error, Told):
             raise self._error_of(error.failure.rank, error.failure.error) from None
         told = describe_error(error, self._session)
@@ -216,7 +217,10 @@ class TorchrunDriver(Driver):
             self.ranks.report(cause)
         if cause.error is told:
             raise error
-        raise self._error_of(cause.rank, cause.error) from error
+        found = self._error_of(cause.rank, cause.error)
+        if isinstance(found, WorkerError):
+            found.remote = found.remote or told["traceback"]  # how it showed here
+        raise found from None
 
     def _hear(self, failure: Failure) -> None:
         """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
@@ -250,8 +254,7 @@ class TorchrunDriver(Driver):
         os.kill(os.getpid(), number)
 
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # what the script raised and did not catch
-        self.ranks.leave("" if error is None else f"its script raised {type(error).__name__}: {error}".split("\n")[0])
+        self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # what the script raised and did not catch
 
     @property
     def _own_name(self) -> str:
@@ -281,12 +284,27 @@ class TorchrunDriver(Driver):
         if self.closed:
             return
         self.closed = True
-        self.ranks.leave()
+        self.ranks.leave(_what_ended(sys.exc_info()[1]))  # what passes through a `with` that ends here
         atexit.unregister(self._at_exit)
         if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._session is not None:
             self._session.close()
+
+
+def _what_ended(error: BaseException | None) -> str:
+    return "" if error is None else f"its script raised {type(error).__name__}: {error}".split("\n")[0]
+
+
+def _end_at_once() -> None:
+    """Behind a failure that nobody caught: end without taking the interpreter apart. Threads may still wait for peers
+    in gloo, and one that wakes in the middle of that would abort the process."""
+    if getattr(sys, "last_value", None) is not None:
+        atexit.unregister(_end_at_once)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _rows_of(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
