@@ -39,9 +39,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How stages are spread over the lanes that share them. `tier`: the memory of the shards, "device", "dram", or "ssd"
-    where `insert-ssd` moves them on; `ahead`: gathered so many phases before their use; `held`: stages that are gathered
-    once and stay whole for all micro-batches; `hierarchical`: gathered between hosts first, then inside them."""
+    """How stages are spread over the lanes that share them.
+
+    `tier`: the memory of the shards, "device", "dram", or "ssd" where `insert-ssd` moves them on; `ahead`: gathered so
+    many phases before their use; `held`: stages that are gathered once and stay whole for all micro-batches;
+    `hierarchical`: gathered between hosts first, then inside them.
+    """
 
     tier: str = "dram"
     ahead: int = 1

@@ -19,7 +19,7 @@ def sum_gradients(program: Program, every: str) -> None:
     """Rewrite a program. `every`: one of `WAYS`, see `insert_two_hop.py`."""
     results = program.results()
     grads = results.get("grads", [])
-    results["grads"] = [sum_once(program, total) if every == STEP else _sum_each(program, total, every) for total in grads]
+    results["grads"] = [sum_once(program, g) if every == STEP else _sum_each(program, g, every) for g in grads]
     program.returns(results)
     infer_all(program)
     place_frees(program)
@@ -50,9 +50,7 @@ def _sum_each(program: Program, total: fx.Node, every: str) -> fx.Node:
                 names = [f"{name}_shard_m{number}"]
                 (found,) = program.emit(ops.reduce_scatter, grads, *before, names=names, group=ops.SHARDS)
                 continue
-            (part,) = program.emit(
-                ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS
-            )
+            (part,) = program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS)
             if face.replicas > 1:
                 names = [f"{name}_all_m{number}"]
                 (part,) = program.emit(ops.all_reduce, part, names=names, group=ops.REPLICAS)

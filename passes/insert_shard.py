@@ -113,7 +113,8 @@ class InsertShard(Pass):
 
     def _by_host(self, draft: Draft) -> bool:
         """Whether to gather in a hierarchy."""
-        able = any(_is_grid(draft, lane, role) for lane in range(len(draft.lanes)) for role in range(len(draft.lanes[0])))
+        count, depth = len(draft.lanes), len(draft.lanes[0])
+        able = any(_is_grid(draft, lane, role) for lane in range(count) for role in range(depth))
         if self.hierarchical == "true" and not able:
             raise PassError(
                 f"{self.name}: hierarchical=true needs groups with the same number of members, at least 2, on each of "
@@ -185,4 +186,3 @@ def _most(most: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-

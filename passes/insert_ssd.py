@@ -88,7 +88,7 @@ def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
     number = {node: i for i, node in enumerate(graph.nodes)}
     for read in weights_reads(program, phases(program), number, stages, ahead):
         with graph.inserting_before(read.place):
-            group = {"group": ops.SHARDS} if program.interface.shards > 1 else {}
+            group: dict[str, Any] = {"group": ops.SHARDS} if program.interface.shards > 1 else {}
             node = graph.call_function(ops.read, (f"{read.stage}.weights",), group)
         node.name = f"{read.fetches[-1].name}_dram"
         for fetch in read.fetches:

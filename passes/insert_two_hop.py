@@ -1,9 +1,9 @@
 """`insert-two-hop`: gradients of shared stages are added up in two hops (MiCS 3.4).
 
-In: programs of a lane whose stages are shared with other lanes. Out: programs in which the first hop is taken with every
-micro-batch and stays inside the group that shares the weights (`reduce_scatter`, added to what the micro-batches before
-gave), and the second once a step: the devices that hold the same piece add up their sums (`all_reduce`). No device ever
-holds more of a stage's gradients than one micro-batch's and its own piece.
+In: programs of a lane whose stages are shared with other lanes. Out: programs in which the first hop is taken with
+every micro-batch and stays inside the group that shares the weights (`reduce_scatter`, added to what the micro-batches
+before gave), and the second once a step: the devices that hold the same piece add up their sums (`all_reduce`). No
+device ever holds more of a stage's gradients than one micro-batch's and its own piece.
 
 For comparison `every=micro-batch` takes the second hop with every micro-batch, too, as a plain ZeRO does; and
 `every=step` adds up a lane's micro-batches on the device first and takes both hops once, which moves the fewest bytes
@@ -62,4 +62,3 @@ class InsertTwoHop(Pass):
             raise PassError(f"{self.name}: the stages are not spread over their group yet; put insert-shard before it")
         if any(node.target is ops.step for program in draft.programs for node in program.ops()):
             raise PassError(f"{self.name} comes before the pass that updates: put insert-optimizer behind it")
-

@@ -23,8 +23,9 @@ NEAREST = ("shards", "pipeline")  # whose devices are neighbours
 
 @dataclass(frozen=True)
 class Mesh(Pass):
-    """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one pipeline; `nearest`: which of the two are next
-    to each other in the machine's order, so on one host as far as they fit. The rest of the machine are replicas.
+    """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
+    pipeline; `nearest`: which of the two are next to each other in the machine's order, so on one host as far as they
+    fit. The rest of the machine are replicas.
 
     Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
     buffer: the lanes' copies of that would drift apart.

@@ -59,7 +59,7 @@ def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> N
         stages.append((seats.here, [[host[place] for host in seats.hosts] for place in places]))
     if rows.is_cuda:
         if not stages:
-            group._allgather_base(rows.view(-1), rows[seats.index], dist.AllgatherOptions()).wait()
+            group._allgather_base(rows.view(-1), rows[seats.index]).wait()
         for ring, blocks in stages:
             _trade(group, seats.index, ring, [[rows[seat] for seat in block] for block in blocks])
         return
