@@ -1,7 +1,6 @@
-"""Text to batches of fixed shape: in a fixed order that depends on the seed alone, from any position on.
+"""Text to rows of one length, and which of them are held out.
 
-A position counts samples, so a run resumes exactly where it stood, also with another batch size. Causal language models
-take one stream of tokens cut to rows; classifiers take one row per labelled text, cut or padded.
+Causal language models take one stream of tokens cut to rows; classifiers take one row per labelled text, cut or padded.
 """
 
 from __future__ import annotations
@@ -175,25 +174,11 @@ def classes_of(samples: Sequence[Sample]) -> list[str]:
     return sorted(names, key=lambda name: (0, int(name), "") if name.isdigit() else (1, 0, name))
 
 
-def training_batches(rows: Rows, batch: int, *, position: int = 0, seed: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Batches for ever, from the sample at `position` on: each row once an epoch, each epoch in an order of its own."""
-    epoch, order = -1, torch.empty(0)
-    while True:
-        chosen = []
-        for sample in range(position, position + batch):
-            if sample // len(rows) != epoch:
-                epoch = sample // len(rows)
-                order = _order(len(rows), seed + 1 + epoch)
-            chosen.append(int(order[sample % len(rows)]))
-        yield rows.take(chosen)
-        position += batch
-
-
-def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """(batch, how many of its rows count): all rows once in order; the last batch is filled up with the first rows."""
+def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[list[int], int]]:
+    """(the rows of a batch, how many of them count): all once in order; the last batch is filled up with the first."""
     for start in range(0, len(rows), batch):
         indices = range(start, start + batch)
-        yield rows.take([i % len(rows) for i in indices]), min(batch, len(rows) - start)
+        yield [i % len(rows) for i in indices], min(batch, len(rows) - start)
 
 
 def _order(count: int, seed: int) -> Tensor:

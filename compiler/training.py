@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 import signal
@@ -33,13 +34,14 @@ from .data import (
     labelled_rows,
     read_samples,
     stream_rows,
-    training_batches,
 )
 from .garbage import rare_collections
 from .job import Job
 from .job_options import TrainOptions
+from .launch import own_device
 from .models import NamedModel, find_model
 from .progress import StepScreen, memory_text
+from .sampler import RankSampler
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -72,7 +74,13 @@ class Task:
 
 
 def train(options: TrainOptions, screen: Console) -> TrainResult:
-    """The whole run. Raises what `penstock.compile` and `Job.step` raise; the last checkpoint then stays as it is."""
+    """The whole run. Raises what `penstock.compile` and `Job.step` raise; the last checkpoint then stays as it is.
+
+    Under torchrun every rank calls it, takes its own rows of each batch, and the first one speaks and writes.
+    """
+    is_main = own_device() == 0
+    if not is_main:
+        screen = Console(quiet=True)
     last = find_latest(options.out / "checkpoint")
     if last is not None and not options.resume:
         raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
@@ -83,15 +91,16 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     screen.print(
         f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
     )
-    job.write(options.out / "programs")
-    options.remember(options.out / "programs")
+    if is_main:
+        job.write(options.out / "programs")
+        options.remember(options.out / "programs")
     result = TrainResult()
     try:
         with job, interruptible() as stop:
-            position = _begin(options, task, job, screen)
+            sampler = _begin(options, task, job, screen)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training")
-            _steps(options, task, job, screen, position, result, stop)
+            _steps(options, task, job, screen, sampler, result, stop)
             if not result.interrupted:
                 result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps")
                 _save_model(options, task, job, screen)
@@ -177,15 +186,15 @@ def _schedule(name: str, steps: int) -> Any:
     return None
 
 
-def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> int:
-    """Start the devices with new or resumed state. Returns the position in the data."""
+def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> RankSampler:
+    """Start the devices with new or resumed state. Returns who says which rows come next."""
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             _ = job.driver
         for message in said:  # of weights that the model's directory lacks
             screen.print(str(message.message), soft_wrap=True)
-        return 0
+        return job.sampler(task.rows)
     data = job.resume(options.out / "checkpoint")
     now = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
     for key, value in now.items():
@@ -194,8 +203,9 @@ def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> int:
                 f"{options.out / 'checkpoint'} was saved with {key} {data.get(key)!r}, this run has {value!r}; resume "
                 "with the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
             )
-    screen.print(f"resumed at step {job.step_count}, sample {data['position']}")
-    return int(data["position"])
+    sampler = job.sampler(task.rows)
+    screen.print(f"resumed at step {job.step_count}, sample {sampler.position}")
+    return sampler
 
 
 def _steps(
@@ -203,23 +213,23 @@ def _steps(
     task: Task,
     job: Job,
     screen: Console,
-    position: int,
+    sampler: RankSampler,
     result: TrainResult,
     stop: threading.Event,
 ) -> None:
     """Train up to the last step, or until asked to stop; save on the way and at the end."""
-    batches = training_batches(task.rows, options.batch, position=position, seed=options.seed)
     saved_step = job.step_count
     began_s, before = time.perf_counter(), job.step_count
     with StepScreen(screen, task.steps, job.step_count, options.batch * options.sequence) as progress:
-        while job.step_count < task.steps and not stop.is_set():
-            result.losses.append(float(job.step(next(batches))))
-            position += options.batch
+        for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # pass after pass
+            if job.step_count >= task.steps or any(job.driver.gather(stop.is_set())):
+                break
+            result.losses.append(float(job.step(task.rows.take(chosen))))
             assert job.last is not None
             progress.show(job.last)
             due = options.save_every and job.step_count % options.save_every == 0
             if due or job.step_count == task.steps:
-                _save(options, task, job, position)
+                _save(options, task, job)
                 saved_step = job.step_count
     result.steps = job.step_count
     result.interrupted = job.step_count < task.steps
@@ -234,8 +244,8 @@ def _steps(
         )
 
 
-def _save(options: TrainOptions, task: Task, job: Job, position: int) -> None:
-    data = {"position": position, "rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
+def _save(options: TrainOptions, task: Task, job: Job) -> None:
+    data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
     job.save(options.out / "checkpoint", data=data)
 
 
@@ -243,7 +253,7 @@ def _save_model(options: TrainOptions, task: Task, job: Job, screen: Console) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said when the run began: weights that the model's directory lacks
         directory = job.save_pretrained(options.out / "model")
-    if task.codec.tokenizer is not None:
+    if task.codec.tokenizer is not None and job.driver.is_main:
         task.codec.tokenizer.save_pretrained(str(directory))
     screen.print(
         f"model in {directory}, checkpoint in {options.out / 'checkpoint'}, programs in {options.out / 'programs'}"
@@ -259,12 +269,12 @@ def evaluate(job: Job, task: Task, batch: int, screen: Console, when: str) -> di
         return {}
     correct = 0
     losses: list[float] = []
-    for rows, count in evaluation_batches(task.held_out, batch):
-        out = job.evaluate(rows)
+    for chosen, count in evaluation_batches(task.held_out, batch):
+        out = job.evaluate(task.held_out.take(chosen[job.rows.start : job.rows.stop]))
         if count == batch or not losses:
             losses.append(float(out.loss))
         if task.named.head == "classification":
-            correct += int((out.logits.argmax(-1) == rows["labels"])[:count].sum())
+            correct += int((out.logits.argmax(-1) == task.held_out.labels[chosen])[:count].sum())
     found = {"loss": sum(losses) / len(losses)}
     text = f"loss {found['loss']:.4f}"
     if task.named.head == "classification":

@@ -1,8 +1,7 @@
-"""Text to batches: every row once an epoch, in an order that a position and a seed fix."""
+"""Text to rows: cut, padded, labelled, held out."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from penstock.compiler.data import (
     labelled_rows,
     read_samples,
     stream_rows,
-    training_batches,
 )
 from penstock.runtime.errors import PlanError
 
@@ -28,10 +26,6 @@ BYTES = Codec.of_directory(None)
 def numbered(count: int) -> Rows:
     ids = torch.arange(count).view(count, 1)
     return Rows(ids, torch.ones_like(ids), ids)
-
-
-def first_column(batches: list[dict[str, torch.Tensor]]) -> list[int]:
-    return [int(value) for batch in batches for value in batch["input_ids"][:, 0]]
 
 
 def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path: Path) -> None:
@@ -74,28 +68,11 @@ def test_classes_are_in_a_fixed_order() -> None:
     assert classes_of([Sample("", name) for name in ("10", "2", "b", "a", "2")]) == ["2", "10", "a", "b"]
 
 
-def test_every_row_once_an_epoch_and_epochs_differ() -> None:
-    rows = numbered(10)
-    seen = first_column(list(itertools.islice(training_batches(rows, 5), 4)))
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
-    assert seen[:10] != seen[10:]
-    assert seen != first_column(list(itertools.islice(training_batches(rows, 5, seed=1), 4)))
-
-
-@pytest.mark.parametrize("batch", [3, 4, 6])
-def test_any_position_goes_on_exactly_also_with_another_batch(batch: int) -> None:
-    rows = numbered(7)
-    whole = first_column(list(itertools.islice(training_batches(rows, 2), 30)))
-    later = first_column(list(itertools.islice(training_batches(rows, batch, position=12), 5)))
-    assert later == whole[12 : 12 + 5 * batch]
-
-
 def test_evaluation_counts_every_row_once() -> None:
     batches = list(evaluation_batches(numbered(7), 3))
     assert [count for _, count in batches] == [3, 3, 1]
-    assert all(batch["input_ids"].shape == (3, 1) for batch, _ in batches)
-    counted = [v for batch, count in batches for v in batch["input_ids"][:count, 0].tolist()]
-    assert counted == list(range(7))
+    assert all(len(rows) == 3 for rows, _ in batches)
+    assert [row for rows, count in batches for row in rows[:count]] == list(range(7))
 
 
 def test_held_out_rows_are_a_fixed_random_part() -> None:

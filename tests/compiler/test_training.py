@@ -198,6 +198,8 @@ def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Pa
 @pytest.mark.multi
 def test_two_devices_train_as_one_does(text: Path, tmp_path: Path) -> None:
     one, _ = run(options(text, tmp_path / "one", dropout=False, max_steps=3))
-    two, said = run(options(text, tmp_path / "two", dropout=False, max_steps=3, set=["num_devices=2"]))
+    two, said = run(
+        options(text, tmp_path / "two", dropout=False, max_steps=3, set=["num_devices=2"], strategy="gpipe")
+    )
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     assert "cpu1" in said
