@@ -31,12 +31,12 @@ class DeviceRuntime(Transfers, Messages, Versions):
         self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int, keep: bool = True
     ) -> tuple[Handle, ...]:
         issue = self._next("forward")
-        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
         seed = self._seed(stage, issue)
 
         def run() -> list[Any]:
-            runner.bind(bound.value)
-            outputs, kept = runner.forward([box.value for box in boxes], seed, keep)
+            with self._bound(store, bound.value) as runner:
+                outputs, kept = runner.forward([box.value for box in boxes], seed, keep)
             return [*outputs, kept] if keep else outputs
 
         return tuple(self._launch(issue, boxes, run))
@@ -63,7 +63,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         micro_batch: int,
     ) -> tuple[Handle, ...]:
         issue = self._next("backward")
-        runner, bound = self.stores[stage].runner, weights.box
+        store, bound = self.stores[stage], weights.box
         boxes = [h.box for h in inputs]
         kept_box = Box() if kept is None else kept.box
         grads_box = Box() if grads is None else grads.box
@@ -74,10 +74,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
             grads.release()
 
         def run() -> list[Any]:
-            runner.bind(bound.value)
             so_far = None if grads_box.value is None else grads_box.value.tensors
             values = [None if box is None else box.value for box in given]
-            dinputs, total = runner.backward(kept_box.value, [box.value for box in boxes], values, so_far, seed)
+            with self._bound(store, bound.value) as runner:
+                dinputs, total = runner.backward(kept_box.value, [box.value for box in boxes], values, so_far, seed)
             return [*dinputs, Grads(total)]
 
         return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .execute import StageRunner
 from .extrapolate import extrapolated
 from .issuing import Handle, Issuing
 from .stage_store import StageStore
@@ -15,6 +18,14 @@ from .stage_store import StageStore
 class Versions(Issuing):
     """`stash` and `predict`. Both run on the stream of computation, between the updates that the text has them between;
     what they make is used and given back on that stream, too."""
+
+    @contextmanager
+    def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> Iterator[StageRunner]:
+        """A stage's runner on these weights. Of a version it lets go at once: a `free` gives its memory back."""
+        store.runner.bind(weights)
+        yield store.runner
+        if self.face.asynchronous and weights is not store.weights:
+            store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]

@@ -34,11 +34,13 @@ class OneStage:
     delay: int = 0  # updates that a forward lacks
     lag: int = 0  # and those that its backward lacks
     versions: list[Version] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # of learning, at each version
     scratch: nn.Module | None = None
 
     def keep_version(self) -> None:
         weights = {name: p.detach().clone() for name, p in self.names.items()}
         states = {} if self.optimizer is None else self.optimizer.state
+        self.rates.append(0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"]))
         self.versions.append((weights, {n: copy.deepcopy(dict(states.get(p, {}))) for n, p in self.names.items()}))
 
     def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
@@ -113,6 +115,7 @@ class Sequential:
         """The losses of the micro-batches."""
         for stage in self.stages:
             stage.versions.clear()
+            stage.rates.clear()
             stage.keep_version()
         losses = [self.mini_batch(m, batch) for m, batch in enumerate(batches)]
         self.step_number += 1
@@ -151,8 +154,8 @@ class Sequential:
         if self.mode != "predict" or stage.optimizer is None or version == m:
             return weights
         group = stage.optimizer.param_groups[0]
-        rates = group["lr"] if stage.scheduler is None else stage.rates[version]  # type: ignore[attr-defined]
-        return {name: predicted(w, states[name], group, rates, m - version) for name, w in weights.items()}
+        rate = stage.rates[version]
+        return {name: predicted(w, states[name], group, rate, m - version) for name, w in weights.items()}
 
     def backward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
         return stage.versions[max(0, m - (stage.delay if self.mode == "stash" else stage.lag))][0]

@@ -9,7 +9,7 @@ import pytest
 from penstock.runtime import ops
 from penstock.runtime.device import DeviceRuntime
 from penstock.runtime.hardware import Hardware
-from penstock.runtime.program import place_frees
+from penstock.runtime.program import Program, place_frees
 from penstock.runtime.reference_ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
 from penstock.tests.runtime.handmade import pipeline
@@ -40,9 +40,14 @@ def test_the_simulator_times_every_op() -> None:
     shared = spread(face)
     stored = pipeline(2, ssd="all", clip=True, speculative=True)
     split = pipeline(2, split=True)
-    programs = (*swapped, *evaluated, *shared, *stored, *split)
+    versions = [Program(device, face) for device in range(2)]
+    (weights,) = versions[0].emit(ops.resident, "stage0.weights")
+    versions[0].emit(ops.stash, "stage0", weights)
+    versions[0].emit(ops.predict, "stage0", weights, updates=1)
+    place_frees(versions[0])
+    programs = (*swapped, *evaluated, *shared, *stored, *split, *versions)
     assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
     timed = set()
-    for programs in (swapped, evaluated, shared, stored, split):
+    for programs in (swapped, evaluated, shared, stored, split, versions):
         timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2, ssd="1GB")).spans}
     assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time
