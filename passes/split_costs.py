@@ -7,27 +7,53 @@ a convolution takes as many FLOPs as the call in forward; it needs the gradient 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
 
-from .blocks import Block
-from .opgraph import OpGraph
-from .stage_costs import storages
+from .blocks import Block, compute_dtype
+from .opgraph import OpGraph, value_tensors
 
 
-def split_costs(graph: OpGraph, blocks: Sequence[Block]) -> dict[str, Any]:
-    """`weight_share`: half where the calls of a block are not known, or nothing multiplies."""
-    weight_flops, held_bytes, known = 0.0, 0, True
+def split_costs(
+    graph: OpGraph, blocks: Sequence[Block], body: Sequence[fx.Node], learning: Iterable[fx.Node],
+    outputs: Iterable[fx.Node],
+) -> dict[str, Any]:  # fmt: skip
+    """`body`: the stage's nodes in order; `learning`, `outputs`: inputs and outputs that get gradients. `weight_share`:
+    half where the calls of a block are not known, or nothing multiplies."""
+    weight_flops, known = 0.0, True
     for block in blocks:
         readers = readers_of_parameters(graph, block)
-        held_bytes += sum(storages(readers.values(), with_gradient=True).values())
         known = known and block.cost.calls is not None
         weight_flops += sum(call.flops for call in block.cost.calls or () if call.node in readers)
     whole_flops = sum(block.cost.backward_flops for block in blocks)
     share = min(1.0, weight_flops / whole_flops) if known and whole_flops else 0.5
-    return {"weight_share": share, "split_bytes": held_bytes}
+    return {"weight_share": share, "split_bytes": _waiting_bytes(graph, body, learning, outputs)}
+
+
+def _waiting_bytes(
+    graph: OpGraph, body: Sequence[fx.Node], learning: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> int:
+    """Gradients of values in which what depends on a learning input meets a parameter, or what is made of parameters;
+    and whole gradients of parameters over outputs that no learning input reaches."""
+    reached, waiting = set(learning), 0
+    for node in body:
+        if reached.isdisjoint(node.all_input_nodes):
+            continue
+        reached.add(node)
+        beside = (arg for arg in node.all_input_nodes if arg not in reached)
+        if (node.op != "get_attr" and _is_trained(graph, node)) or any(_learns(graph, arg) for arg in beside):
+            tensors = (t for t in value_tensors(node.meta.get("val")) if t.requires_grad)
+            waiting += sum(t.numel() * t.element_size() for t in tensors)
+    own, behind, stack = set(body), set[fx.Node](), [node for node in outputs if node not in reached]
+    while stack:
+        node = stack.pop()
+        if node not in behind:
+            behind.add(node)
+            stack += (arg for arg in node.all_input_nodes if arg in own)
+    whole = {id(p): p for node in behind for p in graph.node_parameters(node).values() if p.requires_grad}
+    return waiting + sum(p.numel() * compute_dtype(graph, p).itemsize for p in whole.values())
 
 
 def readers_of_parameters(graph: OpGraph, block: Block) -> dict[int, fx.Node]:
@@ -47,3 +73,9 @@ def readers_of_parameters(graph: OpGraph, block: Block) -> dict[int, fx.Node]:
 
 def _is_trained(graph: OpGraph, node: fx.Node) -> bool:
     return any(p.requires_grad for p in graph.node_parameters(node).values())
+
+
+def _learns(graph: OpGraph, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return _is_trained(graph, node)
+    return any(tensor.requires_grad for tensor in value_tensors(node.meta.get("val")))

@@ -219,10 +219,11 @@ class _Builder:
         inputs = [*map(_tensor, boundary, trains), *(_tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
+        outs = [_tensor(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
         return StageSpec(
             name=f"stage{self.index}",
             inputs=tuple(inputs),
-            outputs=tuple(_tensor(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs),
+            outputs=tuple(outs),
             extra_outputs=tuple(_tensor(n, False, name) for name, n in extra.items()),
             params=tuple(trained),
             buffers=tuple(buffers),
@@ -230,7 +231,13 @@ class _Builder:
             rematerialisable=not self._reads_what_it_writes(body),
             title=_title(self.cut.partition[self.index]),
             saved=saved_classes(self.cut.blocks[self.index], body),
-            **split_costs(self.graph, self.cut.blocks[self.index]),
+            **split_costs(
+                self.graph,
+                self.cut.blocks[self.index],
+                body,
+                [node for node, spec in zip(boundary, inputs) if spec.requires_grad],
+                [node for node, spec in zip(outputs, outs) if spec.requires_grad],
+            ),
             **stage_costs(
                 self.cut.blocks[self.index],
                 [*boundary, *batch, *held],

@@ -235,7 +235,9 @@ class StageRunner:
             kept = self._rematerialised(kept, inputs, seed)
         edges, values = self._entries(kept, douts)
         rest = input_half(edges, values, kept.leaves, self._trained())
-        dinputs = _dinputs(kept, {_storage(t) for t in (*inputs, *values, *rest.tensors())})
+        noted = {_storage(t): t.untyped_storage().nbytes() for t in rest.tensors()}
+        rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in inputs) + sum(noted.values())
+        dinputs = _dinputs(kept, {*map(_storage, (*inputs, *values)), *noted})
         for leaf in kept.leaves:
             leaf.grad = None  # the graph lives on, and holds its leaves
         kept.drop()

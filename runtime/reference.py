@@ -26,6 +26,7 @@ from .optimizer import OptimizerSpec
 from .program import ParamSpec, Program, donated, infer_all, values_of, work_of
 from .reference_ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, Weights, World
 from .shards import whole_of
+from .split_backward import Rest
 from .text import excerpt, line_numbers, print_node
 
 
@@ -290,7 +291,7 @@ class DeviceRun:
 
 def measured_bytes(value: Any) -> int:
     """The bytes that a value of a program really has."""
-    if isinstance(value, Kept):
+    if isinstance(value, Kept | Rest):
         return value.num_bytes
     if isinstance(value, Weights | Shard | Grads):
         return sum(t.nbytes for t in value.tensors.values())

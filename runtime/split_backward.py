@@ -22,10 +22,11 @@ Group = dict[str, Any]  # "params", and the "intermediates" at which their gradi
 @dataclass
 class Rest:
     """What the first half leaves for the second: the graph between parameters and the gradients noted above them, and
-    gradients of parameters over outputs that no input reaches."""
+    gradients of parameters over outputs that no input reaches. `num_bytes`: with all that the graph saved."""
 
     groups: list[Group] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def tensors(self) -> list[Tensor]:
         """The noted gradients."""
