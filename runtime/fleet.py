@@ -12,17 +12,22 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from . import ops
 from .hardware import Hardware
 from .program import Interface, Program, infer_all
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # Names of links that hold the number of a host, and of a root complex or a disk: rc0.1.up, nic0.down, ssd0.read.
 NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
 WRITTEN_OUT = 16  # devices
+DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
 WORLD = "world"  # all that have a part of one copy of the weights
 Row = tuple[int, str, str]
 
@@ -76,9 +81,11 @@ def bound_interface(face: Interface) -> Interface:
     """The same for the whole machine: no lanes, all devices, all micro-batches, every group with its members."""
     groups: dict[str, list[Row]] = {}
     for lane, devices in enumerate(face.lanes):
-        for role, device in enumerate(devices):
+        for role in range(len(devices)):
             for group in ops.MESH_GROUPS:
-                groups.setdefault(group_name(face, lane, role, group), []).append((device, "", ""))
+                name = group_name(face, lane, role, group)
+                if name not in groups:
+                    groups[name] = [(member, "", "") for member in members_of(face, lane, role, group)]
         for group, rows in face.groups.items():
             bound = groups.setdefault(group_name(face, lane, 0, group), [])
             bound += [(devices[role], stage, param) for role, stage, param in rows]
@@ -100,6 +107,17 @@ def members_of(face: Interface, lane: int, role: int, group: str) -> list[int]:
         return [device for other in face.lanes[first : first + face.shards] for device in other]
     among = range(first, first + face.shards) if group == ops.SHARDS else range(place, len(face.lanes), face.shards)
     return [face.lanes[other][role] for other in among]
+
+
+def device_mesh(face: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
+    """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
+    members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `Link` makes those
+    that the plan needs."""
+    from torch.distributed.device_mesh import DeviceMesh  # here, because planning does without
+
+    lanes = face.lanes or (tuple(range(face.num_devices)),)
+    rows = torch.tensor(lanes).view(face.replicas, face.shards, face.num_devices)
+    return DeviceMesh(kind, rows, mesh_dim_names=DIMENSIONS, _init_backend=False, _rank=device)
 
 
 def place_of(face: Interface, device: int) -> tuple[int, int]:
