@@ -197,16 +197,16 @@ def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
     return part.model_copy(update=update)
 
 
-def written_out(face: Interface, hardware: Hardware) -> bool:
+def written_out(face: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
     """Whether all lanes are simulated and shown one by one: on few devices, or where they are not alike."""
-    return hardware.num_devices <= WRITTEN_OUT or not are_alike(hardware, face.lanes)
+    return hardware.num_devices <= most or not are_alike(hardware, face.lanes)
 
 
-def shown(programs: Sequence[Program], hardware: Hardware) -> tuple[list[Program], Hardware]:
+def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_OUT) -> tuple[list[Program], Hardware]:
     """Programs that stand for all of a plan, and the machine whose devices they are of: every device's own, or those of
-    a lane with its part of the machine."""
+    a lane with its part of the machine, where there are more than `most` devices and lanes are alike."""
     face = programs[0].interface
-    if not face.lanes or written_out(face, hardware):
+    if not face.lanes or written_out(face, hardware, most):
         return bind(programs), hardware
     return list(programs), slice_of(hardware, face.lanes)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from . import ops
-from .fleet import shown
+from .fleet import WRITTEN_OUT, shown
 from .hardware import Hardware
 from .order import Order, build_order, memory_change
 from .program import Program
@@ -28,19 +28,20 @@ def simulate(
     *,
     precision: str = "fp32",
     start: Sequence[float] | None = None,
+    written_out: int = WRITTEN_OUT,
 ) -> Timeline:
     """Time one step of all devices, without running anything.
 
     `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
     device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
     does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
-    Programs of a lane are those of all: on a few devices each is simulated, on more, where lanes are alike and so do
-    the same at the same time, one of them on its part of the machine.
+    Programs of a lane are those of all: on up to `written_out` devices each is simulated, on more, where lanes are
+    alike and so do the same at the same time, one of them on its part of the machine.
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
     face, whole = programs[0].interface, hardware
-    programs, hardware = shown(programs, whole)
+    programs, hardware = shown(programs, whole, written_out)
     fleet = None if hardware is whole else Fleet(whole, face)
     case = Case(programs, hardware)
     for rule in (check_devices, check_messages, check_collectives):
