@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .job_setup import Setup
 
 HASH_DIGITS = 10
-SHOWN = 160  # characters of a value that differs
+SHOWN = 60  # characters of a value that differs
 MOST_ROWS = 6  # differences that are listed
 
 
@@ -125,9 +125,9 @@ def _contrast(value: str, usual: str) -> tuple[str, str]:
     if max(len(value), len(usual)) <= SHOWN:
         return value, usual
     same = next((i for i, (a, b) in enumerate(zip(value, usual)) if a != b), min(len(value), len(usual)))
-    at = max(0, same - SHOWN // 4)
+    at = max(0, same - SHOWN // 2)
     lead = "..." if at else ""
-    return lead + value[at : at + SHOWN // 2] + "...", lead + usual[at : at + SHOWN // 2] + "..."
+    return lead + value[at : at + SHOWN] + "...", lead + usual[at : at + SHOWN] + "..."
 
 
 def _code() -> str:

@@ -115,7 +115,8 @@ class TorchrunDriver(Driver):
             try:
                 mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
             except Exception as error:
-                mine = {"error": describe_error(error, self.session)}
+                told = describe_error(error, self.session)
+                mine = {"error": {**told, "message": f"{self._own_name}: {told['message']}"}}
             mine = {**mine, "tensors": _rows_of(found)}
         with self._together():
             header = self.ranks.exchange(mine)[device]

@@ -55,6 +55,7 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
         memory="64MB",
         hosts=options.hosts,
         link="5kB/s" if options.slow else None,
+        network="5kB/s" if options.slow and options.hosts > 1 else None,
     )
     lr = 0.2 if fault == "optimizer" else 0.1
     job = penstock.compile(
