@@ -1,5 +1,5 @@
 """`compile(model, hardware, ...)`: capture, search, print. Pure: unless told to `profile`, it touches no device and
-starts no process."""
+starts no process. On ranks of torchrun the first one searches."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from .prediction import make_plan
 from .profile import for_machines_like, make_profiler
 from .search import SEARCH_S, Found, Trace, Wishes, search
 from .strategies import is_synchronous
+from .together import planned_once
 from .trace import trace
 from .what_helps import Help, what_helps
 
@@ -45,6 +46,7 @@ LEAST_TIMEOUT_S = 1.0
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
 
+@planned_once
 def compile(
     model: nn.Module,
     hardware: Hardware | str | Path = "auto",
