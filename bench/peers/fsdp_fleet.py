@@ -61,7 +61,7 @@ def own_pieces(settings: dict[str, Any], rank: int, ranks: int) -> list[dict[str
 
 def side(settings: dict[str, Any], mesh: Any, kind: str, pieces: list[dict[str, Tensor]]) -> Callable[[], float]:
     """One model of its own, sharded over the mesh, and a function that trains it by one step."""
-    model = models.gpt2(settings["layers"], settings["width"], vocabulary=settings["vocabulary"]).train()
+    model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"]).train()
     whole = kind == KINDS[2]
     for part in (*model.transformer.h, model):  # type: ignore[union-attr]
         fully_shard(part, mesh=mesh, reshard_after_forward=not whole)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Penstock's jobs on the ranks of two hosts; run by torchrun, see `ranks`. One job per plan, all in the same processes.
 
-`settings["plans"]`: name to strategy; `settings["hardware"]`: a document.
+`settings["plans"]`: name to the file of a plan; `settings["hardware"]`: the document that they were made for. Whoever
+starts the ranks plans once, by the same `compiled`.
 """
 
 from __future__ import annotations
@@ -23,26 +24,18 @@ def main(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
     with ExitStack() as stack:
-        jobs = {name: stack.enter_context(compiled(settings, strategy)) for name, strategy in settings["plans"].items()}
-        sides = {name: partial(step, job, batch) for name, job in jobs.items()}
-        serve(sides, settings["socket"], {"plans": {name: facts(job) for name, job in jobs.items()}})
+        jobs = {name: stack.enter_context(compiled(settings, plan=path)) for name, path in settings["plans"].items()}
+        serve({name: partial(step, job, batch) for name, job in jobs.items()}, settings["socket"])
 
 
-def compiled(settings: Mapping[str, Any], strategy: str) -> penstock.Job:
-    """The job of a strategy for the model of the settings."""
-    model = models.gpt2(settings["layers"], settings["width"], vocabulary=settings["vocabulary"])
+def compiled(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
+    """A job for the model of the settings. `how`: its strategy, or a plan."""
+    model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"])
     return penstock.compile(
         model.train(), settings["hardware"],
         example_inputs=models.batch(settings["batch"], vocabulary=settings["vocabulary"]),
-        optimizer=partial(torch.optim.AdamW, lr=settings["lr"]), strategy=strategy,
-        micro_batches=settings["micro_batches"],
+        optimizer=partial(torch.optim.AdamW, lr=settings["lr"]), micro_batches=settings["micro_batches"], **how,
     )  # fmt: skip
-
-
-def facts(job: penstock.Job) -> dict[str, Any]:
-    return {
-        "passes": job.plan.passes, "stages": len(job.plan.decisions.stages), "predicted_s": job.plan.predicted.step_s
-    }  # fmt: skip
 
 
 def step(job: penstock.Job, batch: dict[str, torch.Tensor]) -> float:
