@@ -47,7 +47,9 @@ TIERS = {
     (SSD, False): (
         "choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer"
     ),
-    (DRAM, True): "insert-remat{always=true}, insert-shard, insert-optimizer",
+    (DEVICE, True): "insert-remat, insert-shard{tier=device, hold=false}, insert-two-hop, insert-optimizer",
+    (DRAM, True): "insert-remat{always=true}, insert-shard{tier=dram}, insert-optimizer",
+    (SSD, True): "insert-remat{always=true}, insert-shard{tier=ssd}, insert-two-hop, insert-ssd, overlap-optimizer",
 }
 
 

@@ -36,6 +36,8 @@ SOME = [
     Combination("gpt2", 1, 2, "schedule-pipeline", "dram", "bf16"),
     Combination("gpt2", 4, 1, "schedule-1f1b", "device", "bf16"),
     Combination("t5", 1, 2, "schedule-1f1b", "dram", "fp32"),
+    Combination("t5", 2, 2, "schedule-1f1b", "device", "bf16"),
+    Combination("gpt2", 1, 2, "schedule-pipeline", "ssd", "fp32"),
 ]
 
 
