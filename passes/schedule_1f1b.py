@@ -59,7 +59,19 @@ class ListSchedule(Durations):
 
     def __init__(self, flow: Flow, hardware: Hardware, precision: str):
         super().__init__(flow, hardware, precision)
+        self.on_device_s = [sum(sum(self.took_s[s.name]) for s in flow.on(d)) for d in range(flow.face.num_devices)]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
+        # Whose backward lets go of what a forward makes, and whose comes just before a stage's own on its device.
+        self.closing: dict[str, str | None] = {}
+        self.behind: dict[str, str | None] = {}
+        closing: str | None = None
+        behind: dict[int, str] = {}
+        for spec in reversed(flow.specs):
+            device = flow.device_of[spec.name]
+            self.behind[spec.name] = behind.get(device)
+            if spec.name in flow.trained:
+                closing = behind[device] = spec.name
+            self.closing[spec.name] = closing
         self.ended_s: dict[Turn, float] = {}
         self.free_s = [0.0] * flow.face.num_devices
         self.next = {(spec.name, back): 0 for spec in flow.specs for back in (False, True)}
@@ -67,9 +79,7 @@ class ListSchedule(Durations):
     def most_in_flight(self, spec: StageSpec) -> int:
         """Micro-batches that a stage may hold: enough to keep the slowest device busy until the first comes back."""
         later = self.flow.specs[self.flow.specs.index(spec) :]
-        slowest_s = max(
-            sum(sum(self.took_s[s.name]) for s in self.flow.on(d)) for d in range(self.flow.face.num_devices)
-        )
+        slowest_s = max(self.on_device_s)
         round_trip_s = sum(sum(self.took_s[s.name]) for s in later)
         return max(1, math.ceil(round_trip_s / slowest_s - ROUNDING)) if slowest_s > 0 else len(later)
 
@@ -97,20 +107,18 @@ class ListSchedule(Durations):
         return max([self.free_s[device], *waits])
 
     def before_forward(self, turn: Turn) -> list[float]:
-        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
-        later = self.flow.specs[self.flow.specs.index(spec) :]
-        closing = next((s.name for s in later if s.name in self.flow.trained), None)  # whose backward lets go of it
-        if closing is not None and m - self.next[closing, True] >= self.most[spec.name]:
+        closing = self.closing[turn.stage]
+        if closing is not None and turn.micro_batch - self.next[closing, True] >= self.most[turn.stage]:
             return [math.inf]
         return self.arrivals_s(turn)
 
     def before_backward(self, turn: Turn) -> list[float]:
-        spec, m = self.flow.face.stages[turn.stage], turn.micro_batch
         if turn.stage not in self.flow.trained:
             return [math.inf]
-        own = self.flow.on(self.flow.device_of[turn.stage])
-        later = [s.name for s in own[own.index(spec) + 1 :] if s.name in self.flow.trained]
-        waits = [self.ended_s.get(turn, math.inf) for turn in (Turn(turn.stage, m), *(Turn(s, m, True) for s in later))]
+        m, behind = turn.micro_batch, self.behind[turn.stage]
+        waits = [self.ended_s.get(Turn(turn.stage, m), math.inf)]
+        if behind is not None:  # which itself comes after all that follow it
+            waits.append(self.ended_s.get(Turn(behind, m, True), math.inf))
         return waits + self.arrivals_s(turn)
 
     def arrivals_s(self, turn: Turn) -> list[float]:
