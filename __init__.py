@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from .compiler.api import compile, load
     from .compiler.job import Job, Outputs, StepReport
     from .compiler.plan import Plan
+    from .compiler.sampler import RankSampler
     from .runtime import errors
     from .runtime.hardware import Hardware
     from .runtime.timeline import Timeline
 
-__all__ = ["Hardware", "Job", "Outputs", "Plan", "StepReport", "Timeline", "compile", "errors", "load"]
+__all__ = ["Hardware", "Job", "Outputs", "Plan", "RankSampler", "StepReport", "Timeline", "compile", "errors", "load"]
 
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
 _HOMES = {
@@ -24,6 +25,7 @@ _HOMES = {
     "Job": ".compiler.job",
     "Outputs": ".compiler.job",
     "Plan": ".compiler.plan",
+    "RankSampler": ".compiler.sampler",
     "StepReport": ".compiler.job",
     "Timeline": ".runtime.timeline",
     "compile": ".compiler.api",

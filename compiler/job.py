@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..runtime import pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
-from ..runtime.drivers import Driver
+from ..runtime.drivers import Driver, loaded_names
 from ..runtime.errors import BatchError, NonFiniteLoss, PlanError, WorkerError
+from ..runtime.fleet import place_of
 from ..runtime.job_setup import Setup
 from ..runtime.launcher import start_driver
 from ..runtime.optimizer import OptimizerSpec
@@ -174,6 +175,13 @@ class Job:
     def rows(self) -> range:
         """The rows of a global batch that this process may hand over: all, or on a rank of torchrun its lane's."""
         return self._feed.rows
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs of a batch that this process's devices load in a step; a rank that has none may hand over None."""
+        device = self._feed.device
+        roles = self.programs if device is None else [self.programs[place_of(self.folder.interface, device)[1]]]
+        return sorted(set().union(*(loaded_names(program) for program in roles)))
 
     def sampler(
         self,

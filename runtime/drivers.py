@@ -72,8 +72,7 @@ class Driver:
         names: dict[str, set[str]] = {}
         for programs in self._own_programs():
             for function, program in programs.items():
-                loads = (str(node.args[1]) for node in program.ops() if node.target is ops.load)
-                names.setdefault(function, set()).update(loads)
+                names.setdefault(function, set()).update(loaded_names(program))
         return {function: sorted(found) for function, found in names.items()}
 
     def _own_programs(self) -> list[dict[str, Program]]:
@@ -158,6 +157,11 @@ class InProcessDriver(Driver):
         if not self.closed:
             self.closed = True
             self.session.close()
+
+
+def loaded_names(program: Program) -> set[str]:
+    """The inputs of the batch that a program loads."""
+    return {str(node.args[1]) for node in program.ops() if node.target is ops.load}
 
 
 def result_of(answer: Answer) -> StepResult:
