@@ -1,0 +1,38 @@
+"""The blocks of docs/data.md run, one behind the other, and do what the text beside them says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.tests.compiler.fed_by_parts import BATCH, Net, Samples
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    names: dict[str, Any] = {
+        "penstock": penstock, "torch": torch, "model": Net(), "hardware": penstock.Hardware.cpu(),
+        "batch": {"x": torch.zeros(BATCH, 4), "y": torch.zeros(BATCH, 1)}, "dataset": Samples(),
+        "directory": tmp_path / "saved",
+    }  # fmt: skip
+    reading, rest, resuming, stateful, evaluation = BLOCKS
+    exec(reading, names)
+    job, sampler = names["job"], names["sampler"]
+    with job:
+        assert job.step_count == 6 and sampler.position == 6 * BATCH and sampler.epoch == 2  # 23 samples an epoch
+        exec(rest, names)
+        assert names["batches"] is names["loader"]
+        exec(resuming, names)
+        assert job.step_count == 9 and sampler.position == 9 * BATCH and sampler.epoch == 3
+        exec(stateful, names)
+        assert len(names["losses"]) == 3 and job.step_count == 12
+        exec(evaluation, names)
+        assert len(names["losses"]) == 3 and job.step_count == 12
