@@ -75,7 +75,8 @@ class _Heard:
 
 
 class Ranks:
-    """This rank's end. `node`: what the ranks of one host have in common.
+    """This rank's end. `node`: what the ranks of one host have in common. `patience_s`: how long an exchange may take
+    while all ranks live; a rank of which nothing is heard for `timeout_s` counts as lost.
 
     `beat` gives what to show with each sign of life; `alarm` is called, in another thread, with the first failure that
     ends what the ranks do together. Raises `WorkerError` naming the ranks that did not arrive within `timeout_s`.
@@ -89,16 +90,18 @@ class Ranks:
         timeout_s: float,
         *,
         node: str = "",
+        patience_s: float | None = None,
         beat: Callable[[], Any] = lambda: None,
         alarm: Callable[[Failure], None] | None = None,
     ):
         self.timeout_s, self.rank, self.size = timeout_s, rank, size
+        self.patience_s = timeout_s if patience_s is None else patience_s
         self.node = node or socket.gethostname()
         self.beat, self.alarm = beat, alarm
         self.round = 0  # exchanges that are over
         self.members: list[Member] = []
         self.left = False
-        self._heard, self._looking, self._beats, self._next_beat_s = _Heard(), False, 0, 0.0
+        self._heard, self._looking, self._looks, self._beats, self._next_beat_s = _Heard(), False, 0, 0, 0.0
         self._lock = threading.Lock()
         self._asker = StoreThread(store)
         try:
@@ -194,11 +197,11 @@ class Ranks:
             return joined
 
         try:
-            joined = self._asker.ask(collect if self.rank == 0 else give, self.timeout_s, self.check)
+            joined = self._asker.ask(collect if self.rank == 0 else give, self.patience_s, self._check_waiting())
         except StoreLost:
             raise
         except RuntimeError as error:  # the store's own time is up
-            raise Waited(f"rank {self.rank} has waited {self.timeout_s:g} s for the others") from error
+            raise Waited(f"rank {self.rank} has waited {self.patience_s:g} s for the others") from error
         self.round += 1
         found: list[Any] = json.loads(joined)
         return found
@@ -221,6 +224,21 @@ class Ranks:
             if other.node != own.node and not other.address.startswith(LOOPBACKS):
                 return local_address(other.address) or None
         return own.address
+
+    def _check_waiting(self) -> Callable[[], None]:
+        """`check`, and behind a few seconds also whether the others still live."""
+        began_s = time.monotonic()
+
+        def check() -> None:
+            self.check()
+            if time.monotonic() > began_s + SEARCH_S:
+                self._looking = True
+                found = self._gone() or self._silent(began_s, self.timeout_s)
+                if found is not None:
+                    self._look_again()
+                    raise Told(self.told() or found)
+
+        return check
 
     def told(self) -> Failure | None:
         """The first failure that is no longer open and concerns this rank."""
@@ -249,9 +267,10 @@ class Ranks:
         self._looking = True
         while time.monotonic() < began_s + SEARCH_S and not self._watch.lost:
             time.sleep(POLL_S)  # in which the others' last signs of life are read, too
-            found = self.told() or self._gone() or self._silent(began_s)
-            if found is not None:
-                return found
+            found = self._gone() or self._silent(began_s, SILENT_BEATS * BEAT_S)
+            if found is not None or self.told() is not None:
+                self._look_again()  # a rank that ended by itself has reported why before
+                return self.told() or found or own
         if self._watch.lost:
             why = f"{self._watch.lost}: the host of rank 0, or the network to it, is gone"
             return Failure(self.rank, plain_error(f"{self.members[self.rank]} stops: {why}"))
@@ -268,9 +287,14 @@ class Ranks:
                 return self._blame([member], "is stopped (SIGSTOP)")
         return None
 
-    def _silent(self, since_s: float) -> Failure | None:
-        """Ranks that gave no sign of life while this one was looking."""
-        limit_s = SILENT_BEATS * BEAT_S
+    def _look_again(self) -> None:
+        """Wait until all reports have been read that were there when this is called."""
+        enough, deadline_s = self._looks + 2, time.monotonic() + LAST_WORDS_S
+        while self._looks < enough and time.monotonic() < deadline_s and not self._watch.lost:
+            time.sleep(POLL_S / 2)
+
+    def _silent(self, since_s: float, limit_s: float) -> Failure | None:
+        """Ranks that have given no sign of life for `limit_s`, while this one was looking."""
         with self._lock:
             rows = self._heard.beats.items()
             ranks = [rank for rank, (_, at_s) in rows if time.monotonic() - max(at_s, since_s) > limit_s]
@@ -280,11 +304,11 @@ class Ranks:
         nodes = {member.node for member in members}
         whole = all(member.rank in ranks for member in self.members if member.node in nodes)
         why = "the host, or the network to it, is gone" if whole else "gone or stopped"
-        return self._blame(members, f"without a sign of life for {limit_s:g} s: {why}")
+        return self._blame(members, f"no sign of life for {limit_s:g} s: {why}", ": ")
 
-    def _blame(self, members: Sequence[Member], what: str) -> Failure:
+    def _blame(self, members: Sequence[Member], what: str, between: str = " ") -> Failure:
         names, place = " and ".join(str(member) for member in members), self.last_place(members[0].rank)
-        text = f"{names} {what}{f', last at {place}' if place else ''}. All ranks stop."
+        text = f"{names}{between}{what}{f'; seen last: {place}' if place else ''}. All ranks stop."
         return Failure(self.rank, plain_error(text), blamed=members[0].rank)
 
     def last_place(self, rank: int) -> str:
@@ -308,6 +332,7 @@ class Ranks:
         if self._looking:
             self._read_beats(store)
         after = self.told()
+        self._looks += 1
         if after is not None and before is None and self.alarm is not None:
             self.alarm(after)
 

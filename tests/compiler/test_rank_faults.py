@@ -56,7 +56,7 @@ def test_a_killed_rank_of_another_host_is_named_and_the_job_goes_on(tmp_path: Pa
         assert time.time() - reached_s < BUSY * SEARCH_S  # it does not wait for its patience to end
         (error,) = errors_of(running.results(), [0])
         assert is_gone(running.pid(0))
-    assert "rank 1 (on " in error and ("has ended" in error or "without a sign of life" in error), error
+    assert "rank 1 (on " in error and ("has ended" in error or "no sign of life" in error), error
     with agents(tmp_path, "--resume", "--steps", "4", per_node=2) as running:
         assert running.wait(200) == [0], running.output()
         assert len(running.results()[0]["losses"]) == 2  # from step 2, of which the checkpoint is
@@ -219,5 +219,5 @@ def test_a_cut_network_ends_the_ranks_of_both_sides(tmp_path: Path) -> None:
     near = errors_of(found, [0, 1])
     assert len(near) == 1 and "the host, or the network to it, is gone" in near.pop()
     for error in errors_of(found, [2, 3]):
-        assert "the host of rank 0, or the network to it, is gone" in error or "without a sign of life" in error, error
+        assert "the host of rank 0, or the network to it, is gone" in error or "no sign of life" in error, error
     assert resume(tmp_path, 2) == whole_run(tmp_path / "whole")[2:]

@@ -113,8 +113,8 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     lost_peer = Failure(0, plain_error("Connection closed by peer"), waited=True)
     found = ranks[0].cause(lost_peer)
     assert found.blamed == 2 and not found.waited
-    assert "rank 2 (on " in found.error["message"] and "without a sign of life" in found.error["message"]
-    assert "last at line 7" in found.error["message"]
+    assert "rank 2 (on " in found.error["message"] and "): no sign of life for" in found.error["message"]
+    assert "seen last: line 7" in found.error["message"]
 
 
 def test_of_own_node_the_process_is_looked_at(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
