@@ -15,28 +15,32 @@ STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
 WAYS = (STEP, TWO_HOP, MICRO_BATCH)
 
 
-def sum_gradients(program: Program, every: str) -> None:
-    """Rewrite a program. `every`: one of `WAYS`, see `insert_two_hop.py`."""
+def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> None:
+    """Rewrite a program. `every`: one of `WAYS`, see `insert_two_hop.py`. `hierarchical`: scatters add up inside hosts
+    first."""
+    how = {"hierarchical": True} if hierarchical else {}
     results = program.results()
     grads = results.get("grads", [])
-    results["grads"] = [sum_once(program, g) if every == STEP else _sum_each(program, g, every) for g in grads]
+    results["grads"] = [
+        sum_once(program, g, **how) if every == STEP else _sum_each(program, g, every, **how) for g in grads
+    ]
     program.returns(results)
     infer_all(program)
     place_frees(program)
 
 
-def sum_once(program: Program, total: fx.Node) -> fx.Node:
+def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     """Behind the last backward the sum over the group's lanes is scattered, and added up over the replicas."""
     name, face = short("g", str(total.meta["type"].stage)), program.interface
     with program.graph.inserting_before(total.next):
         if face.shards > 1:
-            (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS)
+            (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
         if face.replicas > 1:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_all"], group=ops.REPLICAS)
     return total
 
 
-def _sum_each(program: Program, total: fx.Node, every: str) -> fx.Node:
+def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.Node:
     """Every backward gives gradients of its own, which are scattered and added to those of the micro-batches before;
     over the replicas they are added up behind the last backward (`TWO_HOP`), or each time."""
     face, graph = program.interface, program.graph
@@ -48,9 +52,11 @@ def _sum_each(program: Program, total: fx.Node, every: str) -> fx.Node:
             if every == TWO_HOP:
                 before = () if found is None else (found,)
                 names = [f"{name}_shard_m{number}"]
-                (found,) = program.emit(ops.reduce_scatter, grads, *before, names=names, group=ops.SHARDS)
+                (found,) = program.emit(ops.reduce_scatter, grads, *before, names=names, group=ops.SHARDS, **how)
                 continue
-            (part,) = program.emit(ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS)
+            (part,) = program.emit(
+                ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS, **how
+            )
             if face.replicas > 1:
                 names = [f"{name}_all_m{number}"]
                 (part,) = program.emit(ops.all_reduce, part, names=names, group=ops.REPLICAS)

@@ -54,7 +54,12 @@ class InsertTwoHop(Pass):
         if every not in WAYS:
             raise PassError(f"sums is {every!r}; allowed: {', '.join(WAYS)}")
         for program in draft.programs:
-            sum_gradients(program, every)
+            sum_gradients(program, every, self._by_host(draft))
+
+    def _by_host(self, draft: Draft) -> bool:
+        """Whether scatters go in a hierarchy as gathers do. Between GPUs they are NCCL's own, which has its ways."""
+        on_cpus = all(device.kind == "cpu" for device in draft.hardware.devices)
+        return on_cpus and draft.sharding is not None and draft.sharding.hierarchical
 
     def _check(self, draft: Draft) -> None:
         require_shards(self, draft)

@@ -19,7 +19,7 @@ from .shards import Block, blocks_of, gathered
 
 
 class Messages(Issuing):
-    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them; the issue has the machine's."""
+    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them, the issue those of the machine."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
@@ -98,7 +98,9 @@ class Messages(Issuing):
 
         return self._launch(issue, [], self._together(issue, group, run))[0]
 
-    def reduce_scatter(self, grads: Handle, total: Handle | None = None, *, group: str) -> Handle:
+    def reduce_scatter(
+        self, grads: Handle, total: Handle | None = None, *, group: str, hierarchical: bool = False
+    ) -> Handle:
         issue = self._next("reduce_scatter")
         group = issue.group
         box, link = grads.box, self.session.link
@@ -111,7 +113,7 @@ class Messages(Issuing):
             blocks = self._blocks(issue, box.value.tensors, group)
             for block in blocks:
                 block.pack(box.value.tensors)
-                own = block.rows[0] if link is None else link.sum_rows(block.rows, group)
+                own = block.rows[0] if link is None else link.sum_rows(block.rows, group, hierarchical)
                 if before is None:
                     block.own.copy_(own)
                 else:

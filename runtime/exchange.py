@@ -91,24 +91,41 @@ def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequenc
     group._end_coalescing(device).wait()
 
 
-def sum_rows(group: Any, rows: Tensor, index: int) -> Tensor:
+def sum_rows(group: Any, rows: Tensor, seats: Seats, hierarchical: bool = False) -> Tensor:
     """Of `rows` (members + 1, n), one for each member, the sum over the members of this one's row: a row of the same
-    buffer, all of which is used up. In host memory it is added up in the group's order."""
+    buffer, all of which is used up.
+
+    In host memory every member sends each other one its row, and adds up in the group's order what comes. Where the
+    seats are a grid, `hierarchical` adds up inside the hosts first, the rows of all members at the own place on any
+    host, and then what those places have: a host's link carries (p - k) / p of the value in place of k times that.
+    """
     count = len(rows) - 1
     if rows.is_cuda:
         group._reduce_scatter_base(rows[count], rows[:count].reshape(-1), dist.ReduceScatterOptions()).wait()
         return rows[count]
-    places = list(range(count))  # per member the row that holds what it gave
-    spare = count
+    mine, spare = list(rows[:count]), rows[count]
+    if not (hierarchical and seats.hosts):
+        return _exchanged(group, seats.index, range(count), mine, spare)[0]
+    sums = []
+    for host in seats.hosts:
+        total, spare = _exchanged(group, seats.index, seats.here, [mine[seat] for seat in host], spare)
+        sums.append(total)
+    return _exchanged(group, seats.index, seats.across, sums, spare)[0]
+
+
+def _exchanged(
+    group: Any, index: int, ring: Sequence[int], blocks: Sequence[Tensor], spare: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum of the blocks that the ring's members have for this one, out of `blocks` for all of them; and a block
+    that is free again. What was sent makes room for what comes next."""
+    own, count, found = ring.index(index), len(ring), list(blocks)
     for turn in range(1, count):
-        to, source = (index + turn) % count, (index - turn) % count
-        coming = group.recv([rows[spare]], source, 0)
-        group.send([rows[to]], to, 0).wait()
+        to, source = (own + turn) % count, (own - turn) % count
+        coming = group.recv([spare], ring[source], 0)
+        group.send([blocks[to]], ring[to], 0).wait()
         coming.wait()
-        # What was sent is needed no longer, and what has come lies where there was room.
-        places[source], spare = spare, (places[to] if turn == 1 else to)
-    total = rows[spare]
-    torch.add(rows[places[0]], rows[places[1]], out=total)
-    for place in places[2:]:
-        total += rows[place]
-    return total
+        found[source], spare = spare, blocks[to]
+    torch.add(found[0], found[1], out=spare)
+    for block in found[2:]:
+        spare += block
+    return spare, found[0]

@@ -164,13 +164,14 @@ class Link:
             groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
             gather_rows(groups[group], self._seats[group], rows, hierarchical)
 
-    def sum_rows(self, rows: Tensor, group: str) -> Tensor:
+    def sum_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> Tensor:
         """Of `rows` (members + 1, n), one for each device of the group and room for one more, the sum over the devices
-        of this device's row; it lies in one of the rows, and all of them are used up."""
+        of this device's row; it lies in one of the rows, and all of them are used up. `hierarchical`: in host memory,
+        first inside hosts, then between them."""
         if group in self._single:
             return rows[0]
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
-        return sum_rows(groups[group], rows, self._seats[group].index)
+        return sum_rows(groups[group], rows, self._seats[group], hierarchical)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""

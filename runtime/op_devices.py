@@ -113,15 +113,19 @@ all_gather = Op(
 )
 
 
-def _scatter_work(ctx: Context, grads: Value, total: Value | None = None, *, group: str) -> Work:
+def _scatter_work(
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
+) -> Work:
     """What is sent, member by member, is replaced by what arrives; there is room for one more."""
     part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
-    return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes)
+    return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes, hierarchical)
 
 
-def _reduce_scatter(ctx: Context, grads: Value, total: Value | None = None, *, group: str) -> Value:
+def _reduce_scatter(
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
+) -> Value:
     """The sum of the members' gradients of a stage, of which each keeps its own shard's part; added to `total`, what
-    came of earlier micro-batches."""
+    came of earlier micro-batches. `hierarchical` says how: first inside each host, then between hosts."""
     if want(grads, "grads", "grads", DEVICE).group:
         raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
     ctx.group(group)

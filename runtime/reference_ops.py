@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from .clipping import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from .errors import BatchError, PlanError, VerifyError
 from .execute import Kept, StageRunner, micro_batch_seed
-from .extrapolate import extrapolated
+from .extrapolate import extrapolate
+from .op_versions import apart, shared_params
 from .optimizer import OptimizerSpec, StageOptimizer
 from .program import Interface, StageSpec, aligned
 from .shards import piece_of, whole_of
@@ -109,7 +110,7 @@ class StageState:
     def step(self, grads: Grads) -> None:
         self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
         if self.optimizer is not None:
-            self.optimizer.step(self.grads)
+            self.optimizer.step(self.grads, part=grads.part)
             self._follow()
 
     def _follow(self) -> None:
@@ -283,7 +284,9 @@ class ReferenceRuntime:
         params = self.world.interface.stages[shard.stage].params
         return Weights(shard.stage, {p.name: whole_of([s[p.name] for s in shards], p.shape) for p in params})
 
-    def reduce_scatter(self, grads: StageGrads, total: StageGrads | None = None, *, group: str) -> StageGrads:
+    def reduce_scatter(
+        self, grads: StageGrads, total: StageGrads | None = None, *, group: str, hierarchical: bool = False
+    ) -> StageGrads:
         devices = self.world.interface.members(group)
         summed = self._summed(self._meet(group, (grads,)), group)
         index = devices.index(self.device)
@@ -351,11 +354,15 @@ class ReferenceRuntime:
         state = self.world.stage(self.device, stage)
         return Weights(stage, state.copy_weights(list(state.weights)))
 
-    def predict(self, stage: str, weights: Weights, *, updates: int) -> Weights:
+    def predict(self, stage: str, weights: Weights, *, updates: int, shared: int = 0) -> Weights:
         made, optimizer = self.stash(stage, weights), self.world.stage(self.device, stage).optimizer
-        for name in optimizer.params if optimizer is not None else ():
-            made.tensors[name].copy_(extrapolated(optimizer, name, updates))  # type: ignore[arg-type]
+        if optimizer is not None:
+            extrapolate(optimizer, made.tensors, updates, shared, shared_params(self.world.interface, stage))
         return made
+
+    def split(self, stage: str, grads: StageGrads) -> tuple[StageGrads, StageGrads]:
+        own, shared = apart(grads.tensors, shared_params(self.world.interface, stage))
+        return StageGrads(own, stage=stage, part="own"), StageGrads(shared, stage=stage, part="shared")
 
     def _bound(self, stage: str, weights: Weights) -> StageRunner:
         runner = self.world.stage(self.device, stage).runner

@@ -92,25 +92,45 @@ def test_what_goes_between_hosts(hosts: list[int], per_host: int) -> None:
     assert crossing == {False: (count - 1) / count, True: (count - per_host) / count}
 
 
-@settings(max_examples=20, deadline=None)
-@given(count=st.integers(2, 6), seed=st.integers(0, 99))
-def test_sums_are_added_up_in_the_order_of_devices(count: int, seed: int) -> None:
-    post, made = Post(), torch.Generator().manual_seed(seed)
+def summed(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[dict[int, Tensor], Post]:
+    post, count = Post(), len(hosts)
     for key in [(a, b, 0) for a in range(count) for b in range(count)]:
         post.boxes[key]
-    given_rows = torch.randn(count, count, 5, generator=made)
     found: dict[int, Tensor] = {}
 
     def member(index: int) -> None:
-        rows = torch.cat([given_rows[index], torch.full((1, 5), torch.nan)])
-        found[index] = sum_rows(post.of(index), rows, index)
+        rows = torch.cat([given_rows[index], torch.full((1, given_rows.shape[2]), torch.nan)])
+        found[index] = sum_rows(post.of(index), rows, seats_of(hosts, index), hierarchical)
 
     together(count, member)
+    return found, post
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(2, 6), seed=st.integers(0, 99))
+def test_sums_are_added_up_in_the_order_of_devices(count: int, seed: int) -> None:
+    given_rows = torch.randn(count, count, 5, generator=torch.Generator().manual_seed(seed))
+    found, _ = summed(given_rows, [0] * count, hierarchical=True)  # of one host there is no hierarchy
     for index in range(count):
         want = given_rows[0, index].clone()
         for other in range(1, count):
             want += given_rows[other, index]
         assert torch.equal(found[index], want)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 3 + [1] * 3, [2, 2, 0, 0, 1, 1]])
+def test_sums_go_between_hosts_once_for_each_place(hosts: list[int]) -> None:
+    """Added up inside hosts first: every host sends (p - k) / p of the value, k times less than without."""
+    count, per_host = len(hosts), hosts.count(0)
+    given_rows = torch.randn(count, count, 7)
+    sent = {}
+    for hierarchical in (False, True):
+        found, post = summed(given_rows, hosts, hierarchical)
+        for index in range(count):
+            torch.testing.assert_close(found[index], given_rows[:, index].sum(0))
+        sent[hierarchical] = sum(n for (a, b), n in post.sent_bytes.items() if hosts[a] == 0 and hosts[b] != 0)
+    value = given_rows[0].nbytes
+    assert sent == {False: per_host * (count - per_host) / count * value, True: (count - per_host) / count * value}
 
 
 def test_gloo_gathers_and_adds_up() -> None:
@@ -130,13 +150,16 @@ def test_gloo_gathers_and_adds_up() -> None:
         room = torch.cat([rows[index], torch.zeros(1, 5)])
         sums = [rows[index][0].clone(), rows[index][1].clone()]
         link.sum_all(sums, "all")
-        found[index] = [plain, by_host, link.sum_rows(room, "all"), *sums]
+        room_by_host = room.clone()
+        own = [link.sum_rows(room, "all"), link.sum_rows(room_by_host, "all", hierarchical=True)]
+        found[index] = [plain, by_host, *own, *sums]
 
     together(4, device)
     total = rows[0] + rows[1] + rows[2] + rows[3]
     for index in range(4):
-        plain, by_host, own, *sums = found[index]
+        plain, by_host, own, own_by_host, *sums = found[index]
         assert torch.equal(plain, rows[:, 0]) and torch.equal(by_host, rows[:, 0])
         assert torch.equal(own, total[index])
-        assert torch.equal(sums[1], found[0][4])
+        assert torch.equal(own_by_host, (rows[0] + rows[1] + (rows[2] + rows[3]))[index])
+        assert torch.equal(sums[1], found[0][-1])
         torch.testing.assert_close(sums[0], total[0])
