@@ -27,6 +27,11 @@ SHORT = {
 }  # fmt: skip
 
 
+def short_tier(tier: str) -> str:
+    """Of shards it says where they are and how often they are gathered, which is short enough."""
+    return SHORT.get(tier, tier)
+
+
 def console() -> Console:
     """For tables on stdout: as wide as the terminal, or wide enough for a table in a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
@@ -65,7 +70,7 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         (
             len(blocks),
             format_bytes(spec.weight_bytes),
-            SHORT[weights_tier(decisions, spec.name)],
+            short_tier(weights_tier(decisions, spec.name)),
             format_bytes(spec.kept_bytes),
             activations_tier(decisions, spec.name),
             decisions.optimizer.get(spec.name, ""),

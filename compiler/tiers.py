@@ -10,6 +10,10 @@ PLACES = {ops.DEVICE: "on the device", ops.DRAM: "in DRAM", ops.SSD: "on SSD"}
 
 
 def weights_tier(decisions: Decisions, stage: str) -> str:
+    if decisions.sharding is not None:
+        where = PLACES[ops.SSD if decisions.ssd.stages.get(stage) == "all" else decisions.sharding.tier]
+        often = "once a step" if stage in decisions.sharding.held else "for each use"
+        return f"shards {where}, gathered {often}"
     if stage not in decisions.fetch:
         return "on the device"
     if decisions.ssd.stages.get(stage) == "all":

@@ -39,7 +39,8 @@ class InsertShard(Pass):
     DRAM. `prefetch`: gather at most so many phases ahead. `hold`: whether stages may stay whole for all micro-batches,
     as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be done.
 
-    Raises `PassError` where no lanes share their weights, and where a pass before or behind does not go with it.
+    Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for a hierarchy
+    of groups that have none.
     """
 
     name: ClassVar[str] = "insert-shard"
@@ -93,18 +94,8 @@ class InsertShard(Pass):
             gather_weights(program, draft.sharding)
 
     def check(self, draft: Draft) -> None:
-        """Raise `PassError` where the passes before or behind do not go with shards."""
+        """Raise `PassError` where no lanes share their weights, or what puts shards on SSD is missing."""
         require_shards(self, draft)
-        for program in draft.programs:
-            moved = next((n for n in program.ops() if n.target in (ops.fetch, ops.read, ops.write)), None)
-            if moved is not None:
-                raise PassError(
-                    f"{self.name}: device {program.device} moves values by `{moved.target.name}` already; "  # type: ignore[union-attr]
-                    "insert-shard takes the place of insert-fetch, and of choose-activations insert-remat"
-                )
-            if any(node.target is ops.step for node in program.ops()):
-                raise PassError(f"{self.name}: the programs update already; schedule-async does not go with shards, "
-                                "schedule-1f1b does")  # fmt: skip
         if self.tier == ops.SSD and draft.to_come and "insert-ssd" not in draft.to_come:
             raise PassError(
                 f"{self.name}: tier=ssd needs insert-ssd behind it: insert-shard{{tier=ssd}}, insert-ssd, "

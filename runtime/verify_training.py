@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -17,7 +18,7 @@ COMMON |= {ops.all_gather}
 COMPUTING = {ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.add}
 UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
 LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
-LEGAL["asynchronous step"] = LEGAL["step"] | {ops.stash, ops.predict}
+LEGAL["asynchronous step"] = LEGAL["step"] | {ops.split, ops.stash, ops.predict}
 
 
 HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
@@ -75,12 +76,17 @@ def _check_kept(program: Program, node: fx.Node) -> None:
     while kept.target in PASSING:  # only classes of saved tensors move, which hold nothing of the weights
         kept = kept.args[0]
     forward = kept.args[0]
-    gathered = weights.target is ops.all_gather and forward.args[1].target is ops.all_gather  # again: the same values
-    if not kept.meta["type"].classes and weights is not forward.args[1] and not gathered:
+    if not kept.meta["type"].classes and not _same(weights, forward.args[1]):
         made = forward.args[1].name
         fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
     if bound["micro_batch"] != forward.kwargs["micro_batch"]:
         fail(program, node, f"`{kept.name}` is of micro-batch {forward.kwargs['micro_batch']}")
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether these are the same weights of a stage: also where they were gathered twice, as what was saved of them is
+    known by its place in a parameter."""
+    return first is second or first.target is second.target is ops.all_gather
 
 
 def _check_rest(program: Program, node: fx.Node) -> None:
@@ -88,7 +94,7 @@ def _check_rest(program: Program, node: fx.Node) -> None:
     weights, rest = node.args[1:3]
     assert isinstance(rest, fx.Node)
     first = producer_of(rest)
-    if weights is not first.args[1]:
+    if not _same(weights, first.args[1]):
         made, own = (value.name for value in (first.args[1], weights))  # type: ignore[union-attr]
         fail(program, node, f"`{rest.name}` is left by a backward on `{made}`, but this half runs on `{own}`")
     if _micro_batch(node) != _micro_batch(first):

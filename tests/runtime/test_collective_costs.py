@@ -145,7 +145,7 @@ def lanes_draft(hardware: Hardware, mesh: str, micro_batches: int, strategy: str
 
 
 REST = "map-round-robin, schedule-pipeline, insert-remat{always=true}"
-SHARDED = f"partition-min-stage, {REST}, insert-shard, insert-optimizer"
+SHARDED = f"partition-min-stage, {REST}, insert-shard{{hold=false, hierarchical=false}}, insert-optimizer"
 WHOLE = f"partition-balanced{{stages=2}}, {REST}, insert-fetch, insert-optimizer"
 
 
