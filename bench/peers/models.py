@@ -47,6 +47,27 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def t5() -> nn.Module:
+    """A T5 whose decoder reads the encoder's output in every layer."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_decoder_layers=4, num_heads=4, vocab_size=VOCABULARY,
+        dropout_rate=0.0, tie_word_embeddings=False, use_cache=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def untied_gpt2() -> nn.Module:
+    """The GPT-2 of the figures without shared weights, which torch's tracer unties."""
+    return gpt2(tied=False)
+
+
+def by_name(name: str) -> nn.Module:
+    return {made.__name__: made for made in (gpt2, bert, llama, t5, untied_gpt2)}[name]()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
 
 

@@ -1,7 +1,8 @@
 """torch.distributed.pipelining on two or more processes over gloo, driven from one script.
 
-`TorchPipeline` starts the processes; each traces the model, takes its stage and then runs one step per line on its
-standard input. Run directly, this file is such a process: python torch_pipeline.py RANK WORLD SPLIT SCHEDULE M STORE
+`TorchPipeline` starts the processes; each takes its stages, of the traced model or cut by hand, and then runs one step
+per line on its standard input. Run directly, this file is such a process: python torch_pipeline.py RANK SETUP, where
+SETUP is `Setup` as JSON.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from penstock.bench.peers import models
 
@@ -23,18 +27,35 @@ LR = 1e-4
 CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class TorchPipeline:
-    """A pipeline of `world` processes with one thread each. `splits`: modules that begin the later stages."""
+@dataclass(frozen=True)
+class Setup:
+    """`splits`: modules that begin the later stages, which go round the `world` processes. `model`: a function of
+    `models`. `by_hand`: the stages are slices of a GPT-2 that pass on nothing but its hidden states; else torch traces
+    the model."""
 
-    def __init__(self, schedule: str, splits: list[str], micro_batches: int):
+    schedule: str
+    splits: list[str]
+    micro_batches: int
+    world: int
+    by_hand: bool = False
+    model: str = "untied_gpt2"
+    rows: int = 8
+    store: str = ""
+
+
+class TorchPipeline:
+    """A pipeline of processes with one thread each. Raises `RuntimeError` with the reason where torch refuses."""
+
+    def __init__(self, schedule: str, splits: list[str], micro_batches: int, world: int = 0, **options: Any):
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
-        store = str(Path(self.folder.name, "store"))
+        world, store = world or len(splits) + 1, str(Path(self.folder.name, "store"))
+        setup = json.dumps(asdict(Setup(schedule, splits, micro_batches, world, **options, store=store)))
         self.children = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), schedule, str(micro_batches), store, *splits],
+                [sys.executable, __file__, str(rank), setup],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **CALM},
             )
-            for rank in range(len(splits) + 1)
+            for rank in range(world)
         ]  # fmt: skip
         try:
             self._answers()
@@ -47,13 +68,17 @@ class TorchPipeline:
         for child in self.children:
             child.stdin.write("step\n")
             child.stdin.flush()
-        return self._answers()[-1]["loss"]
+        return next(answer["loss"] for answer in self._answers() if answer["loss"] is not None)
 
     def _answers(self) -> list[dict[str, Any]]:
         lines = [child.stdout.readline() for child in self.children]
         if not all(lines):
             raise RuntimeError("a process of torch's pipeline ended; its output says why")
-        return [json.loads(line) for line in lines]
+        answers = [json.loads(line) for line in lines]
+        refused = [answer["refused"] for answer in answers if "refused" in answer]
+        if refused:  # others may only say that a neighbour has left
+            raise RuntimeError(min(refused, key=lambda text: text.startswith(("RuntimeError", "DistBackendError"))))
+        return answers
 
     def close(self) -> None:
         for child in self.children:
@@ -74,36 +99,92 @@ class TorchPipeline:
         self.close()
 
 
-def main(rank: int, schedule_name: str, micro_batches: int, store: str, splits: list[str]) -> None:
-    """One process of the pipeline."""
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+class Slice(nn.Module):
+    """Blocks `first` to `last` of a GPT-2, with the embeddings in front of the first and the head behind the last."""
 
+    def __init__(self, model: nn.Module, first: int, last: int, begins: bool, ends: bool):
+        super().__init__()
+        body = model.transformer
+        self.embed = nn.ModuleList([body.wte, body.wpe] if begins else [])
+        self.blocks = nn.ModuleList(body.h[first:last])
+        self.head = nn.Sequential(body.ln_f, model.lm_head) if ends else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.embed):
+            words, places = self.embed
+            x = words(x) + places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            made = block(x)
+            x = made[0] if isinstance(made, tuple) else made
+        return self.head(x)
+
+
+def stages_of(setup: Setup, model: nn.Module, inputs: Sequence[torch.Tensor], rank: int) -> list[Any]:
+    """Those of one process."""
+    from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+
+    count, device = len(setup.splits) + 1, torch.device("cpu")
+    if not setup.by_hand:
+        spec = {name: SplitPoint.BEGINNING for name in setup.splits}
+        pipe = pipeline(model, mb_args=tuple(t.chunk(setup.micro_batches)[0] for t in inputs), split_spec=spec)
+        return [pipe.build_stage(i, device) for i in range(rank, count, setup.world)]
+    layers = len(model.transformer.h)
+    cuts = [int(name.split(".")[2]) if name.startswith("transformer.h.") else layers for name in setup.splits]
+    ends = [0, *cuts, layers]
+    return [
+        PipelineStage(Slice(model, ends[i], ends[i + 1], i == 0, i == count - 1), i, count, device)
+        for i in range(rank, count, setup.world)
+    ]
+
+
+def schedule_of(setup: Setup, stages: list[Any], loss_of: Any) -> Any:
+    from torch.distributed import pipelining as torch_pipelining
+
+    names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+    kind = getattr(torch_pipelining, names[setup.schedule])
+    own = stages if setup.schedule == "interleaved" else stages[0]
+    return kind(own, setup.micro_batches, loss_fn=loss_of)
+
+
+def refuse(error: Exception) -> None:
+    reason = str(error).strip().splitlines() or [""]
+    print(json.dumps({"refused": f"{type(error).__name__}: {reason[0].strip()}"}), flush=True)
+
+
+def main(rank: int, setup: Setup) -> None:
+    """One process of the pipeline."""
     torch.set_num_threads(1)
-    world = len(splits) + 1
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    model, batch = models.gpt2(tied=False).train(), models.batch()
+    dist.init_process_group("gloo", init_method=f"file://{setup.store}", rank=rank, world_size=setup.world)
+    model, batch = models.by_name(setup.model).train(), models.batch(setup.rows)
     words, labels = batch["input_ids"], batch["labels"]
-    piece = words.chunk(micro_batches)[0]
-    pipe = pipeline(model, mb_args=(piece,), split_spec={name: SplitPoint.BEGINNING for name in splits})
-    stage = pipe.build_stage(rank, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=LR, fused=True)
+    shifts = setup.model == "t5"  # labels are the decoder's words, one place on, and what it shall say
+    inputs = (words, batch["attention_mask"], model._shift_right(labels)) if shifts else (words,)
 
     def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
-        logits = output["logits"] if isinstance(output, dict) else output
+        logits = output["logits"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+        if shifts:
+            return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
         return model.loss_function(logits=logits, labels=target, vocab_size=models.VOCABULARY)
 
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule_name]
-    schedule = kind(stage, micro_batches, loss_fn=loss_of)
-    print(json.dumps({"parameters": sum(p.numel() for p in stage.submod.parameters())}), flush=True)
+    try:
+        stages = stages_of(setup, model, inputs, rank)
+        schedule = schedule_of(setup, stages, loss_of)
+    except Exception as error:  # whatever torch says is its answer
+        refuse(error)
+        return
+    params = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
+    print(json.dumps({"parameters": sum(p.numel() for p in params)}), flush=True)
+    ends_here = any(stage.is_last for stage in stages)
     for _ in sys.stdin:
         optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(words)
-        elif rank == world - 1:
-            schedule.step(target=labels, losses=losses)
-        else:
-            schedule.step()
+        given = {"target": labels, "losses": losses} if ends_here else {}
+        try:
+            schedule.step(*(inputs if stages[0].is_first else ()), **given)
+        except Exception as error:
+            refuse(error)
+            return
         optimizer.step()
         mean = float(torch.stack(losses).detach().mean()) if losses else None
         print(json.dumps({"loss": mean}), flush=True)
@@ -111,4 +192,4 @@ def main(rank: int, schedule_name: str, micro_batches: int, store: str, splits: 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(int(sys.argv[1]), Setup(**json.loads(sys.argv[2])))
