@@ -26,12 +26,15 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         for stage, node in reversed(list(residents.items()) if sharding.tier == ops.DEVICE else ()):
             shards[stage] = graph.call_function(ops.resident, (f"{stage}.weights",), {"group": ops.SHARDS})
             shards[stage].name = f"{node.name}_shard"
-    seen: set[str] = set()
+    whole: set[str] = set()  # stages that are there until their last phase
     again: Counter[tuple[str, str]] = Counter()
     for i, phase in enumerate(order):
-        if phase.stage not in residents or (phase.stage in seen and phase.stage in sharding.held):
+        if phase.stage not in residents or phase.stage in whole:
             continue
-        phase.last = last[phase.stage] if phase.stage in sharding.held else i
+        # The halves of a backward run on the same weights.
+        if phase.stage in sharding.held or any(node.target is ops.backward_input for node in phase.nodes):
+            whole.add(phase.stage)
+        phase.last = last[phase.stage] if phase.stage in whole else i
         place = order[max(0, i - sharding.ahead)].nodes[0]
         # The first gather takes over the resident's name, which the graph would not give out a second time.
         again[phase.stage, phase.kind] += 1
@@ -39,7 +42,6 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
         name += f"_{number}" if number > 1 else ""
         hand_over(order, i, _gather(graph, place, phase.stage, name, sharding, shards.get(phase.stage)))
-        seen.add(phase.stage)
     for node in residents.values():
         graph.erase_node(node)
     infer_all(program)
