@@ -4,11 +4,12 @@ A stage at distance d from the end (the longest way over other stages) does d + 
 turn; behind each backward it is updated with that micro-batch's gradients. So its forward of micro-batch k reads what
 max(0, k - d) updates have made.
 
-Stages that share a trained parameter are updated together: with D the largest distance among them, the update with
-micro-batch k comes behind the backward of micro-batch k + D - d, when the backward of k has had the time to reach the
-first of them and the sum of the shared gradients to come back. All of them forward micro-batch k on version
-max(0, k - D), so that every copy is the same at every version; a stage nearer to the end than D backwards it on
-version max(0, k - (D - d)), and holds the gradients of D - d + 1 micro-batches.
+A parameter that several stages share has a copy in each, updated with the sum of all their gradients of a micro-batch.
+With D the largest distance among such stages, one at distance d updates its copy with micro-batch k behind its backward
+of micro-batch k + D - d, when the backward of k has had the time to reach the first of them and the sum to come back.
+So all of them forward micro-batch k on version max(0, k - D) of what they share, and every copy is the same at every
+version; a stage nearer to the end than D has its backward on version max(0, k - (D - d)) of that, and holds the shared
+gradients, but no others, of D - d + 1 micro-batches.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from .schedule_pipeline import Durations, Flow, Turn
 
 @dataclass(frozen=True)
 class Update:
-    """A device's stages are updated with one micro-batch's gradients; several only where parameters are shared."""
+    """A stage is updated with one micro-batch's gradients; of its own parameters, or of those that it shares."""
 
-    stages: tuple[str, ...]
+    stage: str
     micro_batch: int
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
 class Share:
-    """The gradients of parameters that these stages of a device share with others are added up, of one micro-batch: as
-    soon as all of them are there, so that nobody waits for it at the update."""
+    """The gradients of parameters that these stages of a device share are added up, of one micro-batch: as soon as all
+    of them are there, so that nobody waits for it at the update."""
 
     stages: tuple[str, ...]
     micro_batch: int
@@ -54,24 +56,24 @@ def distances(flow: Flow) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Of each stage: `distance` to the end, and updates between the weights of a forward and the update with its
-    gradients (`updates`), once as many micro-batches have passed. `tied`: stages that share trained parameters."""
+    """Updates between the weights of a forward and the update with its gradients, once as many micro-batches have
+    passed: of a stage's own parameters its `distance` to the end, of those that stages share that of the first such.
+    `shared`: stage -> trained parameters that it shares."""
 
     distance: Mapping[str, int]
-    tied: frozenset[str]
+    shared: Mapping[str, Collection[str]]
 
-    @staticmethod
-    def of(flow: Flow, tied: Collection[str]) -> Staleness:
-        return Staleness(distances(flow), frozenset(tied))
-
-    def updates(self, stage: str) -> int:
-        if stage in self.tied:
-            return max(self.distance[name] for name in self.tied)
-        return self.distance[stage]
+    @property
+    def of_shared(self) -> int:
+        return max((self.distance[name] for name in self.shared), default=0)
 
     def lag(self, stage: str) -> int:
-        """Backwards of later micro-batches that a stage does before it is updated with one's gradients."""
-        return self.updates(stage) - self.distance[stage]
+        """Backwards of later micro-batches that a stage does before it updates what it shares with one's gradients."""
+        return self.of_shared - self.distance[stage]
+
+    def has_own(self, spec: StageSpec) -> bool:
+        """Whether a stage trains parameters that it does not share."""
+        return any(p.requires_grad and p.name not in self.shared.get(spec.name, ()) for p in spec.params)
 
 
 def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[Step]:
@@ -79,16 +81,18 @@ def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[Step]:
     name, count, ahead = spec.name, flow.face.micro_batches, staleness.distance[spec.name] + 1
     if name not in flow.trained:
         return [Turn(name, m) for m in range(count)]
-    updates = range(count) if spec.trained_params else range(0)
-    lag = staleness.lag(name)
+    own = staleness.has_own(spec)
+    lag, shared = (staleness.lag(name), range(count)) if name in staleness.shared else (0, range(0))
     steps: list[Step] = [Turn(name, m) for m in range(min(ahead, count))]
     for m in range(count):
         steps.append(Turn(name, m, True))
-        if m - lag in updates:
-            steps.append(Update((name,), m - lag))
+        if own:
+            steps.append(Update(name, m))
+        if m - lag in shared:
+            steps.append(Update(name, m - lag, True))
         if m + ahead < count:
             steps.append(Turn(name, m + ahead))
-    return steps + [Update((name,), m) for m in updates if m >= count - lag]
+    return steps + [Update(name, m, True) for m in shared if m >= count - lag]
 
 
 def recomputed(flow: Flow) -> list[str]:
@@ -113,7 +117,7 @@ class _Alternating(Durations):
         self.ended_s: dict[Turn, float] = {}
         self.free_s = [0.0] * flow.face.num_devices
         self.order: list[tuple[float, int, tuple[int, Step]]] = []
-        self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in staleness.tied) for d in flow.turns}
+        self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in staleness.shared) for d in flow.turns}
 
     def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
         """All but the last stages compute their forward again."""
@@ -134,19 +138,15 @@ class _Alternating(Durations):
         step, device = self.todo[name][0], self.flow.device_of[name]
         place = self.flow.place[name]
         if isinstance(step, Update):
-            joined = Update(self.sharing[device], step.micro_batch) if name in self.staleness.tied else step
-            return max(self.free_s[device], self.reduced_s(joined)), 0, step.micro_batch, place, joined
+            summed_s = self.summed_s(step.micro_batch) if step.is_shared else 0.0
+            return max(self.free_s[device], summed_s), 0, step.micro_batch, place, step
         waits = self.before_backward(step) if step.is_backward else self.before_forward(step)
         begin_s = max([self.free_s[device], *waits])
         return begin_s, 1 if step.is_backward else 2, step.micro_batch, place, step
 
-    def reduced_s(self, update: Update) -> float:
-        """When the gradients of all that share parameters with it are there."""
-        if not self.staleness.tied.intersection(update.stages):
-            return 0.0
-        if any(not self.todo[s] or self.todo[s][0] != Update((s,), update.micro_batch) for s in update.stages):
-            return math.inf
-        return max(self.ended_s.get(Turn(s, update.micro_batch, True), math.inf) for s in self.staleness.tied)
+    def summed_s(self, m: int) -> float:
+        """When a micro-batch's gradients of all stages that share parameters are there."""
+        return max(self.ended_s.get(Turn(stage, m, True), math.inf) for stage in self.staleness.shared)
 
     def before_forward(self, turn: Turn) -> list[float]:
         """A stage without backward runs as far ahead as one that has one would."""
@@ -180,27 +180,26 @@ class _Alternating(Durations):
         ]
 
     def do(self, step: Step, begin_s: float) -> None:
-        stages = step.stages if isinstance(step, Update) else (step.stage,)
-        device = self.flow.device_of[stages[0]]
-        for stage in stages:
-            self.todo[stage].popleft()
+        assert not isinstance(step, Share)
+        device = self.flow.device_of[step.stage]
+        self.todo[step.stage].popleft()
         took_s = 0.0
         if isinstance(step, Turn):
             took_s = self.took_s[step.stage][step.is_backward]
             self.ended_s[step] = begin_s + took_s
         self.free_s[device] = begin_s + took_s
         self.order.append((self.free_s[device], len(self.order), (device, step)))
-        if isinstance(step, Turn) and step.is_backward and step.stage in self.staleness.tied:
+        if isinstance(step, Turn) and step.is_backward and step.stage in self.staleness.shared:
             self.share(step.micro_batch)
         if isinstance(step, Turn) and not step.is_backward and not self.staleness.distance[step.stage]:
             self.together(step)
 
     def share(self, m: int) -> None:
         """Behind the last of the backwards of stages that share parameters."""
-        ends_s = [self.ended_s.get(Turn(stage, m, True), math.inf) for stage in self.staleness.tied]
-        for device, stages in self.sharing.items() if max(ends_s) < math.inf else ():
+        end_s = self.summed_s(m)
+        for device, stages in self.sharing.items() if end_s < math.inf else ():
             if stages:
-                self.order.append((max(ends_s), len(self.order), (device, Share(stages, m))))
+                self.order.append((end_s, len(self.order), (device, Share(stages, m))))
 
     def together(self, turn: Turn) -> None:
         """The last stage's backward follows its forward at once."""

@@ -15,6 +15,7 @@ forwards on what the optimizer is expected to have made of the weights by the ti
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from torch import fx
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.program import Program, StageSpec, TensorSpec
-from .async_order import Share, Staleness, Step, Update, alternate, recomputed
+from .async_order import Share, Staleness, Step, Update, alternate, distances, recomputed
 from .base import Draft, Pass, require_own
 from .schedule_pipeline import Emitter, Flow, Placed, Turn, interface_of
 from .updates import Group, tie_groups
@@ -50,13 +51,14 @@ class ScheduleAsync(Pass):
     weights: str = "current"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`staleness`: per stage the updates between the weights of a forward and the update with its gradients, the
-        most that occur."""
+        """`staleness`: per stage, and per group of copies of a parameter that stages share, the most updates that occur
+        between the weights of a forward and the update with its gradients."""
         if self.weights not in WEIGHTS:
             raise PassError(f"{self.name}: weights={self.weights!r}; there are {', '.join(WEIGHTS)}")
         _check_options(draft)
         flow = Flow(interface_of(draft), draft.devices)
-        staleness = staleness_of(flow, tie_groups(draft))
+        ties = tie_groups(draft)
+        staleness = staleness_of(flow, ties)
         again = recomputed(flow)
         _check_rematerialisable(flow, again)
         trained = [spec.name for spec in flow.specs if spec.trained_params]
@@ -66,7 +68,10 @@ class ScheduleAsync(Pass):
             "rematerialise": again,
             "fetch": {},
             "optimizer": dict.fromkeys(trained, ops.DEVICE),
-            "staleness": {name: min(staleness.updates(name), most) for name in trained},
+            "staleness": {
+                **{s.name: min(staleness.distance[s.name], most) for s in flow.specs if staleness.has_own(s)},
+                **{group: min(staleness.of_shared, most) for group in ties},
+            },
         }
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
@@ -83,7 +88,11 @@ class ScheduleAsync(Pass):
 
 
 def staleness_of(flow: Flow, ties: dict[str, Group]) -> Staleness:
-    return Staleness.of(flow, {stage for rows in ties.values() for _, stage, _ in rows})
+    shared: dict[str, set[str]] = defaultdict(set)
+    for rows in ties.values():
+        for _, stage, param in rows:
+            shared[stage].add(param)
+    return Staleness(distances(flow), shared)
 
 
 def _check_options(draft: Draft) -> None:
@@ -135,9 +144,9 @@ class AsyncEmitter(Emitter):
         self.own = [step for at, step in order if at == device]
         self.staleness, self.ties, self.mode = staleness, ties, weights
         self.recomputed = frozenset(recomputed(flow))
-        self.pending: dict[tuple[str, int], fx.Node] = {}  # gradients
+        self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients of own, and of shared parameters
         self.read: dict[tuple[str, int], fx.Node] = {}  # per forward under way, the weights that it read
-        self.updates: dict[str, int] = {spec.name: 0 for spec in flow.on(device)}
+        self.updates: dict[tuple[str, bool], int] = defaultdict(int)
 
     def step(self) -> Program:
         for step in self.own:
@@ -166,16 +175,26 @@ class AsyncEmitter(Emitter):
 
     def version(self, spec: StageSpec, m: int) -> fx.Node:
         """The weights that the forward of a micro-batch reads."""
-        weights, missing = self.weights[spec.name], m - self.updates[spec.name]
-        if self.mode != "predict" or not spec.trained_params or not missing:
+        weights = self.weights[spec.name]
+        missing = m - self.updates[spec.name, False] if self.staleness.has_own(spec) else 0
+        shared = m - self.updates[spec.name, True] if spec.name in self.staleness.shared else 0
+        if self.mode != "predict" or not missing + shared:
             return weights
+        fields = {"shared": shared} if shared else {}
         names = [f"w{_number(spec)}_for_m{m}"]
-        return self.program.emit(ops.predict, spec.name, weights, updates=missing, names=names)[0]
+        return self.program.emit(ops.predict, spec.name, weights, updates=missing, names=names, **fields)[0]
 
     def backward(self, spec: StageSpec, m: int) -> None:
         """Each micro-batch's gradients are its own."""
         super().backward(spec, m)
-        self.pending[spec.name, m] = self.grads.pop(spec.name)
+        grads = self.grads.pop(spec.name)
+        own, shared = self.staleness.has_own(spec), spec.name in self.staleness.shared
+        if own and shared:
+            names = [f"g{_number(spec)}_m{m}_{part}" for part in ("own", "shared")]
+            parts = self.program.emit(ops.split, spec.name, grads, names=names)
+            self.pending[spec.name, m, False], self.pending[spec.name, m, True] = parts
+        elif spec.trained_params:
+            self.pending[spec.name, m, shared] = grads
         self.read.pop((spec.name, m))
 
     def weights_of_backward(self, spec: StageSpec, m: int) -> fx.Node:
@@ -188,10 +207,10 @@ class AsyncEmitter(Emitter):
         return 1.0 if out.requires_grad and out.name == spec.loss else super().gradient(spec, out, m)
 
     def update(self, update: Update) -> None:
-        for stage in update.stages:
-            self.stash(self.face.stages[stage])
-            self.program.emit(ops.step, stage, self.pending.pop((stage, update.micro_batch)))
-            self.updates[stage] += 1
+        self.stash(self.face.stages[update.stage])
+        grads = self.pending.pop((update.stage, update.micro_batch, update.is_shared))
+        self.program.emit(ops.step, update.stage, grads)
+        self.updates[update.stage, update.is_shared] += 1
 
     def stash(self, spec: StageSpec) -> None:
         """Before an update, what forwards under way have read of the resident weights is copied for their backward."""
@@ -199,7 +218,7 @@ class AsyncEmitter(Emitter):
         under_way = [key for key, node in self.read.items() if key[0] == spec.name and node is weights]
         if self.mode != "stash" or not under_way:
             return
-        names = [f"w{_number(spec)}_v{self.updates[spec.name]}"]
+        names = [f"w{_number(spec)}_v{max(self.updates[spec.name, shared] for shared in (False, True))}"]
         (kept,) = self.program.emit(ops.stash, spec.name, weights, names=names)
         self.read.update(dict.fromkeys(under_way, kept))
 
@@ -210,9 +229,9 @@ class AsyncEmitter(Emitter):
             mine = [stage for device, stage, _ in rows if device == self.device]
             if mine:
                 names = [f"g{stage.removeprefix('stage')}_m{m}_summed" for stage in mine]
-                grads = [self.pending[stage, m] for stage in mine]
+                grads = [self.pending[stage, m, True] for stage in mine]
                 summed = self.program.emit(ops.all_reduce, *grads, names=names, group=group)
-                self.pending.update(((stage, m), node) for stage, node in zip(mine, summed))
+                self.pending.update(((stage, m, True), node) for stage, node in zip(mine, summed))
 
 
 def _number(spec: StageSpec) -> str:

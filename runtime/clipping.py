@@ -21,11 +21,13 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 @dataclass
 class Grads:
     """The gradients of one stage by parameter name, all to be multiplied by `factor` where that is given. `flats`: the
-    contiguous buffers in which all of them lie, where they lie in such."""
+    contiguous buffers in which all of them lie, where they lie in such. `part`: "own" or "shared", where those of
+    parameters that stages share lie apart."""
 
     tensors: dict[str, Tensor]
     factor: Tensor | None = None
     flats: Sequence[Tensor] = field(default=(), kw_only=True)
+    part: str = field(default="", kw_only=True)
 
     def scale(self, factor: Tensor) -> None:
         exact = [g for g in self.tensors.values() if g.dtype in (torch.float32, torch.float64)]

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .clipping import Grads
 from .execute import StageRunner
-from .extrapolate import extrapolated
+from .extrapolate import extrapolate
 from .issuing import Handle, Issuing
+from .op_versions import apart, shared_params
 from .stage_store import StageStore
 
 
 class Versions(Issuing):
-    """`stash` and `predict`. Both run on the stream of computation, between the updates that the text has them between;
-    what they make is used and given back on that stream, too."""
+    """`stash`, `predict` and `split`. All run on the stream of computation, between the updates that the text has them
+    between; what they make is used and given back on that stream, too."""
 
     @contextmanager
     def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> Iterator[StageRunner]:
@@ -31,16 +33,26 @@ class Versions(Issuing):
         issue, store = self._next("stash"), self.stores[stage]
         return self._launch(issue, [], lambda: [_copied(store)])[0]
 
-    def predict(self, stage: str, weights: Handle, *, updates: int) -> Handle:
-        issue, store = self._next("predict"), self.stores[stage]
+    def predict(self, stage: str, weights: Handle, *, updates: int, shared: int = 0) -> Handle:
+        issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.face, stage)
 
         def run() -> list[Any]:
             made = _copied(store)
-            for name in store.optimizer.params if store.optimizer is not None else ():
-                made[name].copy_(extrapolated(store.optimizer, name, updates))
+            if store.optimizer is not None:
+                extrapolate(store.optimizer, made, updates, shared, names)
             return [made]
 
         return self._launch(issue, [], run)[0]
+
+    def split(self, stage: str, grads: Handle) -> tuple[Handle, ...]:
+        issue, box, names = self._next("split"), grads.box, shared_params(self.face, stage)
+        grads.release()
+
+        def run() -> list[Any]:
+            own, others = apart(box.value.tensors, names)
+            return [Grads(own, part="own"), Grads(others, part="shared")]
+
+        return tuple(self._launch(issue, [box], run))
 
 
 def _copied(store: StageStore) -> dict[str, Tensor]:

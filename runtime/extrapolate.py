@@ -7,7 +7,7 @@ are taken to be what the average of the last ones was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -58,15 +58,26 @@ def require_rule(spec: OptimizerSpec) -> None:
             )
 
 
-def extrapolated(optimizer: StageOptimizer, name: str, updates: int) -> Tensor:
-    """A copy of a trained parameter, in full precision, as it will be behind so many more updates; as it is where it
-    has had none yet."""
+def extrapolate(
+    optimizer: StageOptimizer, weights: Mapping[str, Tensor], updates: int, shared_updates: int, shared: Collection[str]
+) -> None:
+    """Set a stage's `weights` to what its parameters will be behind so many more updates, those that it shares with
+    other stages behind `shared_updates`; as they are where they have had none yet."""
+    for name in optimizer.params:
+        count = shared_updates if name in shared else updates
+        if count:
+            weights[name].copy_(_extrapolated(optimizer, name, count, name in shared))
+
+
+def _extrapolated(optimizer: StageOptimizer, name: str, updates: int, is_shared: bool) -> Tensor:
+    """In full precision. Shared parameters go on with the learning rate of the update that they lack first."""
     param = optimizer.params[name].detach()
     assert optimizer.optimizer is not None
     state = optimizer.optimizer.state.get(optimizer.params[name])
-    group = optimizer.optimizer.param_groups[optimizer.spec.group_of(name)]
+    index = optimizer.spec.group_of(name)
+    groups = optimizer.waiting[0] if is_shared and optimizer.waiting else optimizer.optimizer.param_groups
     if not state or state.get("momentum_buffer", param) is None:
-        return param.clone()
+        return param
     with torch.no_grad():
-        update = RULES[type(optimizer.optimizer)](group, state, param)
+        update = RULES[type(optimizer.optimizer)](groups[index], state, param)
         return param - update.mul_(updates)

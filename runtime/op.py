@@ -32,7 +32,8 @@ class Value:
 
     `owned` is False for what stays across steps (resident weights): it is never freed by a program. `group` names the
     devices over which a shard, or the gradients of one, are spread; this is one member's piece. `classes`: of what a
-    forward kept, the classes of saved tensors, where it did not keep everything.
+    forward kept, the classes of saved tensors, where it did not keep everything. `part`: of gradients, where those of
+    parameters that stages share lie apart, "own" or "shared".
     """
 
     # tensor | weights | part or shard (of weights) | kept | grads | norm | states (optimizer states and fp32 masters of
@@ -47,6 +48,7 @@ class Value:
     owned: bool = True
     group: str = ""
     classes: tuple[str, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ from .op_devices import all_gather, all_reduce, recv, reduce_scatter, send
 from .op_split import backward_input, backward_weight
 from .op_transfers import fetch, free, load, offload, read, resident, write
 from .op_update import clip, norm, redo, step
-from .op_versions import predict, stash
+from .op_versions import predict, split, stash
 
 ALL: dict[str, Op] = {
     op.name: op
     for op in (
         load, resident, read, fetch, offload, write, free, forward, evaluate, backward, backward_input,
         backward_weight, add, send, recv, all_gather, reduce_scatter, all_reduce, norm, clip, step, redo,
-        stash, predict,
+        split, stash, predict,
     )
 }  # fmt: skip
 

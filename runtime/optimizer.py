@@ -7,7 +7,9 @@ step may be undone (`snapshot`, `restore`), and need not wait for what decides w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +80,7 @@ class StageOptimizer:
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
         self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
         self.workspace = Workspace(self.device) if workspace is None else workspace
+        self.waiting: deque[list[dict[str, Any]]] = deque()  # options of steps that shared parameters still lack
         self._members: list[list[str]] = [[] for _ in spec.all_groups]
         for name in self.params:
             self._members[spec.group_of(name)].append(name)
@@ -109,31 +112,56 @@ class StageOptimizer:
         factor: Tensor | None = None,
         weights: Mapping[str, Tensor] | None = None,
         preserve: bool = False,
+        part: str = "",
     ) -> None:
         """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
 
         factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision
         that follow the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses
-        their memory.
+        their memory. part: "own" where the parameters that stages share are stepped later, by a step of the part
+        "shared", which has the learning rate of this one.
         """
         if self.optimizer is None:
             return
+        self._check_part(part)
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
         copy = preserve and not self.traits.keeps_grads
         converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, self.params[name], factor)}
-        for names in self._portions(list(given), bool(converted or weights)):
-            self._convert(given, [name for name in names if name in converted], factor)
-            for name in names:
-                if name not in converted:
-                    self.params[name].grad = given[name]
-            self._step_these(names)
-            for name in names:
-                self.params[name].grad = None
-                if weights is not None and name in weights:
-                    weights[name].copy_(self.params[name].detach())
+        with self._options_of(part):
+            for names in self._portions(list(given), bool(converted or weights)):
+                self._convert(given, [name for name in names if name in converted], factor)
+                for name in names:
+                    if name not in converted:
+                        self.params[name].grad = given[name]
+                self._step_these(names)
+                for name in names:
+                    self.params[name].grad = None
+                    if weights is not None and name in weights:
+                        weights[name].copy_(self.params[name].detach())
         self.workspace.settle()
-        if self.scheduler is not None:
+        if self.scheduler is not None and part != "shared":
             self.scheduler.step()
+
+    def _check_part(self, part: str) -> None:
+        if part and not self.traits.divisible:
+            raise PlanError(
+                f"optimizer {self.spec.path} counts the steps of a group, so that parameters which stages share cannot "
+                "be stepped later than the others, as asynchronous training does; torch.optim.AdamW can"
+            )
+
+    @contextmanager
+    def _options_of(self, part: str) -> Iterator[None]:
+        """A step of the part "shared" has the options that the step of the part "own" had for the same gradients."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        now = [{key: value for key, value in group.items() if key != "params"} for group in groups] if part else []
+        if part == "own":
+            self.waiting.append(now)
+        for group, options in zip(groups, self.waiting.popleft() if part == "shared" else ()):
+            group.update(options)
+        yield
+        for group, options in zip(groups, now if part == "shared" else ()):
+            group.update(options)
 
     @staticmethod
     def _is_foreign(grad: Tensor, param: Tensor, factor: Tensor | None) -> bool:

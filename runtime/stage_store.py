@@ -142,7 +142,8 @@ class StageStore:
 
     def _step(self, grads: Grads, factor: Tensor | None, staged: Staged | None, preserve: bool = False) -> None:
         assert self.optimizer is not None
-        self.optimizer.step(grads.tensors, factor=factor, weights=self._followers(staged), preserve=preserve)
+        weights = self._followers(staged)
+        self.optimizer.step(grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part)
         if staged is not None:  # also the weights that had no gradient go back whole
             self._follow(staged, but=grads.tensors)
 

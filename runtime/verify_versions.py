@@ -1,59 +1,66 @@
 """Rules of asynchronous training: each micro-batch updates each stage once, in order, and every computation has the
 version of the weights that it must have.
 
-Version v of a stage's weights is what its first v updates have made; the update with micro-batch k turns version k
-into k + 1.
+Version v of a stage's own weights is what its first v updates have made; the update with micro-batch k turns version k
+into k + 1. The parameters that it shares with other stages have versions of their own, updated as often, but later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from . import ops
+from .op_versions import shared_params
 from .program import Program, operands, values_of
 from .verify_case import Case, fail, line_of
+
+Versions = tuple[int, int]  # of a stage's own parameters, and of those that it shares
 
 
 @dataclass
 class Reading:
-    """Which version of a stage's weights the forward and the backward of one micro-batch read. `predicted`: how many
-    updates later than that the forward's weights were made out to be."""
+    """Which versions the forward and the backward of one micro-batch read. `ahead`: how many updates later than that
+    the forward's weights were made out to be."""
 
-    forward: int
-    predicted: int = 0
-    backward: int | None = None
+    forward: Versions
+    ahead: Versions = (0, 0)
+    backward: Versions | None = None
 
 
 def readings(program: Program) -> dict[tuple[str, int], Reading]:
     """Per stage and micro-batch of a program."""
     found: dict[tuple[str, int], Reading] = {}
-    for node, version, predicted in _with_versions(program):
+    for node, versions, ahead in _with_versions(program):
         key = str(node.args[0]), _micro_batch(node)
         if node.target is ops.forward:
-            found[key] = Reading(version, predicted)
+            found[key] = Reading(versions, ahead)
         elif key in found:
-            found[key].backward = version
+            found[key].backward = versions
     return found
 
 
-def _with_versions(program: Program) -> Iterator[tuple[fx.Node, int, int]]:
-    """Forwards and backwards, with the version of their weights and the updates that these were carried on by."""
-    updates: dict[str, int] = {}
-    made: dict[fx.Node, tuple[int, int]] = {}  # stashed or predicted weights
+def _with_versions(program: Program) -> Iterator[tuple[fx.Node, Versions, Versions]]:
+    """Forwards and backwards, with the versions of their weights and the updates that these were carried on by."""
+    updates: dict[str, Versions] = {}
+    made: dict[Any, tuple[Versions, Versions]] = {}  # stashed or predicted weights
     for node in program.ops():
         stage = str(node.args[0]) if node.args else ""
+        own, shared = updates.get(stage, (0, 0))
         if node.target is ops.step:
-            updates[stage] = updates.get(stage, 0) + 1
-        elif node.target in (ops.stash, ops.predict):
-            ahead = node.kwargs.get("updates", 0)
-            made[node] = updates.get(stage, 0), ahead if isinstance(ahead, int) else 0
+            part = operands(node)[0].meta["type"].part
+            updates[stage] = own + (part != "shared"), shared + (part != "own")
+        elif node.target is ops.stash:
+            made[node] = (own, shared), (0, 0)
+        elif node.target is ops.predict:
+            bound = ops.predict.bind(node.args, node.kwargs)
+            made[node] = (own, shared), (bound["updates"], bound["shared"])
         elif node.target in (ops.forward, ops.backward):
-            weights = node.args[1]
-            version, ahead = made.get(weights, (updates.get(stage, 0), 0))  # type: ignore[arg-type]
-            yield node, version, ahead
+            versions, ahead = made.get(node.args[1], ((own, shared), (0, 0)))
+            yield node, versions, ahead
 
 
 def check_versions(case: Case) -> None:
@@ -65,71 +72,113 @@ def check_versions(case: Case) -> None:
         _check_resident(program)
         stashing = {str(node.args[0]) for node in program.ops() if node.target is ops.stash}
         predicting = {str(node.args[0]) for node in program.ops() if node.target is ops.predict}
-        begun: dict[tuple[str, int], tuple[fx.Node, int]] = {}
-        for node, version, ahead in _with_versions(program):
+        begun: dict[tuple[str, int], tuple[fx.Node, Versions]] = {}
+        for node, versions, ahead in _with_versions(program):
             stage, m = str(node.args[0]), _micro_batch(node)
             if node.target is ops.forward:
-                begun[stage, m] = node, version
-                if (stage in predicting or ahead) and version + ahead != m:
-                    found = version + ahead
-                    fail(program, node, f"runs on weights as of version {found}, but micro-batch {m} updates {m}")
+                begun[stage, m] = node, versions
+                if stage in predicting:
+                    _check_prediction(program, node, versions, ahead)
                 continue
             forward, first = begun[stage, m]
             kept = node.args[2] is not None
-            if ahead and not kept:
+            if any(ahead) and not kept:
                 fail(program, node, "what is computed again runs on weights that are, not on predicted ones")
-            if (kept or stage in stashing) and version != first:
+            if (kept or stage in stashing) and versions != first:
                 why = "kept tensors" if kept else f"{stage} stashes its weights"
-                message = (
-                    f"runs on version {version}, its forward in line {line_of(program, forward)} on {first}; {why}"
-                )
-                fail(program, node, message)
+                found, line = max(versions), line_of(program, forward)
+                fail(program, node, f"runs on version {found}, its forward in line {line} on {max(first)}; {why}")
+
+
+def _check_prediction(program: Program, node: fx.Node, versions: Versions, ahead: Versions) -> None:
+    stage, m = str(node.args[0]), _micro_batch(node)
+    spec, shared = program.interface.stages[stage], shared_params(program.interface, stage)
+    has_own = any(p.requires_grad and p.name not in shared for p in spec.params)
+    for version, more, there in zip(versions, ahead, (has_own, bool(shared))):
+        if there and version + more != m:
+            fail(program, node, f"runs on weights as of version {version + more}, but micro-batch {m} updates {m}")
 
 
 def check_updates(case: Case) -> None:
     """A stage's gradients of each micro-batch, of a loss that counts fully, reach one update of their own, in order;
     shared parameters' after they were summed over all stages, the same micro-batch on each."""
-    if not case.is_asynchronous:
-        return
-    face = case.programs[0].interface
-    for program in case.programs:
-        done: dict[str, int] = {}
-        made: dict[fx.Node, tuple[int, frozenset[str]]] = {}  # gradients -> their micro-batch, groups they went through
-        met: dict[str, int] = {}
-        last = program.batch
-        for node in program.ops():
+    if case.is_asynchronous:
+        for program in case.programs:
+            _Updates(program).check()
+
+
+class _Updates:
+    """One walk over a program. `made`: gradients -> their micro-batch, and the groups that they went through."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.made: dict[fx.Node, tuple[int, frozenset[str]]] = {}
+        self.done: dict[tuple[str, str], int] = {}  # per stage and part
+        self.met: dict[str, int] = {}
+
+    def check(self) -> None:
+        last = self.program.batch
+        for node in self.program.ops():
             last = node
             if node.target is ops.backward:
-                _check_backward(program, node)
-                made[values_of(node)[-1]] = _micro_batch(node), frozenset()
+                self.backward(node)
+            elif node.target is ops.split:
+                self.made.update(dict.fromkeys(values_of(node), self.made[operands(node)[0]]))
             elif node.target is ops.all_reduce:
-                group = str(node.kwargs["group"])
-                _check_meeting(program, node, {made[value][0] for value in operands(node)}, met.get(group, 0))
-                met[group] = met.get(group, 0) + 1
-                for value, source in zip(values_of(node), operands(node)):
-                    made[value] = made[source][0], made[source][1] | {group}
+                self.all_reduce(node)
             elif node.target is ops.step:
-                stage = str(node.args[0])
-                m, groups = made[operands(node)[0]]
-                if m != done.get(stage, 0):
-                    fail(program, node, f"update {done.get(stage, 0)} of {stage} has gradients of micro-batch {m}")
-                missing = _tied(program, stage) - groups
-                if missing:
-                    names = ", ".join(sorted(missing))
-                    fail(
-                        program,
-                        node,
-                        f"the gradients of {stage} hold a shared parameter and were not summed over {names}",
-                    )
-                done[stage] = done.get(stage, 0) + 1
-        here = dict.fromkeys(str(node.args[0]) for node in program.ops() if node.target is ops.backward)
-        for stage in here:
-            if face.stages[stage].trained_params and done.get(stage, 0) != face.micro_batches:
-                fail(
-                    program,
-                    last,
-                    f"{stage} has {done.get(stage, 0)} updates, there are {face.micro_batches} micro-batches",
-                )
+                self.step(node)
+        self.check_counts(last)
+
+    def backward(self, node: fx.Node) -> None:
+        bound = ops.backward.bind(node.args, node.kwargs)
+        if bound["grads"] is not None:
+            fail(
+                self.program, node, "gradients of several micro-batches are added up, but each has an update of its own"
+            )
+        wrong = [dout for dout in bound["douts"] if isinstance(dout, float) and dout != 1.0]
+        if wrong:
+            message = f"the loss counts {wrong[0]}; that of a micro-batch with an update of its own counts 1.0"
+            fail(self.program, node, message)
+        self.made[values_of(node)[-1]] = _micro_batch(node), frozenset()
+
+    def all_reduce(self, node: fx.Node) -> None:
+        group = str(node.kwargs["group"])
+        found, turn = {self.made[value][0] for value in operands(node)}, self.met.get(group, 0)
+        if found != {turn}:
+            names = ", ".join(map(str, sorted(found)))
+            fail(self.program, node, f"sum {turn} of {group!r} has gradients of micro-batch {names}")
+        self.met[group] = turn + 1
+        for value, source in zip(values_of(node), operands(node)):
+            m, groups = self.made[source]
+            self.made[value] = m, groups | {group}
+
+    def step(self, node: fx.Node) -> None:
+        stage, grads = str(node.args[0]), operands(node)[0]
+        part = grads.meta["type"].part
+        m, groups = self.made[grads]
+        turn = self.done.get((stage, part), 0)
+        if m != turn:
+            fail(self.program, node, f"update {turn} of {stage} has gradients of micro-batch {m}")
+        missing = self.tied(stage) - groups if part != "own" else set()
+        if missing:
+            message = f"the gradients of {stage} hold a shared parameter and were not summed over "
+            fail(self.program, node, message + ", ".join(sorted(missing)))
+        self.done[stage, part] = turn + 1
+
+    def tied(self, stage: str) -> set[str]:
+        rows, device = self.program.interface.groups.items(), self.program.device
+        return {name for name, members in rows if any(d == device and s == stage for d, s, _ in members)}
+
+    def check_counts(self, last: fx.Node) -> None:
+        face = self.program.interface
+        for stage in dict.fromkeys(str(n.args[0]) for n in self.program.ops() if n.target is ops.backward):
+            parts = ("own", "shared") if any(s == stage and part for s, part in self.done) else ("",)
+            for part in parts if face.stages[stage].trained_params else ():
+                count = self.done.get((stage, part), 0)
+                if count != face.micro_batches:
+                    message = f"{stage} has {count} updates, there are {face.micro_batches} micro-batches"
+                    fail(self.program, last, message)
 
 
 def _check_resident(program: Program) -> None:
@@ -137,26 +186,6 @@ def _check_resident(program: Program) -> None:
     for node in program.ops():
         if node.target is ops.forward and node.args[0] not in names:
             fail(program, node, f"{node.args[0]} is not resident; asynchronous updates change weights on the device")
-
-
-def _check_backward(program: Program, node: fx.Node) -> None:
-    bound = ops.backward.bind(node.args, node.kwargs)
-    if bound["grads"] is not None:
-        fail(program, node, "gradients of several micro-batches are added up, but each has an update of its own")
-    wrong = [dout for dout in bound["douts"] if isinstance(dout, float) and dout != 1.0]
-    if wrong:
-        fail(program, node, f"the loss counts {wrong[0]}; that of a micro-batch with an update of its own counts 1.0")
-
-
-def _check_meeting(program: Program, node: fx.Node, found: set[int], turn: int) -> None:
-    if found != {turn}:
-        names = ", ".join(map(str, sorted(found)))
-        fail(program, node, f"sum {turn} of {node.kwargs['group']!r} has gradients of micro-batch {names}")
-
-
-def _tied(program: Program, stage: str) -> set[str]:
-    rows = program.interface.groups.items()
-    return {name for name, members in rows if any(d == program.device and s == stage for d, s, _ in members)}
 
 
 def _micro_batch(node: fx.Node) -> int:

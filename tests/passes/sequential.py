@@ -32,6 +32,8 @@ class OneStage:
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
     delay: int = 0  # updates that a forward lacks
+    shared: frozenset[str] = frozenset()  # parameters that other stages have, too
+    shared_delay: int = 0  # updates that a forward lacks of those
     lag: int = 0  # and those that its backward lacks
     versions: list[Version] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # of learning, at each version
@@ -107,9 +109,10 @@ class Sequential:
             depth[stage.spec.name] = max((1 + depth[r.spec.name] for r in self.readers(stage)), default=0)
         tied = {stage.spec.name for rows in self.sharing.values() for stage, _ in rows}
         for stage in self.stages:
-            own = depth[stage.spec.name]
-            stage.delay = max(depth[name] for name in tied) if stage.spec.name in tied else own
-            stage.lag = stage.delay - own
+            stage.delay = depth[stage.spec.name]
+            stage.shared = frozenset(name for rows in self.sharing.values() for s, name in rows if s is stage)
+            stage.shared_delay = max((depth[name] for name in tied), default=0) if stage.shared else 0
+            stage.lag = max(0, stage.shared_delay - stage.delay)
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The losses of the micro-batches."""
@@ -131,7 +134,7 @@ class Sequential:
         found: dict[tuple[str, str], Tensor] = {}  # value, and the stage that its gradient comes from
         for stage in reversed(self.stages):
             outputs, leaves, params = runs[stage.spec.name]
-            if stage.lag + stage.delay and stage is not self.stages[-1]:
+            if stage.delay:
                 inputs = [values[i.name] for i in stage.spec.inputs]
                 outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(stage, m))
             given = [self.gradient(stage, o, found) for o in stage.spec.outputs]
@@ -149,16 +152,21 @@ class Sequential:
         return micro_batch_seed(SEED, self.step_number, stage.spec.name, m)
 
     def forward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
-        version = max(0, m - stage.delay)
-        weights, states = stage.versions[version]
-        if self.mode != "predict" or stage.optimizer is None or version == m:
-            return weights
-        group = stage.optimizer.param_groups[0]
-        rate = stage.rates[version]
-        return {name: predicted(w, states[name], group, rate, m - version) for name, w in weights.items()}
+        found = {}
+        for name in stage.names:
+            version = max(0, m - (stage.shared_delay if name in stage.shared else stage.delay))
+            weights, states = stage.versions[version]
+            found[name] = weights[name]
+            if self.mode == "predict" and stage.optimizer is not None and version < m:
+                group, rate = stage.optimizer.param_groups[0], stage.rates[version]
+                found[name] = predicted(weights[name], states[name], group, rate, m - version)
+        return found
 
     def backward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
-        return stage.versions[max(0, m - (stage.delay if self.mode == "stash" else stage.lag))][0]
+        if self.mode == "stash":
+            return self.forward_weights(stage, m)
+        versions = {name: max(0, m - stage.lag * (name in stage.shared)) for name in stage.names}
+        return {name: stage.versions[version][0][name] for name, version in versions.items()}
 
     def gradient(self, stage: OneStage, out: Any, found: Mapping[tuple[str, str], Tensor]) -> Tensor | None:
         """First what the readers on its own device made, then what each other device has added up."""

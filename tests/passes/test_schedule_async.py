@@ -79,13 +79,15 @@ def assert_same_versions(draft: Draft, loop: Sequential) -> None:
     found = {key: row for program in draft.programs for key, row in readings(program).items()}
     stale: dict[str, int] = {}
     for stage in loop.stages:
-        if stage.optimizer is None:
-            continue
-        name = stage.spec.name
-        stale[name] = max(m - max(0, m - stage.delay) for m in range(6))
-        assert [found[name, m].forward for m in range(6)] == [max(0, m - stage.delay) for m in range(6)]
-        lag = stage.delay if loop.mode == "stash" else stage.lag
-        assert [found[name, m].backward for m in range(6)] == [max(0, m - lag) for m in range(6)]
+        name, counts = stage.spec.name, range(6)
+        forwards = [(max(0, m - stage.delay), max(0, m - stage.shared_delay)) for m in counts]
+        backwards = [(m, max(0, m - stage.lag)) for m in counts] if loop.mode != "stash" else forwards
+        for part, there in enumerate((set(stage.names) - stage.shared, stage.shared)):
+            if there and stage.optimizer is not None:
+                assert [found[name, m].forward[part] for m in counts] == [row[part] for row in forwards]
+                assert [found[name, m].backward[part] for m in counts] == [row[part] for row in backwards]  # type: ignore[index]
+                where = f"tie.{draft.graph.ties().get(min(there), min(there))}" if part else name
+                stale[where] = max(m - forwards[m][part] for m in counts)
     assert ScheduleAsync().plan(draft)["staleness"] == stale
 
 

@@ -44,6 +44,8 @@ def test_the_simulator_times_every_op() -> None:
     (weights,) = versions[0].emit(ops.resident, "stage0.weights")
     versions[0].emit(ops.stash, "stage0", weights)
     versions[0].emit(ops.predict, "stage0", weights, updates=1)
+    (grads,) = versions[0].emit(ops.backward, "stage0", weights, None, [], [], micro_batch=0)
+    versions[0].emit(ops.split, "stage0", grads)
     place_frees(versions[0])
     programs = (*swapped, *evaluated, *shared, *stored, *split, *versions)
     assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
