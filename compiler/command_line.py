@@ -173,7 +173,7 @@ def profile(options: JobOptions, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: penstock reproduce mobius --only fig5,fig6 --out out/mobius")
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="mobius, ftpipe or fuyou")],
+    paper: Annotated[str, typer.Argument(help="mobius, ftpipe, fuyou or mics")],
     out: Annotated[Path | None, typer.Option(help="write README.md, rows.json and figures to this directory")] = None,
     only: Annotated[str | None, typer.Option(help="some of its findings, such as fig5,fig9; without it: all")] = None,
     as_json: AsJson = False,

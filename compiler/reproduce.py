@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .reproduce_lab import Lab
 
 __all__ = ["check_drawable", "reproduce", "tables", "to_json", "to_stderr", "write"]
-PAPERS = ("mobius", "ftpipe", "fuyou")
+PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
 NEAR = 0.15  # of a single number of the paper
 AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""
 

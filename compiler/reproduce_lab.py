@@ -130,6 +130,7 @@ class Lab:
         self.graphs: dict[Any, OpGraph] = {}
         self.coarsened: dict[Any, tuple[list[Block], dict[str, str]]] = {}
         self.trials: dict[Any, Trial] = {}
+        self.kept: dict[Any, Any] = {}  # what a paper's findings have in common besides
 
     def trial(self, case: Case, hardware: Hardware, line: str) -> Trial:
         """Plan and simulate one step under a pipeline's text or a strategy's name.
@@ -169,11 +170,13 @@ class Lab:
     def _try(self, case: Case, hardware: Hardware, passes: Sequence[Pass]) -> Trial:
         draft = self.draft(case, hardware, passes[0])
         made = Trial(case, hardware, num_params(draft.graph.model))
+        begin_s = time.process_time()
+
+        def behind(name: str, _: Draft) -> None:
+            made.planning_cpu_s[name] = time.process_time() - begin_s - sum(made.planning_cpu_s.values())
+
         try:
-            for p in passes[1:]:
-                begin_s = time.process_time()
-                made.decisions |= run_passes(draft, [p], check=False)[0]
-                made.planning_cpu_s[p.name] = time.process_time() - begin_s
+            made.decisions, _ = run_passes(draft, passes[1:], dump=behind, check=False)
             check_fit(draft)
         except DoesNotFit as error:
             made.misses, made.misses_in = str(error).split("\n")[0], error.memory
