@@ -53,11 +53,13 @@ STRATEGIES = {
     "insert-optimizer",
     BY_HOST: f"coarsen, mesh{{shards=4}}, {STAGED}, insert-shard, insert-two-hop{{every=auto}}, insert-optimizer",
 }
+COLLECTIVES: dict[Any, str] = {ops.all_gather: "gathered", ops.reduce_scatter: "scattered", ops.all_reduce: "summed"}
 # Per setting of FSDP2: gathers and scattered sums of the whole model in a step of so many micro-batches a rank.
 FSDP: dict[str, Callable[[int], tuple[int, int]]] = {
     fsdp_fleet.KINDS[0]: lambda s: (2 * s, s),
     fsdp_fleet.KINDS[1]: lambda s: (2 * s, 1),
     fsdp_fleet.KINDS[2]: lambda s: (1, 1),
+    fsdp_fleet.KINDS[3]: lambda s: (1, 1),
 }
 
 
@@ -148,25 +150,28 @@ def theories(jobs: Mapping[str, penstock.Job], settings: Mapping[str, Any]) -> d
 
 def of_programs(job: penstock.Job) -> tuple[float, str]:
     """What a plan's collectives send, by the formulas: every op's own bytes, of all lanes of a host together."""
-    face = job.folder.interface
-    shards, parts, total = face.shards, dict[str, float](), 0.0
+    parts: dict[str, list[float]] = {}
     for program in job.programs:
         for node in program.ops():
-            if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
-                continue
-            work = work_of(program, node)
-            whole = Fleet(**FLEET, model_bytes=work.moved_bytes)
-            if node.target is ops.all_gather:
-                what, sent = "gathered", whole.gather(shards, HIERARCHICAL if work.hierarchical else RING)
-            elif node.target is ops.reduce_scatter:
-                what, sent = "scattered", whole.scatter(shards, EXCHANGE)
-            else:  # a piece: of each stage there are as many as shards
-                what, sent = "summed", shards * whole.sum_replicas(shards)
-            if node.kwargs["group"] in ops.MESH_GROUPS:
-                parts[what] = parts.get(what, 0.0) + work.moved_bytes
-                total += sent
-    text = ", ".join(f"{num_bytes / 1e6:.2f} MB {what}" for what, num_bytes in parts.items())
-    return total, text
+            if node.target in COLLECTIVES and node.kwargs["group"] in ops.MESH_GROUPS:
+                work = work_of(program, node)
+                part = parts.setdefault(COLLECTIVES[node.target] + " by host" * work.hierarchical, [0.0, 0.0])
+                part[0] += sent_by(node.target, work, job.folder.interface.shards)
+                part[1] += work.moved_bytes
+    if job.folder.interface.num_devices > FLEET["per_host"] or not parts:
+        return 0.0, "messages between stages, see the plan"
+    text = ", ".join(f"{sent / 1e6:.2f} MB of {whole / 1e6:.2f} {what}" for what, (sent, whole) in parts.items())
+    return sum(sent for sent, _ in parts.values()), text
+
+
+def sent_by(op: Any, work: ops.Work, shards: int) -> float:
+    """By one host, for a collective of all groups at once."""
+    fleet = Fleet(**FLEET, model_bytes=work.moved_bytes)
+    if op is ops.all_gather:
+        return fleet.gather(shards, HIERARCHICAL if work.hierarchical else RING)
+    if op is ops.reduce_scatter:
+        return fleet.scatter(shards, HIERARCHICAL if work.hierarchical else EXCHANGE)
+    return shards * fleet.sum_replicas(shards)  # of a piece: of each stage there are as many as shards
 
 
 def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, dict[str, Any]]:

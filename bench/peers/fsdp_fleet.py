@@ -6,10 +6,11 @@ link are sides of their own, of which the fastest is the one to compare with:
 - `full shard`: weights are gathered for each forward and again for each backward, gradients scattered behind each.
 - `full shard, gradients at the end`: gradients are scattered once a step, and kept whole until then.
 - `full shard, whole in a step`: and weights are gathered once a step: every rank has the model whole meanwhile.
+- `full shard, whole in a step, ahead`: and all gathers are begun with the step, so that they run under the forward.
 - `hsdp`: as full shard inside a host; across hosts gradients are summed at the last micro-batch only.
-- `hsdp, gradients at the end` and `hsdp, whole in a step`: as above.
+- `hsdp, gradients at the end` and so on: as above.
 
-On a CPU every collective of FSDP2 blocks: it has no stream besides.
+On a CPU every other collective of FSDP2 blocks: it has no stream besides.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from penstock.bench.peers import models
 from penstock.bench.peers.ranks import serve
 
 FULL, HSDP = "full shard", "hsdp"
-KINDS = ("", ", gradients at the end", ", whole in a step")
+KINDS = ("", ", gradients at the end", ", whole in a step", ", whole in a step, ahead")
 SIDES = tuple(shape + kind for shape in (FULL, HSDP) for kind in KINDS)
 
 
@@ -62,26 +63,28 @@ def own_pieces(settings: dict[str, Any], rank: int, ranks: int) -> list[dict[str
 def side(settings: dict[str, Any], mesh: Any, kind: str, pieces: list[dict[str, Tensor]]) -> Callable[[], float]:
     """One model of its own, sharded over the mesh, and a function that trains it by one step."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"]).train()
-    whole = kind == KINDS[2]
+    whole = kind in KINDS[2:]
     for part in (*model.transformer.h, model):  # type: ignore[union-attr]
         fully_shard(part, mesh=mesh, reshard_after_forward=not whole)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
-    return partial(step, model, optimizer, pieces, gather_once=whole, scatter_once=kind != KINDS[0])
+    return partial(step, model, optimizer, pieces, kind=kind)
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, pieces: list[dict[str, Tensor]], gather_once: bool,
-    scatter_once: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, pieces: list[dict[str, Tensor]], kind: str
 ) -> float:  # fmt: skip
     assert isinstance(model, FSDPModule)
     losses = []
     optimizer.zero_grad(set_to_none=True)
+    if kind == KINDS[3]:
+        for part in (model, *model.transformer.h):  # type: ignore[union-attr]
+            part.unshard(async_op=True)  # type: ignore[union-attr]
     for piece in pieces:
         last = piece is pieces[-1]
         model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last or not scatter_once)
+        model.set_requires_gradient_sync(last or kind == KINDS[0])
         model.set_requires_all_reduce(last)  # which the line above sets too
-        model.set_reshard_after_backward(last or not gather_once)
+        model.set_reshard_after_backward(last or kind not in KINDS[2:])
         loss = model(**piece).loss
         (loss / len(pieces)).backward()
         losses.append(loss.detach())
