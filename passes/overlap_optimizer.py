@@ -109,7 +109,7 @@ def predicted_s(draft: Draft, updates: Updates) -> float | None:
     write_updates(programs, updates, choose_timings(draft, updates, TIMINGS))
     if not within_hosts(programs, draft.hardware):
         return None
-    return simulate(programs, draft.hardware, precision=draft.options.precision).step_s
+    return simulate(programs, draft.whole, precision=draft.options.precision).step_s
 
 
 def within_hosts(programs: Sequence[Program], hardware: Hardware) -> bool:
@@ -139,7 +139,7 @@ def redo_s(draft: Draft, updates: Updates) -> float:
             stage = str(value.meta["type"].stage)
             if updates.where[stage] == ops.DEVICE or updates.is_late(stage):
                 continue
-            spec = face.stages[stage]
+            spec = face.part_of(stage, ops.SHARDS if face.shards > 1 else "")
             took_s[host] += spec.trained_params / rates.optimizer_params_per_s
             kept = face.states_bytes(spec)
             if updates.where[stage] == ops.SSD:
