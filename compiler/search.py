@@ -203,7 +203,7 @@ class Sweep:
     @property
     def count(self) -> int:
         assert self.best is not None
-        return self.best.draft.options.micro_batches
+        return self.best.draft.programs[0].interface.total_micro_batches
 
     @property
     def is_late(self) -> bool:
