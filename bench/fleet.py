@@ -87,7 +87,7 @@ def main() -> None:
         found = counted(sides, theory)
         for name, row in found.items():
             rows.save("fleet", {"figure": "bytes", **facts, "side": name, **row, "target": TARGET_BYTES})
-        timed(sides, args.rounds, facts, rate_bytes_s)
+        timed(sides, jobs, args.rounds, facts, rate_bytes_s)
 
 
 def machine(rate_bytes_s: float) -> penstock.Hardware:
@@ -192,18 +192,21 @@ def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, 
     return found
 
 
-def timed(sides: Sides, rounds: int, facts: Mapping[str, Any], rate_bytes_s: float) -> None:
+def timed(
+    sides: Sides, jobs: Mapping[str, penstock.Job], rounds: int, facts: Mapping[str, Any], rate_bytes_s: float
+) -> None:  # fmt: skip
     """The fastest settings of FSDP2 against our plans, turn by turn."""
     quick = {name: min(run()["took_s"] for _ in range(2)) for name, run in sides.items() if name.startswith(PEER)}
     best = {
         shape: min((name for name in quick if name.startswith(PEER + shape)), key=quick.__getitem__)
         for shape in (fsdp_fleet.FULL, fsdp_fleet.HSDP)
     }
-    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in [*STRATEGIES, *best.values()]}
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in [*jobs, *best.values()]}
     alternate({name: partial(keep, sides[name], steps[name]) for name in steps}, rounds)
     steps = {name: kept[-rounds:] for name, kept in steps.items()}
     times_s = {name: [step["took_s"] for step in kept] for name, kept in steps.items()}
-    for name in STRATEGIES:
+    for name, job in jobs.items():
+        predicted = job.plan.predicted
         own, link_s = times_s[name], [max(step["sent_bytes"]) / rate_bytes_s for step in steps[name]]
         rows.save(
             "fleet",
@@ -212,6 +215,7 @@ def timed(sides: Sides, rounds: int, facts: Mapping[str, Any], rate_bytes_s: flo
                 "ratios": {peer: ratios(own, times_s[peer]) for peer in best.values()},
                 "times": {side: rows.spread(times_s[side]) for side in (name, *best.values())},
                 "cpu_s": {side: median_of(steps[side], "cpu_s") for side in (name, *best.values())},
+                "passes": job.plan.passes, "predicted_s": predicted.step_s if predicted else None,
                 "share_of_link": statistics.median(busy_s / took_s for busy_s, took_s in zip(link_s, own)),
             },
         )  # fmt: skip
