@@ -28,11 +28,12 @@ class Bound:
     by: str
 
 
-def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None) -> Bound:
+def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False) -> Bound:
     """For stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what lies on SSD
-    ("auto": what DRAM cannot hold, "states", "all"); None: nothing."""
+    ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: a part of each backward may come behind
+    all that waits for the other."""
     specs = [stage.spec for stage in draft.stages]
-    loads = [*_compute(draft, specs), *_traffic(draft, specs, swap, tier)]
+    loads = [*_compute(draft, specs, split), *_traffic(draft, specs, swap, tier)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -47,7 +48,7 @@ def stage_seconds(spec: StageSpec, device: Device, precision: str) -> tuple[floa
     )
 
 
-def _compute(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool) -> list[Bound]:
     devices, precision = draft.hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
     before: list[float] = []  # seconds that pass before a stage's first forward can begin
@@ -64,7 +65,7 @@ def _compute(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     found = []
     for d, own_s in busy_s.items():
         mine = [i for i, at in enumerate(draft.devices) if at == d]
-        waits_s = min(before[i] for i in mine) + min(after[i] for i in mine)
+        waits_s = min(before[i] for i in mine) + (0.0 if split else min(after[i] for i in mine))
         found.append(Bound(waits_s + own_s, f"{devices[d].name} compute"))
     return found
 

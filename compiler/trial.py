@@ -20,6 +20,7 @@ from ..passes.mesh import Mesh
 from ..passes.opgraph import OpGraph
 from ..passes.partition import Partition
 from ..passes.schedule_pipeline import evaluation_programs
+from ..passes.schedule_zero_bubble import ScheduleZeroBubble
 from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
 from ..runtime.hardware import Hardware
 from ..runtime.program import Program
@@ -74,7 +75,8 @@ class Started:
         """What the simulated step will at least be; 0 where there are several lanes."""
         if self.draft.lanes:
             return Bound(0.0, "nothing")
-        return lower_bound(self.draft, swap=any(getattr(p, "swap", False) for p in self.todo), tier=self.tier)
+        split = any(isinstance(p, ScheduleZeroBubble) for p in self.todo)
+        return lower_bound(self.draft, any(getattr(p, "swap", False) for p in self.todo), self.tier, split)
 
     @property
     def tier(self) -> str | None:

@@ -121,7 +121,8 @@ def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> N
     bench = Bench(graph, MACHINES[machine](), Options(micro_batches=4))
     count = 0
     for cut in list(partitions(bench.base)):
-        for schedule, swap in (("schedule-pipeline", False), ("schedule-1f1b", False), ("schedule-pipeline", True)):
+        tried = [(f"schedule-{name}", False) for name in ("pipeline", "1f1b", "interleaved", "zero-bubble")]
+        for schedule, swap in (*tried, ("schedule-pipeline", True)):
             recipe = Recipe(cut, mappings(bench.hardware)[0], schedule, swap)
             try:
                 started = bench.start(recipe.line)

@@ -26,6 +26,7 @@ from penstock.passes.mapping import Mapping
 from penstock.passes.opgraph import OpGraph
 from penstock.passes.partition import Partition
 from penstock.passes.partition_balanced import PartitionBalanced
+from penstock.passes.schedule_interleaved import ScheduleInterleaved
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.verify import verify
 from penstock.tests.passes.running import assert_trains_like_eager
@@ -100,7 +101,10 @@ def random_draft(draw: random.Random, graph: OpGraph, blocks: list[Block], made:
     made["hardware"] = [(d.root_complex, d.memory_bytes) for d in draft.hardware.devices]
     made["micro_batches"] = draft.options.micro_batches
     place_stages(draw, draft, made)
-    schedule = draw.choice(schedules())()
+    goes_round = len(draft.devices) >= 2 * draft.hardware.num_devices and draft.devices == [
+        i % draft.hardware.num_devices for i in range(len(draft.devices))
+    ]
+    schedule = draw.choice([kind for kind in schedules() if goes_round or kind is not ScheduleInterleaved])()
     schedule.rewrite(draft, schedule.plan(draft))
     made[schedule.name] = ""
     choose_tiers(draw, draft, made)
