@@ -25,6 +25,7 @@ from rich.console import Console
 
 from ..runtime.checkpoint import find_latest
 from ..runtime.errors import CheckpointError, PenstockError, PlanError
+from ..runtime.torchrun import TorchrunDriver
 from ..runtime.units import format_seconds
 from .data import (
     Codec,
@@ -43,6 +44,7 @@ from .models import NamedModel, find_model
 from .progress import StepScreen, memory_text
 from .sampler import RankSampler
 
+ECHO_S = 2.0  # in which torchrun's own signal follows the terminal's
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -96,11 +98,12 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
         options.remember(options.out / "programs")
     result = TrainResult()
     try:
-        with job, interruptible() as stop:
+        with job:
             sampler = _begin(options, task, job, screen)
             if not options.resume:
                 result.before = evaluate(job, task, options.batch, screen, "before training")
-            _steps(options, task, job, screen, sampler, result, stop)
+            with interruptible() as stop:
+                _steps(options, task, job, screen, sampler, result, stop)
             if not result.interrupted:
                 result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps")
                 _save_model(options, task, job, screen)
@@ -295,16 +298,26 @@ def _say_how_to_resume(options: TrainOptions, screen: Console) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt."""
+    """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt.
+
+    torchrun passes on what the terminal has sent to its ranks already: there, what comes at once is not a second one.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may take signals
         return
 
+    echo_s = ECHO_S if TorchrunDriver.is_present() else 0.0
+    first_s = 0.0
+
     def take(number: int, frame: object) -> None:
-        if stop.is_set():
+        nonlocal first_s
+        if stop.is_set() and time.monotonic() > first_s + echo_s:
             raise KeyboardInterrupt
+        if stop.is_set():
+            return
         stop.set()
+        first_s = time.monotonic()
         os.write(2, b"\nstopping behind this step; once more stops at once\n")  # printing is not safe in a handler
 
     before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
