@@ -71,6 +71,7 @@ def build_session(
     link = None
     if interface.world_size > 1:
         assert store is not None
+        sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
         link = Link(
             store,
             index,
