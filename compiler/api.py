@@ -74,7 +74,8 @@ def compile(
     """Plan the training of `model` on `hardware` and print the program of every device.
 
     model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
-    hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine.
+    hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine; under torchrun those
+        of all ranks, which must all call this: the first one plans, the others carry its plan out.
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: what

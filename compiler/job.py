@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime import pretrained
+from ..runtime import durable, pretrained
 from ..runtime.checkpoint import open_checkpoint
 from ..runtime.device_file import device_file_name
 from ..runtime.drivers import Driver, loaded_names
-from ..runtime.errors import BatchError, NonFiniteLoss, PlanError, WorkerError
+from ..runtime.errors import BatchError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ..runtime.fleet import place_of
 from ..runtime.job_setup import Setup
 from ..runtime.launcher import start_driver
@@ -28,13 +28,22 @@ from ..runtime.program import Program
 from ..runtime.rehearse import rehearse
 from ..runtime.rng_state import restore_rng_state
 from ..runtime.simulate import simulate
+from ..runtime.stragglers import Straggler, find_stragglers
 from ..runtime.timeline import Timeline
 from ..runtime.torchrun import TorchrunDriver
 from ..runtime.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
 from .batch import BatchShape
 from .feed import Feed
 from .folder import Folder
-from .job_state import Held, load_checkpoint, save_checkpoint, stage_states, state_dict_of, sync_model
+from .job_state import (
+    Held,
+    load_checkpoint,
+    require_one_checkpoint,
+    save_checkpoint,
+    stage_states,
+    state_dict_of,
+    sync_model,
+)
 from .launch import own_device, require_machine
 from .report import explain
 from .sampler import RankSampler
@@ -223,6 +232,11 @@ class Job:
         """The last step as measured."""
         return self.driver.timeline()
 
+    def stragglers(self) -> list[Straggler]:
+        """The devices that held up the last step, the costliest first: slower than their equals, or than the plan lets
+        one expect. Under torchrun all ranks must call it."""
+        return find_stragglers(self.timeline(), self.programs, self.hardware, precision=self.plan.precision)
+
     @property
     def driver(self) -> Driver:
         """The running devices; at the first use they are started and given their weights.
@@ -254,12 +268,16 @@ class Job:
     def _start(self) -> Driver:
         """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine is not what the
         plan is for: too few GPUs, too little DRAM, no directory for files."""
-        require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
+        refused: PenstockError | None = None
+        try:
+            require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
+        except HardwareError as error:
+            refused = error
         if self._directory is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
             self._directory = self.folder.write(self._scratch.name)
         self.step_count, self.last = 0, None
-        return start_driver(self._setup(self._directory))
+        return start_driver(self._setup(self._directory), refused)
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -338,13 +356,16 @@ class Job:
         found = self._feed.state(data or {})
         return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, found)
 
-    def resume(self, directory: str | Path) -> dict[str, Any]:
-        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`.
+    def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
+        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`. With
+        `missing_ok` a script begins anew where nothing was saved yet: then nothing is done, and the result is empty.
 
         Also behind an error or `close`: the devices are then started again. A checkpoint that is damaged or of another
         model raises `CheckpointError`; where that shows only while devices read it, they need a whole one before they
         can go on.
         """
+        if missing_ok and not self._any_has(directory):
+            return {}
         found = open_checkpoint(directory)
         found.require(*self.folder.interface.stages.values())
         if self._broken or (self._driver is not None and self._driver.closed):
@@ -353,11 +374,18 @@ class Job:
             self._driver = self._start()
         self._broken, self._ended = "", False
         with self._breaking():
+            require_one_checkpoint(self._driver, found)
             load_checkpoint(self._driver, self.folder.interface, found, directory)
         restore_rng_state(dict(found.progress.rng))
         self.step_count = found.progress.step
         self._feed.load(found.progress.data)
         return dict(found.progress.data)
+
+    def _any_has(self, directory: str | Path) -> bool:
+        """Whether a checkpoint of that name is there, seen from any rank: one that does not see it must not begin anew
+        while others go on."""
+        here = durable.locate(directory) is not None
+        return any(self.driver.gather(here)) if TorchrunDriver.is_present() else here
 
     def close(self) -> None:
         """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.

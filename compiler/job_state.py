@@ -16,6 +16,7 @@ from ..runtime import checkpoint
 from ..runtime.checkpoint import Checkpoint
 from ..runtime.commands import Tensors, pack_state, unpack_state
 from ..runtime.drivers import Driver
+from ..runtime.errors import CheckpointError
 from ..runtime.model_names import named_tensors
 from ..runtime.plain_json import encode
 from ..runtime.program import Interface, StageSpec
@@ -141,6 +142,17 @@ def _progress(
         "data": dict(data),
         "rng": rng_state(),
     }
+
+
+def require_one_checkpoint(driver: Driver, found: Checkpoint) -> None:
+    """Raise `CheckpointError` where ranks see different checkpoints under one name, as on disks that are not shared."""
+    steps = driver.gather([found.progress.step, found.fingerprint])
+    if len({tuple(row) for row in steps}) > 1:
+        told = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(steps))
+        raise CheckpointError(
+            f"{found.path}: the ranks see different checkpoints of this name ({told}); it must lie in a directory that "
+            "all hosts share"
+        )
 
 
 def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:

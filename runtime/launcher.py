@@ -44,13 +44,16 @@ LOG_TAIL_BYTES = 4000
 RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no longer agree on anything
 
 
-def start_driver(setup: Setup) -> Driver:
+def start_driver(setup: Setup, refused: PenstockError | None = None) -> Driver:
     """The driver that fits: in this process, this rank of a torchrun, or local workers; these also for one device whose
-    streams share a link that is held down.
+    streams share a link that is held down. `refused`: why this process cannot run its part; that is raised, under
+    torchrun on all ranks.
 
     Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size; `HardwareError`
     where the document promises an order of fetches that nobody keeps here.
     """
+    if refused is not None and not TorchrunDriver.is_present():
+        raise refused
     hardware = setup.hardware
     ordered = hardware.num_devices > 1 and any(host.ordered_fetches for host in hardware.hosts)
     on_gpus = all(device.kind == "cuda" for device in hardware.devices) and not TorchrunDriver.is_present()
@@ -61,7 +64,7 @@ def start_driver(setup: Setup) -> Driver:
             "hardware.with_(ordered_fetches=False)"
         )
     if TorchrunDriver.is_present():
-        return TorchrunDriver(setup)
+        return TorchrunDriver(setup, refused)
     if setup.interface.world_size == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
         return InProcessDriver(setup)
     return LocalWorkers(setup)

@@ -109,7 +109,7 @@ class Ranks:
         except BaseException:
             self._asker.close()
             raise
-        self.store = dist.PrefixStore(room, another_connection(store))  # for the connections between the devices
+        self.store = dist.PrefixStore(room, store)  # for the connections between the devices
         self._room = room
         self._watch = StoreThread(dist.PrefixStore(room, another_connection(store)), self._look_around, POLL_S)
 

@@ -44,7 +44,7 @@ class TorchrunDriver(Driver):
     `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
     """
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, refused: PenstockError | None = None):
         super().__init__(setup)
         self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         devices = setup.interface.world_size
@@ -69,16 +69,19 @@ class TorchrunDriver(Driver):
         atexit.register(self._at_exit)
         try:
             agree(self.ranks, setup)
-            self._set_up()
+            self._set_up(refused)
         except BaseException:
             self.close()
             raise
 
-    def _set_up(self) -> None:
+    def _set_up(self, refused: PenstockError | None) -> None:
         """The session of this rank's device, connected to all others; an error of any rank is everybody's."""
         local = int(os.environ.get("LOCAL_RANK", "0"))
         hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
         failure: dict[str, Any] | None = None
+        with self._together():
+            reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
+        self._raise_first(reasons)
         with self._together():
             try:
                 own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
@@ -86,9 +89,14 @@ class TorchrunDriver(Driver):
             except Exception as error:
                 failure = describe_error(error, None)
             rows = self.ranks.exchange(failure)
-        wrong = [(rank, row) for rank, row in enumerate(rows) if row is not None]
-        if wrong:  # one that could not connect may only have missed the one that failed by itself
-            raise self._error_of(*min(wrong, key=lambda row: row[1]["type"] in ("RuntimeError", "DistStoreError")))
+        self._raise_first(rows)
+
+    def _raise_first(self, failures: list[dict[str, Any] | None]) -> None:
+        """Raise what stops a rank: one that could not connect may only have missed another that failed by itself."""
+        wrong = [(rank, row) for rank, row in enumerate(failures) if row is not None]
+        if wrong:
+            rank, row = min(wrong, key=lambda each: each[1]["type"] in ("RuntimeError", "DistStoreError"))
+            raise self._error_of(rank, {**row, "message": f"{self.ranks.members[rank]}: {row['message']}"})
 
     @property
     def session(self) -> DeviceSession:
