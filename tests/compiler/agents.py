@@ -56,7 +56,8 @@ class Agents:
             time.sleep(0.02)
 
     def output(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.glob("agent*.log")))[-4000:]
+        """What all agents and ranks have printed."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("agent*.log")))
 
 
 @contextmanager
@@ -69,7 +70,8 @@ def agents(
     hosts: TwoHosts | None = None,
     options: Sequence[str] = (),
 ) -> Iterator[Agents]:
-    """Start `script` folder *words under so many agents; they, and their ranks, are gone behind it.
+    """Start `script` *words under so many agents, `SCRIPT` with the folder before them; they, and their ranks, are gone
+    behind it. The first agent holds the store.
 
     `hosts`: each agent in a namespace of its own. `options`: more for torchrun, in place of `--nnodes` if it is there.
     """
@@ -84,9 +86,9 @@ def agents(
             where = LOOPBACK if hosts is None else hosts.addresses[node]
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test", f"--local-addr={where}"]
-            command += ["--rdzv-conf=join_timeout=60,last_call_timeout=1"]
+            command += [f"--rdzv-conf=join_timeout=100,last_call_timeout=1,keep_alive_interval=1,is_host={node == 0}"]
             command += [f"--nnodes={nodes}"] * (not any(o.startswith("--nnodes") for o in options)) + list(options)
-            command += [str(script), str(folder), *words]
+            command += [str(script), *([str(folder)] if script == SCRIPT else []), *words]
             environment = worker_environment(1)
             with open(folder / f"agent{node}.log", "ab") as log:
                 common: dict[str, Any] = {"stdout": log, "stderr": log}

@@ -20,6 +20,7 @@ from penstock.runtime.launcher import worker_environment
 from penstock.tests.compiler.agents import LOOPBACK, SCRIPT, agents, end_all, free_port, is_gone
 
 pytestmark = pytest.mark.multi
+ELASTIC = Path(__file__).resolve().parents[2] / "examples" / "finetune_elastic.py"
 SILENT_S = 8.0  # what ranks are told to wait for each other
 SEARCH_S = 10.0  # and this for who is to blame, and to end
 BUSY = 3.0  # on a machine that does other things, everything takes longer
@@ -180,6 +181,43 @@ def test_ranks_started_by_hand_train_and_one_that_does_not_come_is_named(tmp_pat
     assert done.returncode == 1
     error = json.loads((tmp_path / "rank0.json").read_text())["error"]
     assert "has waited 3 s" in error and "for 2 ranks: rank 1 did not come" in error
+
+
+# --- other numbers of ranks
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+    """Of four agents one is lost with its rank; torchrun starts the others' ranks again, which go on from what was
+    saved. No sample is left out or comes twice, and the losses are those of a run that nothing has interrupted."""
+    words = ["--out", str(tmp_path / "out"), "--steps", "30", "--timeout", "20"]
+    options = ["--nnodes=2:4", "--max-restarts=3"]
+    with agents(tmp_path, *words, nodes=4, per_node=1, script=ELASTIC, options=options) as running:
+        deadline_s = time.monotonic() + 240
+        while "step 12 of 30 on 4 ranks" not in running.output():
+            assert time.monotonic() < deadline_s, running.output()[-4000:]
+            time.sleep(0.02)
+        end_all(running.processes.pop(2))
+        assert running.wait(280) == [0, 0, 0], running.output()[-4000:]
+        rows = steps_of(running.output())
+    whole = subprocess.run(
+        [sys.executable, str(ELASTIC), "--out", str(tmp_path / "whole"), "--steps", "30"],
+        env=worker_environment(1), capture_output=True, text=True, timeout=280, check=True,
+    )  # fmt: skip
+    expected = {step: (loss, position) for step, _, loss, position in steps_of(whole.stdout)}
+    last_on_four = max(step for step, ranks, _, _ in rows if ranks == 4)
+    again = [step for step, ranks, _, _ in rows if ranks == 3]
+    assert again == list(range(again[0], 31))  # each once, up to the end
+    assert (again[0] - 1) % 5 == 0 and again[0] <= last_on_four + 1  # from a checkpoint
+    for step, _, loss, position in rows:
+        assert position == 24 * step == expected[step][1]
+        assert loss == pytest.approx(expected[step][0], rel=2e-4)
+
+
+def steps_of(text: str) -> list[tuple[int, int, float, int]]:
+    """Step, ranks, loss and position of each line that tells of a step."""
+    found = re.findall(r"step (\d+) of \d+ on (\d+) ranks: loss ([\d.]+), samples up to (\d+)", text)
+    return [(int(step), int(ranks), float(loss), int(position)) for step, ranks, loss, position in found]
 
 
 # --- two hosts
