@@ -8,7 +8,7 @@ from torch import fx
 
 from ..runtime import ops
 from ..runtime.memory import homes_of, profile_memory
-from ..runtime.program import Program, infer_all, place_frees
+from ..runtime.program import Program, place_frees
 from .base import Sharding
 from .gradient_sums import sum_gradients
 from .insert_fetch import hand_over, phases
@@ -24,8 +24,8 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
     shards: dict[str, fx.Node] = {}
     with graph.inserting_after(program.batch):
         for stage, node in reversed(list(residents.items()) if sharding.tier == ops.DEVICE else ()):
-            shards[stage] = graph.call_function(ops.resident, (f"{stage}.weights",), {"group": ops.SHARDS})
-            shards[stage].name = f"{node.name}_shard"
+            names = [f"{node.name}_shard"]
+            (shards[stage],) = program.emit(ops.resident, f"{stage}.weights", group=ops.SHARDS, names=names)
     whole: set[str] = set()  # stages that are there until their last phase
     again: Counter[tuple[str, str]] = Counter()
     for i, phase in enumerate(order):
@@ -41,30 +41,27 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         number = again[phase.stage, phase.kind]
         name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
         name += f"_{number}" if number > 1 else ""
-        hand_over(order, i, _gather(graph, place, phase.stage, name, sharding, shards.get(phase.stage)))
+        hand_over(order, i, _gather(program, place, phase.stage, name, sharding, shards.get(phase.stage)))
     for node in residents.values():
         graph.erase_node(node)
-    infer_all(program)
     place_frees(program)
 
 
 def _gather(
-    graph: fx.Graph, place: fx.Node, stage: str, name: str, sharding: Sharding, shard: fx.Node | None
+    program: Program, place: fx.Node, stage: str, name: str, sharding: Sharding, shard: fx.Node | None
 ) -> fx.Node:
     how = {"hierarchical": True} if sharding.hierarchical else {}
-    with graph.inserting_before(place):
+    with program.graph.inserting_before(place):
         if shard is None:
-            shard = graph.call_function(ops.fetch, (f"{stage}.weights",), {"group": ops.SHARDS})
-            shard.name = f"{name}_shard"
-        gathered = graph.call_function(ops.all_gather, (shard,), {"group": ops.SHARDS, **how})
+            (shard,) = program.emit(ops.fetch, f"{stage}.weights", group=ops.SHARDS, names=[f"{name}_shard"])
+        (gathered,) = program.emit(ops.all_gather, shard, group=ops.SHARDS, **how)
     gathered.name = name
     return gathered
 
 
-def peak_bytes(program: Program, every: str) -> int:
+def peak_bytes(trial: Program, every: str) -> int:
     """Of device memory, of a program on shards once its gradients are summed in this way, and used: those of shards on
-    the device at the end, others as soon as they can be offloaded."""
-    trial = program.copy()
+    the device at the end, others as soon as they can be offloaded. The program is used up."""
     sum_gradients(trial, every)
     results = trial.results()
     grads = results.pop("grads", [])
@@ -75,6 +72,5 @@ def peak_bytes(program: Program, every: str) -> int:
             stage = str(value.meta["type"].stage)
             if homes[stage].weights == ops.DEVICE:
                 trial.emit(ops.step, stage, value)
-    infer_all(trial)
     place_frees(trial)
     return profile_memory(trial).peak_bytes[ops.DEVICE]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..runtime import ops
-from ..runtime.program import Program, infer_all, place_frees
+from ..runtime.program import Program, place_frees
 
 STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
 WAYS = (STEP, TWO_HOP, MICRO_BATCH)
@@ -25,7 +25,6 @@ def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> N
         sum_once(program, g, **how) if every == STEP else _sum_each(program, g, every, **how) for g in grads
     ]
     program.returns(results)
-    infer_all(program)
     place_frees(program)
 
 

@@ -15,14 +15,17 @@ are tied across stages are cut alike, so their gradients are added shard by shar
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from ..runtime import ops
 from ..runtime.errors import PassError
 from ..runtime.exchange import seats_of
 from ..runtime.fleet import members_of
+from ..runtime.memory import Home, bytes_of_homes
 from .alike import look, once
 from .base import Draft, Pass, Sharding
 from .gathering import gather_weights, peak_bytes
@@ -134,46 +137,59 @@ class _Room:
         self.draft = draft
         # Where two hops are to come, they need not hold all gradients; else the sums are taken once.
         self.every = TWO_HOP if "insert-two-hop" in draft.to_come else STEP
-        self.known: dict[Hashable, bool] = {}
+        self.specs = [[s.spec for s in draft.stages_on(program.device)] for program in draft.programs]
+        self.looks = [look(program, specs) for program, specs in zip(draft.programs, self.specs)]
+        self.budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
+        self.known: dict[Hashable, int] = {}
 
-    def fits(self, sharding: Sharding) -> bool:
-        return all(self._fits_one(number, sharding) for number in range(len(self.draft.programs)))
+    def spare_bytes(self, sharding: Sharding) -> int:
+        """Of the device that has the least left; below 0 where it does not fit."""
+        return min(budget - self._peak(number, sharding) for number, budget in enumerate(self.budgets))
 
-    def _fits_one(self, number: int, sharding: Sharding) -> bool:
-        program = self.draft.programs[number]
-        specs = [stage.spec for stage in self.draft.stages_on(program.device)]
-        budget = self.draft.hardware.devices[program.device].budget_bytes
-        held = tuple(i for i, spec in enumerate(specs) if spec.name in sharding.held)
-        key = (look(program, specs), budget, held, replace(sharding, held=()))
+    def _peak(self, number: int, sharding: Sharding) -> int:
+        held = tuple(i for i, spec in enumerate(self.specs[number]) if spec.name in sharding.held)
 
-        def try_it() -> bool:
-            trial = program.copy()
+        def of_trial() -> int:
+            trial = self.draft.programs[number].copy()
             gather_weights(trial, sharding)
-            return peak_bytes(trial, self.every) <= budget
+            return peak_bytes(trial, self.every)
 
-        return once(self.known, key, try_it)
+        return once(self.known, (self.looks[number], held, replace(sharding, held=())), of_trial)
 
     def earliest(self, sharding: Sharding) -> Sharding | None:
         """As far ahead as fits; None where it does not fit even without looking ahead."""
+        if sharding.tier == ops.DEVICE and any(self._lasting(i) > budget for i, budget in enumerate(self.budgets)):
+            return None  # seen without a trial
         tries = (replace(sharding, ahead=ahead) for ahead in range(sharding.ahead, -1, -1))
-        return next((s for s in tries if self.fits(s)), None)
+        return next((s for s in tries if self.spare_bytes(s) >= 0), None)
+
+    def _lasting(self, number: int) -> int:
+        """What a device keeps of its stages across steps, where their shards lie on it."""
+        face = self.draft.programs[number].interface
+        homes = {spec.name: Home(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
+        return bytes_of_homes(face, homes).total(ops.DEVICE)
 
     def holding(self, sharding: Sharding) -> Sharding:
         """With as many stages whole for all micro-batches as fit: of each device the last first, which is back soonest
         and lets the others take turns."""
-        rows = [[s.spec.name for s in self.draft.stages_on(p.device) if s.spec.params] for p in self.draft.programs]
-        most = max(len(row) for row in rows)
+        rows = [[spec for spec in specs if spec.params] for specs in self.specs]
 
         def held(count: int) -> Sharding:
-            return replace(sharding, held=tuple(name for row in rows for name in row[max(0, len(row) - count) :]))
+            return replace(sharding, held=tuple(s.name for row in rows for s in row[max(0, len(row) - count) :]))
 
-        return held(_most(most, lambda count: self.fits(held(count))))
+        # A stage that stays takes its own bytes, once the places are full that others had in turn.
+        turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)
+        room = self.spare_bytes(sharding) + turns
+        longest = max(len(row) for row in rows)
+        limits = [bisect_right([*accumulate(s.weight_bytes for s in reversed(row))], room) for row in rows]
+        most = min((limit for limit, row in zip(limits, rows) if limit < len(row)), default=longest)
+        return held(_most(most, lambda count: self.spare_bytes(held(count)) >= 0))
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits; 0 does."""
-    low, high = 0, most
+    """The largest count up to `most` that fits; 0 does. `most` is likely to be it."""
+    low, high, middle = 0, most, most
     while low < high:
-        middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        middle = (low + high + 1) // 2
     return low

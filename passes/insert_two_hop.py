@@ -46,7 +46,7 @@ class InsertTwoHop(Pass):
         if self.every != AUTO:
             return self.every
         budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
-        fits = all(peak_bytes(program, STEP) <= budget for program, budget in zip(draft.programs, budgets))
+        fits = all(peak_bytes(program.copy(), STEP) <= budget for program, budget in zip(draft.programs, budgets))
         return STEP if fits else TWO_HOP
 
     def rewrite(self, draft: Draft, every: str) -> None:
