@@ -32,8 +32,12 @@ from .program import Program
 from .ranks import Failure, Ranks, Told, plain_error
 from .session import DeviceSession, StepResult, check_batch
 from .store_thread import Waited, connect_store
+from .timeline import Span
 from .worker import build_session, describe_error
 
+# Commands by what a script has called.
+CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
+CALLS |= {"read_shard": "resume", "load_counters": "resume", "stage_state": "state_dict or save", "counters": "save"}
 STUCK_S = 20.0  # behind another rank's failure, until what still blocks this one is given up with the process
 
 
@@ -126,8 +130,8 @@ class TorchrunDriver(Driver):
                 told = describe_error(error, self.session)
                 mine = {"error": {**told, "message": f"{self._own_name}: {told['message']}"}}
             mine = {**mine, "tensors": _rows_of(found)}
+        header = self._exchange(CALLS.get(command, command), mine)[device]
         with self._together():
-            header = self.ranks.exchange(mine)[device]
             if "error" not in header:
                 return header, self._spread(found, header.pop("tensors"), device)
         raise self._error_of(device, header["error"])
@@ -150,9 +154,7 @@ class TorchrunDriver(Driver):
         return found
 
     def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
-        with self._together():
-            mine = {"what": what, "kind": kind, "refused": None if refused is None else str(refused)}
-            rows = self.ranks.exchange(mine)
+        rows = self._exchange(what, {"kind": kind, "refused": None if refused is None else str(refused)})
         said = [f"rank {rank}: {row['refused']}" for rank, row in enumerate(rows) if row["refused"]]
         kinds = {row["kind"]: f"rank {rank} was given {row['kind']}" for rank, row in enumerate(rows) if row["kind"]}
         if not said and len(kinds) > 1:
@@ -164,8 +166,23 @@ class TorchrunDriver(Driver):
     def gather(self, value: Any) -> list[Any]:
         """As everywhere, but all ranks must call it."""
         self._require_open()
+        return self._exchange("gather", value)
+
+    def _exchange(self, what: str, mine: Any) -> list[Any]:
+        """What every rank gives for the same call. Raises `BatchError` on all ranks where they are at different ones:
+        the data of one has ended before that of the others."""
         with self._together():
-            return self.ranks.exchange(value)
+            rows = self.ranks.exchange({"what": what, "given": mine})
+        calls: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            calls.setdefault(row.get("what", "step"), []).append(rank)
+        if len(calls) > 1:
+            where = ", ".join(f"`{call}` on rank {', '.join(map(str, who))}" for call, who in calls.items())
+            raise BatchError(
+                f"the ranks make different calls: {where}. All make the same in the same order, also as many steps; "
+                "where the data of one rank ends earlier, cut the others' (job.sampler gives all as many batches)"
+            )
+        return [row["given"] for row in rows]
 
     def _own_programs(self) -> list[dict[str, Program]]:
         return [self.setup.roles[place_of(self.setup.interface, self.rank)[1]]]
@@ -193,6 +210,19 @@ class TorchrunDriver(Driver):
                         values.setdefault(key.rpartition(" ")[0], []).append(given[key])
                 results.append(own if rank == self.rank else StepResult(values, other["report"]))
         return results
+
+    def _spans(self) -> list[Span]:
+        """Hosts have clocks of their own: spans are moved by what the first rank of a host has found to lie between."""
+        own = [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in self.session.spans]
+        with self._together():
+            rows = self.ranks.exchange(own)
+        found = []
+        for spans, member in zip(rows, self.ranks.members, strict=True):
+            of_host = next(other for other in self.ranks.members if other.node == member.node)
+            ahead_s = of_host.clock_s - self.ranks.members[0].clock_s
+            for device, stream, op, text, start_s, end_s in spans:
+                found.append(Span(device, stream, op, text, start_s + ahead_s, end_s + ahead_s))
+        return found
 
     # --- failures
 

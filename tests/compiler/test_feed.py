@@ -31,7 +31,7 @@ def torchrun(ranks: int, folder: Path, steps: int, *words: str) -> list[dict[str
 
 @pytest.mark.multi
 def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tmp_path: Path) -> None:
-    first, second = torchrun(2, tmp_path, 4, "uneven", "save", "again")
+    first, second = torchrun(2, tmp_path, 4, "uneven", "early", "save", "again")
     for found in first, second:
         assert found["losses"] == found["again"] == first["losses"]
         assert found["weights"] == found["weights again"] == first["weights"]
@@ -49,6 +49,8 @@ def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tm
     assert first["uneven"] == second["uneven"]
     assert "rank 1: batch['x'] is torch.float32[3, 4], compiled for torch.float32[8, 4]" in first["uneven"]
     assert "allowed are 8 rows, or the 4 of this rank's lane" in first["uneven"]
+    assert first["early"] == second["early"]
+    assert "different calls: `step` on rank 0, `save` on rank 1." in first["early"]
     assert first["evaluated"] == second["evaluated"]
 
 
