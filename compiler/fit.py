@@ -45,13 +45,13 @@ def _budget_bytes(hardware: Hardware, memory: str) -> int:
 def check_lasting(draft: Draft) -> None:
     """Raise `DoesNotFit` where what stages keep across steps exceeds their hosts' DRAM, before any program exists.
 
-    A lower bound, for stages of one device each and plans without SSDs: a device whose stages do not fit together has
-    all of them in DRAM.
+    A lower bound, for stages of one device each, or its part of them where lanes share them, and plans without SSDs: a
+    device whose stages do not fit together has all of them in DRAM.
     """
     hardware = draft.hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for index, device in enumerate(hardware.devices):
-        own = [stage.spec for stage, at in zip(draft.stages, draft.devices) if at == index]
+        own = [stage.spec.shard(draft.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
         if sum(lasting_bytes(draft.options, spec) + spec.grad_bytes for spec in own) > device.budget_bytes:
             for spec in own:
                 for what, num_bytes in lasting_parts(draft.options, spec).items():
