@@ -27,17 +27,16 @@ from penstock.tests.compiler.fleet_matrix import (
     outcome_of,
 )
 
-LEAST = 60  # combinations that must train
+LEAST = 60  # combinations that must train, of each model
 
 # A few of each kind: (model, depth, shards, schedule, tier, precision).
 SOME = [
-    Combination("gpt2", 2, 2, "schedule-pipeline", "dram", "fp32"),
     Combination("gpt2", 2, 1, "schedule-1f1b", "ssd", "fp32"),
     Combination("gpt2", 1, 2, "schedule-pipeline", "dram", "bf16"),
     Combination("gpt2", 4, 1, "schedule-1f1b", "device", "bf16"),
     Combination("t5", 1, 2, "schedule-1f1b", "dram", "fp32"),
     Combination("t5", 2, 2, "schedule-1f1b", "device", "bf16"),
-    Combination("gpt2", 1, 2, "schedule-pipeline", "ssd", "fp32"),
+    Combination("gpt2", 2, 2, "schedule-zero-bubble", "ssd", "fp32"),
 ]
 
 
@@ -58,13 +57,13 @@ def test_some_train_as_eager(case: Combination) -> None:
 
 
 @pytest.mark.slow
-def test_all_that_are_admitted_train_as_eager() -> None:
-    found = {case: outcome_of(case) for case in combinations()}
+@pytest.mark.parametrize("model", MODELS)
+def test_all_that_are_admitted_train_as_eager(model: str) -> None:
+    found = {case: outcome_of(case) for case in combinations() if case.model == model}
     trained = {case: outcome for case, outcome in found.items() if not outcome.refused}
     print(summary(found))
     assert [case.name for case, outcome in trained.items() if not outcome.is_eagers(case.precision)] == []
     assert len(trained) >= LEAST
-    assert {case.model for case in trained} == set(MODELS)
 
 
 def summary(found: dict[Combination, Outcome]) -> str:
