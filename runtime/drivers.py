@@ -112,9 +112,13 @@ class Driver:
 
     def timeline(self) -> Timeline:
         """What ran when in the last step, on all devices."""
-        rows = [row for i in range(self.setup.interface.world_size) for row in self.call("spans", i)[0]["spans"]]
         names = [device.name for device in self.setup.hardware.devices]
-        return Timeline.from_spans(without_waiting([Span(*row) for row in rows]), names)
+        return Timeline.from_spans(without_waiting(self._spans()), names)
+
+    def _spans(self) -> list[Span]:
+        """Of all devices, on one clock."""
+        rows = [row for i in range(self.setup.interface.world_size) for row in self.call("spans", i)[0]["spans"]]
+        return [Span(*row) for row in rows]
 
     @property
     def is_main(self) -> bool:

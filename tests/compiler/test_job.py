@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,20 @@ def test_bits_do_not_depend_on_an_earlier_run_or_the_scripts_generators() -> Non
             losses.append(job.step(batch))
             assert torch.equal(torch.get_rng_state(), state)
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_device_that_holds_the_others_up_is_named(tmp_path: Path) -> None:
+    """One device's file is edited to compute slowly; local workers and their timeline show it."""
+    model, batch = zoo_case("mlp")
+    hardware = penstock.Hardware.cpu(num_devices=3, memory="64MB")
+    job = penstock.compile(model, hardware, example_inputs=batch, **OPTIONS)
+    folder = job.write(tmp_path / "files")
+    path = folder / "device1.py"
+    text = re.sub(r"( +def forward\(self.*\n)", r"\1        __import__('time').sleep(0.05)\n", path.read_text())
+    path.write_text(text)
+    with penstock.load(folder, model) as slow:
+        for _ in range(2):
+            slow.step(batch)
+        found = slow.stragglers()
+    assert [(row.device, row.stream) for row in found][:1] == [(1, "compute")], found
+    assert found[0].ratio > 2 and found[0].held_up > 0.3 and str(found[0]).startswith("cpu1 took ")
