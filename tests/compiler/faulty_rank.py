@@ -48,6 +48,9 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
     if fault == "versions":
         torch.__version__ = "2.12.0"  # type: ignore[assignment]
         platform.python_version = lambda: "3.10.1"
+    if fault == "slowed":
+        usual = torch.tanh
+        torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
     hardware = penstock.Hardware.cpu(
@@ -104,6 +107,17 @@ def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: li
             job.save(options.folder / "checkpoint", data={"next": step + 1})
 
 
+def after_training(job: penstock.Job, folder: Path) -> dict[str, object]:
+    """What every rank sees of a trained job, whichever device has it."""
+    evaluated = job.evaluate((batch_of(0),))
+    job.sync()
+    job.save_pretrained(folder / "model")
+    weights = job.state_dict()["layers.7.weight"]
+    same = torch.equal(weights, job.model.layers[7].weight)  # type: ignore[union-attr, index, arg-type]
+    shapes = {name: list(value.shape) for name, value in evaluated.items()}
+    return {"evaluated": float(evaluated.loss), "outputs": shapes, "weights": weights.sum().item(), "synced": same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -125,6 +139,10 @@ def main() -> None:
         with compile_job(options, fault) as job:
             began_s = time.time()
             train(job, options, fault, found["losses"])  # type: ignore[arg-type]
+            if options.fault == "slowed":
+                found["stragglers"] = [str(row) for row in job.stragglers()]
+            if options.fault == "none":
+                found |= after_training(job, options.folder)
     except (PenstockError, ValueError) as error:
         found |= {"error": str(error), "type": type(error).__name__}
         raise

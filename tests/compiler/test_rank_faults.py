@@ -183,6 +183,15 @@ def test_ranks_started_by_hand_train_and_one_that_does_not_come_is_named(tmp_pat
     assert "has waited 3 s" in error and "for 2 ranks: rank 1 did not come" in error
 
 
+@pytest.mark.slow
+def test_a_slow_rank_is_named_on_all(tmp_path: Path) -> None:
+    with agents(tmp_path, "slowed", "1", per_node=3) as running:
+        assert running.wait(200) == [0], running.output()[-4000:]
+        found = [row["stragglers"] for row in running.results().values()]
+    assert found == [found[0]] * 3
+    assert found[0][0].startswith("cpu1 took ") and "held up the step by" in found[0][0]
+
+
 # --- other numbers of ranks
 
 
@@ -232,11 +241,15 @@ def test_two_hosts_train_over_the_link_between_them(tmp_path: Path) -> None:
     with two_hosts(rate_bytes_s=10e6) as hosts:
         with agents(tmp_path, "none", "--hosts", "2", nodes=2, per_node=2, hosts=hosts) as running:
             assert running.wait(240) == [0, 0], running.output()
-            losses = running.results()[3]["losses"]
+            found = running.results()
         sent_bytes = hosts.sent_bytes()
     messages_bytes = 6 * 16 * 64 * 4  # of the one boundary between the hosts, in six steps
     assert min(sent_bytes) > messages_bytes
-    assert losses == pytest.approx(whole_run(tmp_path / "whole"), rel=1e-5)
+    assert found[3]["losses"] == pytest.approx(whole_run(tmp_path / "whole"), rel=1e-5)
+    after = [{key: row[key] for key in ("evaluated", "outputs", "weights", "synced")} for row in found.values()]
+    assert after == [after[0]] * 4 and after[0]["synced"]
+    assert [16, 64] in after[0]["outputs"].values()  # the outputs of the whole batch, on ranks without the last stage
+    assert list((tmp_path / "model").glob("*.safetensors"))
 
 
 @pytest.mark.slow
