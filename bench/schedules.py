@@ -26,7 +26,7 @@ from penstock.bench.peers.torch_pipeline import LR, TorchPipeline
 
 TARGET = 1.0
 OURS, BY_HAND, TRACED = "penstock", "torch, stages by hand", "torch, traced"
-LAYER = re.compile(r".*\.(h|block)\.\d+")
+MODULE = re.compile(r".*\.(h|block)\.\d+|.*(ln_f|final_layer_norm|lm_head)")
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> 
 def begins_with(blocks: list[str]) -> str:
     """The module with which a stage begins, for torch's split."""
     names = (name.partition("#")[0] for name in blocks)
-    return next((name for name in names if LAYER.fullmatch(name)), "transformer.ln_f")
+    return next(name for name in names if MODULE.fullmatch(name))
 
 
 def ratios(times_s: dict[str, list[float]]) -> dict[str, float]:

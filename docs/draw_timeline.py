@@ -20,6 +20,7 @@ LANES = ("h2d", "compute", "d2h", "cpu", "comm", "send")  # receiving mirrors th
 LANE_NAMES = {"h2d": "fetch", "d2h": "offload", "cpu": "optimizer"}
 COLOURS = {
     "forward": "#4c8bd6", "backward": "#e0863a", "fetch": "#3f9d64", "offload": "#8d68c9", "step": "#cf4a5c",
+    "backward_input": "#e0863a", "backward_weight": "#b8621b",
     "send": "#8b96a3", "evaluate": "#4c8bd6",
 }  # fmt: skip
 OTHER_COLOUR = "#b9a15a"

@@ -12,7 +12,14 @@ from penstock.runtime import ops, presets
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/planner.md", "docs/reservoir.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/planner.md",
+    "docs/schedules.md",
+    "docs/reservoir.md",
+]
 FILE = re.compile(r"`((?:compiler|passes|codegen|runtime|tests|bench|examples|docs)/[\w./-]*)`")
 
 

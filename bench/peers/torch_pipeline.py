@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +100,38 @@ class TorchPipeline:
         self.close()
 
 
-class Slice(nn.Module):
-    """Blocks `first` to `last` of a GPT-2, with the embeddings in front of the first and the head behind the last."""
+class Embeddings(nn.Module):
+    """Of a GPT-2: its words and their places."""
 
-    def __init__(self, model: nn.Module, first: int, last: int, begins: bool, ends: bool):
+    def __init__(self, words: nn.Module, places: nn.Module):
         super().__init__()
-        body = model.transformer
-        self.embed = nn.ModuleList([body.wte, body.wpe] if begins else [])
-        self.blocks = nn.ModuleList(body.h[first:last])
-        self.head = nn.Sequential(body.ln_f, model.lm_head) if ends else nn.Identity()
+        self.words, self.places = words, places
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.embed):
-            words, places = self.embed
-            x = words(x) + places(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            made = block(x)
+        return self.words(x) + self.places(torch.arange(x.shape[1]))
+
+
+class Slice(nn.Module):
+    """Modules of a GPT-2, one behind the other."""
+
+    def __init__(self, parts: Sequence[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            made = part(x)
             x = made[0] if isinstance(made, tuple) else made
-        return self.head(x)
+        return x
+
+
+def slices(model: nn.Module, splits: Sequence[str]) -> list[Slice]:
+    """A GPT-2 cut in front of these modules."""
+    body = model.transformer
+    layers = {f"transformer.h.{i}": layer for i, layer in enumerate(body.h)}
+    parts = {"": Embeddings(body.wte, body.wpe), **layers, "transformer.ln_f": body.ln_f, "lm_head": model.lm_head}
+    ends = [0, *(list(parts).index(name) for name in splits), len(parts)]
+    return [Slice(list(parts.values())[a:b]) for a, b in pairwise(ends)]
 
 
 def stages_of(setup: Setup, model: nn.Module, inputs: Sequence[torch.Tensor], rank: int) -> list[Any]:
@@ -128,13 +143,8 @@ def stages_of(setup: Setup, model: nn.Module, inputs: Sequence[torch.Tensor], ra
         spec = {name: SplitPoint.BEGINNING for name in setup.splits}
         pipe = pipeline(model, mb_args=tuple(t.chunk(setup.micro_batches)[0] for t in inputs), split_spec=spec)
         return [pipe.build_stage(i, device) for i in range(rank, count, setup.world)]
-    layers = len(model.transformer.h)
-    cuts = [int(name.split(".")[2]) if name.startswith("transformer.h.") else layers for name in setup.splits]
-    ends = [0, *cuts, layers]
-    return [
-        PipelineStage(Slice(model, ends[i], ends[i + 1], i == 0, i == count - 1), i, count, device)
-        for i in range(rank, count, setup.world)
-    ]
+    parts = slices(model, setup.splits)
+    return [PipelineStage(parts[i], i, count, device) for i in range(rank, count, setup.world)]
 
 
 def schedule_of(setup: Setup, stages: list[Any], loss_of: Any) -> Any:
