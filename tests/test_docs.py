@@ -19,6 +19,7 @@ PAGES = [
     "docs/planner.md",
     "docs/schedules.md",
     "docs/reservoir.md",
+    "docs/many_hosts.md",
 ]
 FILE = re.compile(r"`((?:compiler|passes|codegen|runtime|tests|bench|examples|docs)/[\w./-]*)`")
 
