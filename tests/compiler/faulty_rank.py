@@ -48,9 +48,6 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
     if fault == "versions":
         torch.__version__ = "2.12.0"  # type: ignore[assignment]
         platform.python_version = lambda: "3.10.1"
-    if fault == "slowed":
-        usual = torch.tanh
-        torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
     hardware = penstock.Hardware.cpu(
@@ -138,6 +135,9 @@ def main() -> None:
     try:
         with compile_job(options, fault) as job:
             began_s = time.time()
+            if fault == "slowed":  # what its generated file calls
+                usual = torch.tanh
+                torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
             train(job, options, fault, found["losses"])  # type: ignore[arg-type]
             if options.fault == "slowed":
                 found["stragglers"] = [str(row) for row in job.stragglers()]
