@@ -17,12 +17,11 @@ from penstock.passes.insert_fetch import InsertFetch
 from penstock.passes.insert_optimizer import InsertOptimizer
 from penstock.passes.insert_remat import InsertRemat
 from penstock.passes.insert_ssd import InsertSsd
-from penstock.passes.map_everywhere import MapEverywhere
 from penstock.passes.map_round_robin import MapRoundRobin
+from penstock.passes.mesh import Mesh
 from penstock.passes.overlap_optimizer import OverlapOptimizer, written_bytes
 from penstock.passes.partition_balanced import PartitionBalanced
 from penstock.passes.schedule_1f1b import Schedule1F1B
-from penstock.passes.schedule_data_parallel import ScheduleDataParallel
 from penstock.passes.updates import UNCLIPPED, Timing, slots, updates_of, write_updates
 from penstock.runtime import ops
 from penstock.runtime.errors import DoesNotFit, PassError
@@ -212,7 +211,7 @@ def test_one_forward_one_backward() -> None:
 def test_replicas_step_their_own_copies() -> None:
     graph, batches = traced("mlp", dropout=0.0)
     draft = draft_of(graph, machine(2), micro_batches=2)
-    apply(draft, Coarsen(), PartitionBalanced(stages=2), MapEverywhere(), ScheduleDataParallel())
+    apply(draft, Coarsen(), Mesh(), PartitionBalanced(stages=2), MapRoundRobin(), Schedule1F1B())
     names = [s.spec.name for s in draft.stages]
     apply(draft, InsertRemat(), InsertFetch(swap=True), decisions={"rematerialise": names})
     apply(draft, InsertSsd(tier="states"), OverlapOptimizer(), memory=True)
