@@ -6,15 +6,20 @@
   more for the backward; their gradients leave (Mobius eq. 1); what stages send each other is added.
 - The host's optimizer: all parameters of stages that are stepped in DRAM.
 - Its SSDs: what DRAM cannot hold of weights and states is read, and if it is trained written, once a step at least.
+- The network of a host: of what devices in several lanes gather and add up, the part that is not there (MiCS 2.3).
+
+Where lanes share a machine, a lane has its part of it; lanes that share stages each move a piece of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..passes.base import Draft, Options
+from ..passes.mapping import equal_devices
+from ..runtime.fleet import are_alike
 from ..runtime.hardware import Device, Hardware
 from ..runtime.program import StageSpec
 from .fit import lasting_parts
@@ -33,7 +38,10 @@ def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split
     ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: a part of each backward may come behind
     all that waits for the other."""
     specs = [stage.spec for stage in draft.stages]
-    loads = [*_compute(draft, specs, split), *_traffic(draft, specs, swap, tier)]
+    loads = _compute(draft, specs, split)
+    if not draft.lanes or are_alike(draft.whole, draft.lanes):  # else the first lane's part may not be what others have
+        loads += _traffic(draft, specs, swap, tier)
+    loads += _between_hosts(draft, specs)
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -75,7 +83,7 @@ def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
 
 
 def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
-    hardware = draft.hardware
+    hardware, shards = draft.hardware, draft.shards
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host to stages that lie there
 
@@ -88,15 +96,15 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
         if mine and (swap or _lasting_bytes(draft, mine) > device.budget_bytes):
             again = [spec.weight_bytes for spec in mine if spec.rematerialisable and not swap]
             twice = sum(again) - max(again, default=0)
-            move(f"dram{device.host}", device.name, sum(spec.weight_bytes for spec in mine) + twice)
-            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in mine))
+            move(f"dram{device.host}", device.name, (sum(spec.weight_bytes for spec in mine) + twice) / shards)
+            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in mine) / shards)
             swapped[device.host] += mine
     for value_bytes, source, target in _messages(specs, draft.devices):
         move(hardware.devices[source].name, hardware.devices[target].name, value_bytes * draft.options.micro_batches)
     rates = {name: link.bandwidth for name, link in hardware.links().items()}
     found = [Bound(amount / rates[link], link) for link, amount in moved.items()]
     for host, own in swapped.items():
-        count = sum(spec.trained_params for spec in own)
+        count = sum(spec.trained_params for spec in own) / shards
         found.append(Bound(count / hardware.hosts[host].optimizer_params_per_s, f"optimizer of host {host}"))
         if tier is not None and hardware.hosts[host].ssds:
             found.append(_disks(draft, own, host, tier))
@@ -106,9 +114,9 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
     """Reads and writes of a host's SSDs take turns."""
     parts = [(spec, lasting_parts(draft.options, spec)) for spec in specs]
-    frozen = sum(held["weights"] for spec, held in parts if not spec.trained_params)
-    whole = sum(sum(held.values()) for _, held in parts)
-    states = whole - sum(held["weights"] for _, held in parts)
+    frozen = sum(held["weights"] for spec, held in parts if not spec.trained_params) // draft.shards
+    whole = sum(sum(held.values()) for _, held in parts) // draft.shards
+    states = whole - sum(held["weights"] for _, held in parts) // draft.shards
     beyond = max(0, whole - draft.hardware.dram_budget_bytes(host))
     stored = {"auto": beyond, "states": states, "all": whole}[tier]
     written = states if tier == "states" else max(0, stored - frozen)
@@ -124,7 +132,27 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """What a device holds at the end of a step if nothing is swapped."""
     each = each_bytes(draft.options)
-    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs))
+    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.shards)
+
+
+def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+    """What collectives over lanes send from host to host: shards of weights once at least, sums of gradients."""
+    network, lanes, shards = draft.whole.network, draft.lanes, draft.shards
+    if network is None or not lanes:
+        return []
+    host_of = [device.host for device in draft.whole.devices]
+    sent: dict[int, float] = defaultdict(float)  # host to bytes
+    for role in range(len(lanes[0])):
+        mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
+        weights, grads = sum(s.weight_bytes for s in mine), sum(s.grad_bytes for s in mine)
+        column = [host_of[lane[role]] for lane in lanes]
+        groups = [(column[i : i + shards], weights + grads) for i in range(0, len(lanes), shards)]
+        groups += [(column[i::shards], 2 * grads / shards) for i in range(shards)]
+        for hosts, num_bytes in groups:
+            distinct = set(hosts)
+            for host in distinct if len(distinct) > 1 else ():
+                sent[host] += (len(distinct) - 1) / len(distinct) * num_bytes
+    return [Bound(num_bytes / network.bandwidth, f"nic{host}.up") for host, num_bytes in sent.items()]
 
 
 def each_bytes(options: Options) -> float:
@@ -146,14 +174,24 @@ def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[
     return list(found.values())
 
 
+def device_seconds(hardware: Hardware, measured: bool, seconds: Callable[[Device], float]) -> list[float]:
+    """Per device; asked once for equal ones, unless times were `measured`, which are known by a device's name."""
+    groups = [[d] for d in range(hardware.num_devices)] if measured else equal_devices(hardware)
+    found = {d: took_s for members in groups for took_s in [seconds(hardware.devices[members[0]])] for d in members}
+    return [found[d] for d in range(hardware.num_devices)]
+
+
 def machine_bound(draft: Draft) -> Bound:
     """What no plan for this machine and number of micro-batches undercuts: the computation of all blocks, split over
     all devices without a rest, or one micro-batch through all of them on the fastest; of what devices and DRAM together
     cannot hold, the way from SSD and back."""
-    devices, precision, count = draft.hardware.devices, draft.options.precision, draft.options.micro_batches
-    per_device = [
-        sum(sum(stage_seconds(stage.spec, device, precision)) for stage in draft.stages) for device in devices
-    ]
+    hardware, precision = draft.whole, draft.options.precision
+    count = draft.options.micro_batches * max(1, len(draft.lanes))
+    per_device = device_seconds(
+        hardware,
+        any(stage.spec.seconds for stage in draft.stages),
+        lambda device: sum(sum(stage_seconds(stage.spec, device, precision)) for stage in draft.stages),
+    )
     if not all(per_device):
         return Bound(0.0, "nothing")
     shared_s = count / sum(1.0 / seconds for seconds in per_device)
@@ -167,7 +205,7 @@ def machine_bound(draft: Draft) -> Bound:
 
 def _machine_disks(draft: Draft) -> list[Bound]:
     """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
-    hardware, ties, width = draft.hardware, draft.graph.ties(), each_bytes(draft.options)
+    hardware, ties, width = draft.whole, draft.graph.ties(), each_bytes(draft.options)
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:
         return []

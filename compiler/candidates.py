@@ -13,6 +13,7 @@ from ..passes.partition_balanced import PartitionBalanced
 from ..passes.partition_mip import PartitionMip, candidates
 from ..runtime.errors import DoesNotFit, PassError, PlanError
 from ..runtime.hardware import Hardware
+from .layouts import Layout, shared_stages
 from .strategies import PASSES, STRATEGIES
 
 FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
@@ -20,6 +21,9 @@ MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 TO_SSD = "insert-ssd"
 SLOW = "partition-mixed"  # takes longer than all others together, so it comes behind them
+IN_ORDER = ("partition-min-stage", "partition-max-stage")
+ONE_LANE = Layout()
+ONE_F_ONE_B = "schedule-1f1b"
 PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
 
 
@@ -27,7 +31,8 @@ PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
 class Recipe:
     """A pipeline by the passes that candidates differ in. `swap`: weights come from DRAM though they could stay;
     `activations`: each class of them is kept, moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD,
-    and the optimizer runs under the backward pass.
+    and the optimizer runs under the backward pass. `layout`: of the devices as lanes; with shards `swap` means that all
+    is computed again, and `hold` that stages stay whole for all micro-batches as far as there is room.
 
     `named`: a strategy's whole line instead.
     """
@@ -38,29 +43,48 @@ class Recipe:
     swap: bool = False
     activations: bool = False
     reservoir: bool = False
+    layout: Layout = ONE_LANE
+    hold: bool = True
     named: str = ""
 
     @property
     def line(self) -> str:
         if self.named:
             return STRATEGIES.get(self.named, self.named)
+        mesh = [self.layout.text] if self.layout.depth else []
+        parts = ["coarsen", *mesh, self.partition, self.mapping, self.schedule]
+        return ", ".join([*parts, *(self._sharded if self.layout.shards > 1 else self._whole)])
+
+    @property
+    def _whole(self) -> list[str]:
+        """Passes behind the schedule, of stages that no other lane shares."""
         swap = ["swap=true"] if self.swap else []
-        parts = ["coarsen", self.partition, self.mapping, self.schedule]
+        activations = _with_options("insert-remat", swap)
         if self.activations:
-            parts.append(_with_options("choose-activations", [*swap, *([] if self.reservoir else ["tier=none"])]))
-        else:
-            parts.append(_with_options("insert-remat", swap))
+            activations = _with_options("choose-activations", [*swap, *([] if self.reservoir else ["tier=none"])])
         update = ["insert-ssd", "overlap-optimizer"] if self.reservoir else ["insert-optimizer"]
-        return ", ".join((*parts, _with_options("insert-fetch", swap), *update))
+        return [activations, _with_options("insert-fetch", swap), *update]
+
+    @property
+    def _sharded(self) -> list[str]:
+        remat = _with_options("insert-remat", ["always=true"] if self.swap else [])
+        options = [*(["tier=ssd"] if self.reservoir else []), *([] if self.hold else ["hold=false"])]
+        shard = _with_options("insert-shard", options)
+        if self.reservoir:
+            return [remat, shard, "insert-ssd", "overlap-optimizer"]
+        return [remat, shard, "insert-two-hop{every=auto}", "insert-optimizer"]
 
     @property
     def label(self) -> str:
         """For the table of rivals: what is usual is left out."""
         if self.named:
             return self.named
-        usual = self.schedule == PLAIN[2]
-        parts = [self.partition, self.mapping, *([] if usual else [self.schedule]), *(["swapped"] if self.swap else [])]
+        parts = [self.layout.text] if self.layout.depth else []
+        parts += [self.partition, *([] if self.layout.depth == 1 else [self.mapping])]
+        parts += [] if self.schedule == PLAIN[2] else [self.schedule]
+        parts += [("all computed again" if self.layout.shards > 1 else "swapped")] if self.swap else []
         parts += ["activations chosen"] if self.activations else []
+        parts += [] if self.hold else ["none held"]
         return ", ".join([*parts, *(["reservoir"] if self.reservoir else [])])
 
     @property
@@ -130,9 +154,25 @@ def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
     return found
 
 
+def lane_scouts(draft: Draft, base: Recipe) -> list[Recipe]:
+    """Cheap candidates for a layout of several lanes: the fewest stages, or where lanes share them so many that one is
+    a small part of a device; a pipeline by 1F1B, a single device stage by stage, which gathers or fetches each once."""
+    fewest, blocks = stage_counts(draft, base.activations)[0], len(draft.blocks)
+    schedule = ONE_F_ONE_B if base.layout.depth > 1 else PLAIN[2]
+    if base.layout.shards > 1:
+        cuts = [balanced(min(blocks, max(fewest, shared_stages(base.layout))), base)]
+        return [base.but(partition=cut, schedule=schedule, hold=False) for cut in cuts]
+    cuts = [balanced(fewest, base)]
+    cuts += [balanced(blocks, base)] if base.layout.depth == 1 and 1 < fewest < blocks else []
+    return [base.but(partition=cut, schedule=schedule) for cut in cuts]
+
+
 def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
-    """Every registered partitioner; balanced ones also in other orders of unequal devices."""
+    """Every registered partitioner; balanced ones also in other orders of unequal devices. Of stages that lanes share
+    only cuts in order: what comes from where is not as the others reckon."""
     for name, kind in PASSES.items():
+        if base.layout.shards > 1 and name not in IN_ORDER:
+            continue
         if kind.decides == "stages" and kind is not PartitionBalanced:
             can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
             yield _with_options(name, ["inputs_leave=true"] if base.activations and can_leave else [])
@@ -174,6 +214,7 @@ def mappings(hardware: Hardware) -> list[str]:
     return sorted(names, key=lambda name: name != first)
 
 
-def schedules() -> list[str]:
-    """Those that run stages on the devices of a mapping; other schedules come with a strategy of their own."""
-    return [name for name, kind in PASSES.items() if kind.decides == "schedule" and kind.synchronous]
+def schedules(num_devices: int = 2) -> list[str]:
+    """Those that train as plain PyTorch does; on a single device only such as need no other to differ from these."""
+    names = [name for name, kind in PASSES.items() if kind.decides == "schedule" and kind.synchronous]
+    return names if num_devices > 1 else [name for name in names if name in (PLAIN[2], ONE_F_ONE_B)]

@@ -7,6 +7,9 @@ one that comes to the same programs as another. What is left when time is up is 
 
 Where scouts lack DRAM and there are SSDs, all candidates are such that use them. Where DRAM holds everything, the best
 is also tried with activations that move, and with an optimizer under the backward pass.
+
+Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
+them with a few recipes each, then everything with the best.
 """
 
 from __future__ import annotations
@@ -20,9 +23,20 @@ from dataclasses import dataclass, field
 from ..passes.base import Options
 from ..passes.opgraph import OpGraph
 from ..runtime.errors import DoesNotFit, PassError, PenstockError, PlanError
+from ..runtime.fleet import WRITTEN_OUT
 from ..runtime.hardware import Hardware
 from ..runtime.units import format_bytes, format_seconds
-from .candidates import Recipe, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
+from .candidates import (
+    Recipe,
+    lane_scouts,
+    mappings,
+    micro_batch_counts,
+    more_of_mip,
+    partitions,
+    schedules,
+    scouts,
+)
+from .layouts import Outlook, outlooks, varied
 from .plan import SAME_PLAN, Plan, Rival
 from .strategies import STRATEGIES, is_synchronous
 from .trial import Bench, Candidate, Dump, prove
@@ -31,7 +45,10 @@ Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one m
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 SEARCH_S = 33.0  # of computation
 LEADERS = 3  # partitions whose schedules and tiers are tried
+OUT_OF_TIME = "not tried: out of time"
 HOST_MEMORIES = ("dram", "ssd")
+MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # of a fleet, with some number of micro-batches: that are looked at, that are swept
+LAYOUTS_SHARE = 0.6  # of the time, for the former
 RESERVOIR = Recipe(activations=True, reservoir=True)
 
 
@@ -118,6 +135,9 @@ class Sweep:
 
     def everything(self) -> None:
         """See the module's text."""
+        if self.hardware.num_devices > WRITTEN_OUT:
+            self.fleet()
+            return
         for base in self.bases():
             self.base = base
             self.scout()
@@ -128,12 +148,63 @@ class Sweep:
                     self.sweep(count)
             if self.best is not None:
                 break
+        self.best_of_counts()
+
+    def best_of_counts(self) -> None:
+        """Everything with the best's number of micro-batches, and the best with others, until none of these is it."""
         swept: set[int] = set()
         while self.best is not None and self.count not in swept:
             swept.add(self.count)
             self.sweep(self.count)
             for other in self.promising():
                 self.look(other, [self.best_recipe])
+
+    def fleet(self) -> None:
+        """Of many devices: first which layout and how many micro-batches, then everything with the best of these. A
+        layout whose lower bound is no better than the best is not looked at."""
+        for base in self.bases():
+            begin_s, until_s = time.process_time(), self.until_s
+            self.until_s = begin_s + LAYOUTS_SHARE * (until_s - begin_s)
+            for row in varied(outlooks(self.bench(self.usual[0]).base, self.usual), MOST_LAYOUTS):
+                self.look_at(row, base)
+            self.until_s = until_s
+            if self.best is not None:
+                break
+        for layout in list(dict.fromkeys(row.recipe.layout for row in self.fastest()))[:BEST_LAYOUTS]:
+            first = next(row for row in self.fastest() if row.recipe.layout == layout)
+            self.base = base.but(layout=layout)
+            for count in (first.count, *self.usual):
+                self.look(count, [first.recipe, first.recipe.but(hold=True)])
+            here = next(row for row in self.fastest() if row.recipe.layout == layout)
+            self.sweep(here.count)
+
+    def look_at(self, row: Outlook, base: Recipe) -> None:
+        """Scouts of a layout with several lanes."""
+        recipe = base.but(layout=row.layout)
+        if self.best is not None and row.bound_s >= self.best.step_s:
+            reason = f"pruned: cannot be below {format_seconds(row.bound_s)}"
+            self.tried.append(Tried(recipe, row.count, reason=reason))
+            return
+        if self.best is not None and self.is_late:
+            self.tried.append(Tried(recipe, row.count, reason=OUT_OF_TIME))
+            return
+        try:
+            lane = self.bench(row.count).lane(row.layout)
+        except PassError as error:
+            self.tried.append(Tried(recipe, row.count, error=error))
+            return
+        self.look(row.count, lane_scouts(lane, recipe))
+
+    def hybrids(self, count: int) -> None:
+        """Of a few devices every layout of several lanes, with this number of micro-batches."""
+        if self.base.layout.depth or self.hardware.num_devices == 1:
+            return
+        for row in outlooks(self.bench(count).base, [count]):
+            self.look_at(row, self.base)
+        if self.best_recipe.layout.depth:
+            before, self.base = self.base, self.base.but(layout=self.best_recipe.layout)
+            self.sweep(count)
+            self.base = before
 
     def bases(self) -> list[Recipe]:
         """What all candidates are like; the next where nothing of the one before fits."""
@@ -159,24 +230,28 @@ class Sweep:
 
     def sweep(self, count: int) -> None:
         """Everything with this number of micro-batches, in order of what may not be left out when time is short: the
-        named strategies, every partitioner, every mapping, schedules and tiers; then what is between."""
-        cuts, maps = list(partitions(self.bench(count).base, self.base)), mappings(self.hardware)
+        named strategies, every partitioner, every mapping, schedules and tiers; then what is between. Where the base
+        has a layout of several lanes, of that alone."""
+        lane = self.bench(count).lane(self.base.layout)
+        cuts, maps = list(partitions(lane, self.base)), mappings(lane.hardware)
         usual = [self.base.but(partition=cut, mapping=maps[0]) for cut in cuts]
-        named = [Recipe(named=name) for name in STRATEGIES if is_synchronous(name)]
+        named = [Recipe(named=name) for name in STRATEGIES if is_synchronous(name) and not self.base.layout.depth]
         self.look(count, [r for r in named if not r.is_slow and (r.uses_ssd or not self.base.reservoir)])
         self.look(count, [recipe for recipe in usual if not recipe.is_slow])
         self.look(count, [row.recipe.but(mapping=mapping) for mapping in maps for row in self.leaders(count)[:1]])
         self.look(count, [recipe for row in self.leaders(count)[:1] for recipe in self.other_tiers(row.recipe)])
-        if not self.is_late:
-            more = more_of_mip(self.bench(count).base)
+        self.hybrids(count)
+        if not self.is_late and self.base.layout.shards == 1:
+            more = more_of_mip(lane)
             self.look(count, [self.base.but(partition=cut, mapping=maps[0]) for cut in more])
         self.look(count, [*usual, *named])
         for row in self.leaders(count):
-            options = itertools.product(schedules(), (False,) if row.all_swapped else (False, True))
+            swaps = (False,) if row.all_swapped and row.recipe.layout.shards == 1 else (False, True)
+            options = itertools.product(schedules(lane.hardware.num_devices), swaps)
             self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
-        if not self.best_recipe.named and self.best_recipe.but(partition="", mapping="") != self.base.but(
-            partition="", mapping=""
-        ):
+        best = self.best_recipe
+        is_here = best.layout == self.base.layout and not best.named
+        if is_here and best.but(partition="", mapping="") != self.base.but(partition="", mapping=""):
             self.look(count, [self.best_recipe.but(partition=cut) for cut in cuts])
             self.look(count, [self.best_recipe.but(mapping=mapping) for mapping in maps])
             self.look(count, self.other_tiers(self.best_recipe))
@@ -184,7 +259,10 @@ class Sweep:
 
     def other_tiers(self, recipe: Recipe) -> list[Recipe]:
         """The same with and without activations that move, and an optimizer under the backward pass. Only where there
-        are SSDs: elsewhere few gain by it, and each takes as long as another partition."""
+        are SSDs: elsewhere few gain by it, and each takes as long as another partition. Shared stages are all computed
+        again, or not."""
+        if recipe.layout.shards > 1:
+            return [recipe.but(swap=swap) for swap in (True, False)]
         if not self.has_ssds:
             return []
         both = itertools.product((True, False), (True,) if self.base.reservoir else (True, False))
@@ -192,16 +270,21 @@ class Sweep:
 
     def leaders(self, count: int) -> list[Tried]:
         """The fastest so far, of each partition its best mapping."""
-        rows = [t for t in self.tried if t.step_s is not None and t.count == count and not t.recipe.named]
-        rows.sort(key=lambda t: t.step_s or 0.0)
+        rows = [t for t in self.fastest() if t.count == count and t.recipe.layout == self.base.layout]
         best: dict[float, Tried] = {}  # of those that come to the same plan one
         for row in rows:
             if row.recipe.partition not in [leader.recipe.partition for leader in best.values()]:
                 best.setdefault(row.step_s or 0.0, row)
         return list(best.values())[:LEADERS]
 
+    def fastest(self) -> list[Tried]:
+        """What was simulated, but for named lines, the fastest first."""
+        rows = [t for t in self.tried if t.step_s is not None and not t.recipe.named]
+        return sorted(rows, key=lambda t: t.step_s or 0.0)
+
     @property
     def count(self) -> int:
+        """Micro-batches of all lanes together."""
         assert self.best is not None
         return self.best.draft.programs[0].interface.total_micro_batches
 
@@ -228,7 +311,7 @@ class Sweep:
 
     def attempt(self, count: int, recipe: Recipe) -> Tried:
         if self.best is not None and self.is_late:
-            return Tried(recipe, count, reason="not tried: out of time")
+            return Tried(recipe, count, reason=OUT_OF_TIME)
         if recipe.uses_ssd and not self.has_ssds and self.wishes.strategy == "auto":
             return Tried(recipe, count, reason="needs SSDs, of which there are none")
         bench = self.bench(count)

@@ -31,6 +31,7 @@ from ..runtime.verify import verify
 from .bounds import Bound, lower_bound
 from .fit import check_fit, check_lasting
 from .host_memory import evaluation_lacks
+from .layouts import Layout
 from .strategies import PassRecord, parse_pipeline, require_complete, run_passes
 
 Dump = Callable[[str, Draft], None]
@@ -72,9 +73,7 @@ class Started:
         return f"{json.dumps(placed, default=str)} {self.todo}"
 
     def bound(self) -> Bound:
-        """What the simulated step will at least be; 0 where there are several lanes."""
-        if self.draft.lanes:
-            return Bound(0.0, "nothing")
+        """What the simulated step will at least be."""
         split = any(isinstance(p, ScheduleZeroBubble) for p in self.todo)
         return lower_bound(self.draft, any(getattr(p, "swap", False) for p in self.todo), self.tier, split)
 
@@ -113,6 +112,11 @@ class Bench:
     def base(self) -> Draft:
         """The model as layers."""
         return self._prefix((Coarsen(),)).draft
+
+    def lane(self, layout: Layout) -> Draft:
+        """The model as layers and what a lane has of the machine. Raises `PassError` where lanes cannot be made."""
+        mesh = (Mesh(layout.shards, layout.depth, layout.nearest),) if layout.depth else ()
+        return self._prefix((Coarsen(), *mesh)).draft
 
     def start(self, line: str) -> Started:
         """Run a line's passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
