@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.errors import PenstockError
+from penstock.tests.compiler.ssd_jobs import on_ssd
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 16, 4
 FAULT_STEP = 3  # of which the checkpoint is that of step 2
@@ -56,6 +57,8 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
         hosts=options.hosts,
         link="5kB/s" if options.slow else None,
         network="5kB/s" if options.slow and options.hosts > 1 else None,
+        ssd="1GB" if options.ssd else None,
+        ssd_dir=options.folder / "ssd" if options.ssd else None,
     )
     lr = 0.2 if fault == "optimizer" else 0.1
     job = penstock.compile(
@@ -65,17 +68,25 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
         loss_fn=lambda output, batch: output.square().mean(),
         optimizer=partial(torch.optim.SGD, lr=lr, momentum=0.9),
         micro_batches=MICRO_BATCHES,
-        strategy="balanced",
+        strategy=on_ssd() if options.ssd else "balanced",
         precision="bf16" if fault == "precision" else "fp32",
         seed=1 if fault == "seed" else 0,
         timeout_s=options.timeout,
     )
+    if options.fault == "loaded":
+        return penstock.load(job.write(options.folder / f"files{os.environ['RANK']}"), Slow())
     if fault == "edited":
         folder = job.write(options.folder / "edited")
         path = folder / f"device{options.rank}.py"
         path.write_text(path.read_text() + "\n# a note\n")
         return penstock.load(folder, Slow())
     return job
+
+
+def no_more_room() -> None:
+    """From now on no file of this process may grow beyond a few bytes, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
 
 def send_signal_soon(number: int) -> None:
@@ -96,11 +107,12 @@ def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: li
                 raise ValueError("no such column")
             if fault == "uneven":
                 batch = batch[:-3]
+            if fault == "ssd":
+                no_more_room()
         losses.append(job.step((batch,)).item())
         if step % 2:
             if fault == "disk" and step == FAULT_STEP:
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+                no_more_room()
             job.save(options.folder / "checkpoint", data={"next": step + 1})
 
 
@@ -125,10 +137,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--slow", action="store_true", help="make a step last a second")
+    parser.add_argument("--ssd", action="store_true", help="keep weights and states on SSD")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     rank = os.environ["RANK"]
     fault = options.fault if int(rank) == options.rank else ""
+    Path(options.folder, "ssd").mkdir(exist_ok=True)
     Path(options.folder, f"pid{rank}").write_text(str(os.getpid()))
     found: dict[str, object] = {"losses": []}
     began_s = time.time()

@@ -158,6 +158,19 @@ def test_one_ranks_own_error_is_everybodys_and_the_checkpoint_stays(fault: str, 
 
 
 @pytest.mark.slow
+def test_a_full_ssd_of_one_rank_ends_all_and_the_job_goes_on(tmp_path: Path) -> None:
+    """What is kept on SSD is saved like everything else; the job goes on from there in DRAM."""
+    with agents(tmp_path, "ssd", "1", "--ssd", "--timeout", "60", per_node=2) as running:
+        assert 0 not in running.wait(200)
+        found = running.results()
+    (error,) = errors_of(found, range(2))
+    assert "File too large" in error and "device 1 (cpu1), line " in error, error
+    assert found[0]["type"] == found[1]["type"] == "SsdError"
+    assert not [path for path in (tmp_path / "ssd").rglob("*") if path.is_file()]
+    assert resume(tmp_path, 2) == pytest.approx(whole_run(tmp_path / "whole")[2:], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     """Ranks started by hand: the first one makes the store."""
     with socket.socket() as taken:
@@ -171,11 +184,13 @@ def test_a_port_that_is_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_started_by_hand_train_and_one_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_ranks_started_by_hand_run_written_files_and_one_that_does_not_come_is_named(tmp_path: Path) -> None:
     environment = {**worker_environment(1), "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "--timeout"]
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "loaded", "--timeout"]
     both = [subprocess.Popen([*command, "60"], env={**environment, "RANK": rank}) for rank in "01"]
     assert [process.wait(100) for process in both] == [0, 0]
+    loaded = [json.loads((tmp_path / f"rank{rank}.json").read_text())["losses"] for rank in (0, 1)]
+    assert loaded == [whole_run(tmp_path / "whole")] * 2
     environment["MASTER_PORT"] = str(free_port())
     done = subprocess.run([*command, "3"], env={**environment, "RANK": "0"}, capture_output=True, timeout=100)
     assert done.returncode == 1
