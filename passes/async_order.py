@@ -140,6 +140,7 @@ class _Alternating(Durations):
         if isinstance(step, Update):
             summed_s = self.summed_s(step.micro_batch) if step.is_shared else 0.0
             return max(self.free_s[device], summed_s), 0, step.micro_batch, place, step
+        assert not isinstance(step, Share), "stages have turns and updates to do"
         waits = self.before_backward(step) if step.is_backward else self.before_forward(step)
         begin_s = max([self.free_s[device], *waits])
         return begin_s, 1 if step.is_backward else 2, step.micro_batch, place, step
