@@ -189,7 +189,6 @@ def table2_asynchronous(lab: Lab, setup: Setup) -> Finding:
     stages = 2 * bench.machine.num_devices
     ways = {
         f"L = {stages}": (f"partition-mixed{{stages={stages}, asynchronous=true}}", OPERATORS),
-        "own L": ("partition-mixed{asynchronous=true}", LAYERS),
         "Seq-pipe": ("partition-balanced{stages=devices, asynchronous=true}", LAYERS),
     }
     bars: dict[str, list[float | None]] = {"paper": [], **{key: [] for key in ways}}
@@ -227,8 +226,8 @@ def table2_asynchronous(lab: Lab, setup: Setup) -> Finding:
         "simulated seconds of a row. GPipe: a global batch as in table 4, the best of three contiguous partitioners. "
         f"Asynchronous: {setup.passing} micro-batches pass, filling and draining included, with the rows that table 4 "
         "has for FTPipe's Mixed-pipe (or, where these do not fit, GPipe's); an update for each; the paper adds up the "
-        "gradients of 2 or 5. Mixed-pipe with two stages a GPU (L = 16), of operators, as in the paper, or "
-        "of layers with its own choice of L; and Seq-pipe, one stage a GPU. Stale: updates that the first stage lacks.",
+        "gradients of 2 or 5. Mixed-pipe has two stages a GPU (L = 16), of operators, as in the paper; Seq-pipe one. "
+        "Stale: updates that the first stage lacks.",
         rows,
         "what an asynchronous pipeline gains in a simulation is what a synchronous one loses: (P-1)/M of its time for "
         "filling and draining, the imbalance of its stages, and one stage in P that is computed again; these alone "

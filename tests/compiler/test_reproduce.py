@@ -50,12 +50,13 @@ FTPIPE = reproduce_ftpipe.Setup(
     T5,
     T5,
     T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1"),
-    {"toy": reproduce_ftpipe.Task(4, 1, 16, 4, 1.1, 2.5)},
+    {"toy": reproduce_ftpipe.Task(4, 1, 16, 4, 1.1, 2.5, asynchronous=1.5, parts=2)},
     "toy",
     machine="rtx3090x2",
     stages=(2, 4),
     batches=((2, 1),),
     volume=(1, (16,)),
+    passing=8,
 )
 LINE = reproduce_mobius.mobius("partition-balanced{stages=4}")
 
