@@ -1,6 +1,6 @@
 """A script for torchrun: every rank reads its own rows of 23 numbered samples, trains, saves and says what it saw.
 
-torchrun --nproc-per-node=N fed_by_parts.py FOLDER STEPS [save] [resume] [uneven] [early] [again]
+torchrun --nproc-per-node=N fed_by_parts.py FOLDER STEPS [pipeline | hybrid] [save] [resume] [uneven] [early] [again]
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ import penstock
 from penstock.compiler.sampler import RankSampler
 
 BATCH = 8
+STRATEGIES = {
+    "pipeline": "gpipe",
+    "hybrid": "coarsen, mesh{depth=2}, partition-balanced{stages=2}, map-round-robin, schedule-1f1b, insert-remat, "
+    "insert-fetch, insert-optimizer",
+}
 
 
 class Net(nn.Module):
@@ -65,9 +70,11 @@ def compiled(devices: int, strategy: str = "data-parallel") -> penstock.Job:
 def train(job: penstock.Job, samples: Samples, steps: int) -> list[float]:
     """Losses of so many steps, on and on over the epochs."""
     losses: list[float] = []
-    loader = DataLoader(samples, batch_sampler=job.sampler(samples))
+    sampler = job.sampler(samples)
+    loader = DataLoader(samples, batch_sampler=sampler)
     while len(losses) < steps:
-        losses += [float(job.step(batch)) for batch in islice(loader, steps - len(losses))]
+        batches = loader if job.inputs else (None for _ in sampler)
+        losses += [float(job.step(batch)) for batch in islice(batches, steps - len(losses))]
     return losses
 
 
@@ -91,7 +98,8 @@ def said_of(call: Callable[[Any], Any], argument: Any) -> str:
 def main(folder: Path, steps: int, words: list[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     samples, found = Samples(), {}
-    with compiled(world) as job:
+    strategy = next((STRATEGIES[word] for word in words if word in STRATEGIES), "data-parallel")
+    with compiled(world, strategy) as job:
         if "resume" in words:
             job.resume(folder / "saved")
         found["losses"] = train(job, samples, steps)
@@ -105,8 +113,8 @@ def main(folder: Path, steps: int, words: list[str]) -> None:
             job.save(folder / "saved", data={"note": "of the script"})
         whole = {"x": torch.ones(BATCH, 4), "y": torch.ones(BATCH, 1)}
         part = {name: value[job.rows.start : job.rows.stop] for name, value in whole.items()}
-        found |= {"rows": [job.rows.start, job.rows.stop], "read": samples.read, "weights": weights(job)}
-        found |= {"evaluated": float(job.evaluate(part)["loss"])}
+        found |= {"inputs": job.inputs, "rows": [job.rows.start, job.rows.stop], "read": samples.read}
+        found |= {"weights": weights(job), "evaluated": float(job.evaluate(part)["loss"])}
         if "again" in words:
             job.close()
             found |= {"again": train_on_whole_batches(job, Samples(), steps), "weights again": weights(job)}

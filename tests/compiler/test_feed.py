@@ -72,6 +72,24 @@ def test_two_ranks_go_on_where_four_stood(tmp_path: Path) -> None:
     assert sorted(everything) == sorted(samples.read)
 
 
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_middle_stage_reads_nothing_and_a_lane_its_half(tmp_path: Path) -> None:
+    samples = Samples()
+    with compiled(1, "balanced") as job:
+        losses = train(job, samples, 4)
+    first, middle, last = torchrun(3, tmp_path, 4, "pipeline")
+    assert [rank["inputs"] for rank in (first, middle, last)] == [["x"], [], ["y"]]
+    assert middle["read"] == [] and first["read"] == last["read"] == samples.read
+    assert first["losses"] == middle["losses"] == last["losses"] == pytest.approx(losses, rel=1e-5)
+    ranks = torchrun(4, tmp_path, 4, "hybrid")  # two pipelines of two: both ends of each read the same half
+    assert sorted(rank["inputs"] for rank in ranks) == [["x"], ["x"], ["y"], ["y"]]
+    for rank in ranks:
+        rows = range(*rank["rows"])
+        assert rank["read"] == [sample for i, sample in enumerate(samples.read) if i % BATCH in rows]
+        assert len(rows) == 4 and rank["losses"] == pytest.approx(losses, rel=1e-5)
+
+
 # --- what one process can show
 
 
