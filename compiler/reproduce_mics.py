@@ -32,7 +32,7 @@ FULL = Setup(
         "GPT2 20B": Model(f"gpt2-xl:{_GPT2}", 16),
         "WideResNet 3B": Model("wide-resnet-3b", 8, micro_batches=1, precision="fp32"),
         "52B": Model("mics-bert-50b:num_hidden_layers=64", 64, 16, 4),
-        "100B": Model(f"mics-bert-50b:{_100B}", 128, 16, 4),
+        "100B": Model(f"mics-bert-50b:{_100B}", 128, 8, 8),
     },
     strong={
         "BERT 10B": (2, 4, 8, 16),
@@ -107,8 +107,8 @@ def assumptions(lab: Lab, setup: Setup) -> list[tuple[str, str]]:
         (
             "models",
             "table 1 as encoders with a classifier, without the output layer over the vocabulary; BERT 50B with 64 "
-            "heads, as 40 do not divide 8192; 100B with 80 layers of 10240 and 52B with 64 of 8192, which the paper "
-            "does not describe, as encoders",
+            "heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and 80 of "
+            "10240 here",
         ),
         (
             "batch",

@@ -27,7 +27,8 @@ GPUS = 8  # of a host
 FEW_HOSTS = WRITTEN_OUT // GPUS + 1
 FEW = 2  # micro-batches of a lane that are simulated one by one
 V100, A100 = "mics-p3dn", "mics-p4d"
-START = "coarsen, mesh{{shards={shards}}}, partition-min-stage, map-round-robin, schedule-1f1b, "
+# A micro-batch's inputs of all stages are there at a time, not those of all micro-batches.
+START = "coarsen, mesh{{shards={shards}}}, partition-min-stage{{inputs_leave=true}}, map-round-robin, schedule-1f1b, "
 
 
 @dataclass(frozen=True)
@@ -137,16 +138,17 @@ class Bench:
     def _programs(
         self, model: str, form: Form, machine: Hardware, shards: int, few: int, kind: str
     ) -> list[Program] | None:
-        """Those of a lane. They are planned for the smallest machine with the same text whose lanes are not written
-        out, and for the machine itself where they do not fit that, as a smaller group has larger parts."""
-        everything, most = shards == machine.num_devices, len(machine.hosts)
+        """Those of a lane, planned for a small machine with the same text, whose lanes are not written out: with
+        replicas, or, where a group of many GPUs is everything, with another that is; for the machine itself where that
+        does not fit, as a larger group has smaller parts."""
+        everything = shards == machine.num_devices > WRITTEN_OUT
         small = FEW_HOSTS if everything else max(FEW_HOSTS, 2 * shards // GPUS)
-        for hosts in dict.fromkeys((small, max(small, most))):
+        for hosts in dict.fromkeys((small, len(machine.hosts)) if everything else (small,)):
             planned = hardware(kind, hosts)
             trial = self.plan(model, form, planned, planned.num_devices if everything else shards, few)
-            if trial.timeline is not None:
-                found = spread(trial.programs, machine.num_devices, shards)
-                return found if fits(found, machine) else None
+            found = spread(trial.programs, machine.num_devices, shards)
+            if trial.timeline is not None and fits(found, machine):
+                return found
         return None
 
     def plan(self, model: str, form: Form, machine: Hardware, shards: int, few: int = FEW) -> Trial:
