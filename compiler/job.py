@@ -271,13 +271,15 @@ class Job:
         refused: PenstockError | None = None
         try:
             require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
+            if self._directory is None:
+                self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
+                self._directory = self.folder.write(self._scratch.name)
         except HardwareError as error:
             refused = error
-        if self._directory is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
-            self._directory = self.folder.write(self._scratch.name)
+        except OSError as error:
+            refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")
         self.step_count, self.last = 0, None
-        return start_driver(self._setup(self._directory), refused)
+        return start_driver(self._setup(self._directory or Path()), refused)
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ as long as the kernel retransmits. So a thread of its own makes the calls, over 
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -117,22 +118,23 @@ def connect_store(timeout_s: float) -> dist.Store:
     where no agent did. Raises `WorkerError` where it cannot be reached within `timeout_s`, or its port is in use."""
     if dist.is_initialized():
         return another_connection(dist.distributed_c10d._get_default_store())
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            None,
-            os.environ["RANK"] == "0" and not agent_has_store(),
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        if os.environ["RANK"] == "0" and not agent_has_store():
+            _serve(host, port)
+        return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         used = "EADDRINUSE" in str(error)
         advice = "; another run, or another program, has that port: choose another MASTER_PORT" if used else ""
         raise WorkerError(
             f"the rendezvous store {address()} cannot be reached: {_first_line(error)}{advice}"
         ) from error
+
+
+@functools.cache
+def _serve(host: str, port: int) -> dist.Store:
+    """The store itself; kept for as long as this process lives, as others come back to it."""
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False)
 
 
 def another_connection(store: dist.Store) -> dist.Store:

@@ -42,7 +42,7 @@ STUCK_S = 20.0  # behind another rank's failure, until what still blocks this on
 
 
 class TorchrunDriver(Driver):
-    """Runs the device of this rank.
+    """Runs the device of this rank. `refused`: why this rank cannot; all raise it.
 
     Raises `PlanError` where the number of ranks is not that of the plan's devices, or they do not agree (see
     `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
@@ -72,20 +72,20 @@ class TorchrunDriver(Driver):
         self._signal_before = _take_sigterm(self._on_sigterm)
         atexit.register(self._at_exit)
         try:
+            with self._together():
+                reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
+            self._raise_first(reasons)
             agree(self.ranks, setup)
-            self._set_up(refused)
+            self._set_up()
         except BaseException:
             self.close()
             raise
 
-    def _set_up(self, refused: PenstockError | None) -> None:
+    def _set_up(self) -> None:
         """The session of this rank's device, connected to all others; an error of any rank is everybody's."""
         local = int(os.environ.get("LOCAL_RANK", "0"))
         hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
         failure: dict[str, Any] | None = None
-        with self._together():
-            reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
-        self._raise_first(reasons)
         with self._together():
             try:
                 own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}

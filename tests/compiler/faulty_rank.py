@@ -8,6 +8,7 @@ Every rank that gets so far writes FOLDER/rankR.json: its losses, or the error t
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import platform
@@ -89,6 +90,10 @@ def no_more_room() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
 
+def no_room(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def send_signal_soon(number: int) -> None:
     threading.Timer(MEETS_S, os.kill, (os.getpid(), number)).start()
 
@@ -107,8 +112,6 @@ def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: li
                 raise ValueError("no such column")
             if fault == "uneven":
                 batch = batch[:-3]
-            if fault == "ssd":
-                no_more_room()
         losses.append(job.step((batch,)).item())
         if step % 2:
             if fault == "disk" and step == FAULT_STEP:
@@ -149,6 +152,8 @@ def main() -> None:
     try:
         with compile_job(options, fault) as job:
             began_s = time.time()
+            if fault == "ssd":
+                os.posix_fallocate = no_room
             if fault == "slowed":  # what its generated file calls
                 usual = torch.tanh
                 torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
