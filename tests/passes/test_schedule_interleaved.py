@@ -87,7 +87,7 @@ def test_any_number_of_micro_batches_flows_and_no_more_is_held_than_promised(n: 
         assert places != before
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_cut_of_a_model_with_edges_over_stages_deadlocks(data: st.DataObject) -> None:
     """T5: the encoder's output goes to every stage of the decoder."""
