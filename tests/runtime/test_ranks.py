@@ -49,7 +49,7 @@ def test_all_get_what_all_give_round_after_round(server: dist.TCPStore) -> None:
     assert [member.rank for member in ranks[2].members] == [0, 1, 2]
     keys_of_rounds = server.num_keys()
     on_all(3, rounds)
-    assert server.num_keys() <= keys_of_rounds + 1  # what was read goes
+    assert server.num_keys() <= keys_of_rounds + 4  # what was read goes; signs of life may have come
     on_all(3, lambda rank: ranks[rank].leave())
 
 
