@@ -92,6 +92,8 @@ class Feed:
                 "one (map-style). Of an iterable one every rank reads all, and hands over whole batches"
             )
         sampler = RankSampler(len(dataset), self.shape.size, rows=self.rows, shuffle=shuffle, seed=seed, last=last)
+        if start is not None and start < 0:
+            raise PlanError(f"start={start}; it is a number of samples, 0 or more")
         if start is not None:
             sampler.load_state_dict(sampler.state_at(start, 0))
         elif self._resumed is not None:

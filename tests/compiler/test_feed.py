@@ -160,6 +160,11 @@ def test_a_resumed_position_is_for_the_data_that_was_trained_on() -> None:
     assert other.sample(range(5), True, 0, "carry", None).position == 0  # a later stage, on other data
 
 
+def test_where_a_sampler_may_begin() -> None:
+    with pytest.raises(PlanError, match="start=-1; it is a number of samples, 0 or more"):
+        feed_of(0).sample(Samples(), True, 0, "carry", -1)
+
+
 def test_a_data_set_without_a_length() -> None:
     with pytest.raises(PlanError, match="a generator, which has no length"):
         feed_of(0).sample((i for i in range(3)), True, 0, "carry", None)  # type: ignore[arg-type]
