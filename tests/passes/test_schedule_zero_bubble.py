@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.compiler.strategies import parse_pipeline
 from penstock.passes.choose_activations import ChooseActivations
 from penstock.passes.insert_fetch import InsertFetch
 from penstock.passes.insert_optimizer import InsertOptimizer
@@ -203,3 +204,22 @@ def test_two_processes(strategy: str) -> None:
         assert ("rt.backward_weight(" in job.code(1)) == (strategy == "zero-bubble")
         for _ in range(2):
             assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)
+
+
+AROUND = (
+    "mesh{depth=2}, partition-balanced{stages=2}, map-round-robin, {}, insert-remat, insert-fetch, insert-optimizer",
+    "mesh{depth=2, shards=2}, partition-balanced{stages=2}, map-round-robin, {}, insert-remat, insert-shard, "
+    "insert-optimizer",
+    "partition-balanced{stages=4}, map-round-robin, {}, insert-remat, insert-fetch, overlap-optimizer",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", AROUND)
+def test_replicas_shards_and_the_update_under_the_backward(line: str) -> None:
+    graph, batches = traced("t5")
+    passes = parse_pipeline(f"coarsen, {line}".replace("{}", "schedule-zero-bubble"), 4)
+    draft = draft_of(graph, Hardware.cpu(num_devices=4, memory="64MB"), micro_batches=4, max_grad_norm=1.0)
+    apply(draft, *passes)
+    assert any(n.target is ops.backward_weight for p in draft.programs for n in p.ops())
+    assert_trains_like_eager(draft, [*batches, batches[0]], tolerance=1e-5, steps=1)
