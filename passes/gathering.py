@@ -16,8 +16,8 @@ from .insert_fetch import hand_over, phases
 
 def gather_weights(program: Program, sharding: Sharding) -> None:
     """Replace the resident weights of all stages by shards, which are gathered for every phase, or once for all of a
-    stage's phases where it is held. Weights leave between a stage's forward and its backward also where its saved
-    tensors stay: what these hold of weights is found again in those of the backward."""
+    stage's phases where it is held. Weights leave between a stage's forward and its backward, and between the halves
+    of that, also where its saved tensors stay: what these hold of weights is found again in those gathered next."""
     order, graph = phases(program), program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     last = {phase.stage: i for i, phase in enumerate(order)}
@@ -26,15 +26,13 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         for stage, node in reversed(list(residents.items()) if sharding.tier == ops.DEVICE else ()):
             names = [f"{node.name}_shard"]
             (shards[stage],) = program.emit(ops.resident, f"{stage}.weights", group=ops.SHARDS, names=names)
-    whole: set[str] = set()  # stages that are there until their last phase
+    seen: set[str] = set()
     again: Counter[tuple[str, str]] = Counter()
     for i, phase in enumerate(order):
-        if phase.stage not in residents or phase.stage in whole:
+        if phase.stage not in residents or (phase.stage in seen and phase.stage in sharding.held):
             continue
-        # The halves of a backward run on the same weights.
-        if phase.stage in sharding.held or any(node.target is ops.backward_input for node in phase.nodes):
-            whole.add(phase.stage)
-        phase.last = last[phase.stage] if phase.stage in whole else i
+        seen.add(phase.stage)
+        phase.last = last[phase.stage] if phase.stage in sharding.held else i
         place = order[max(0, i - sharding.ahead)].nodes[0]
         # The first gather takes over the resident's name, which the graph would not give out a second time.
         again[phase.stage, phase.kind] += 1
