@@ -263,7 +263,7 @@ class Ranks:
         """What ends the ranks' work, given what this one has met: what another reports, or the rank that is gone."""
         if not own.waited:
             return own
-        began_s = time.monotonic()
+        began_s, looks = time.monotonic(), self._looks
         self._looking = True
         while time.monotonic() < began_s + SEARCH_S and not self._watch.lost:
             time.sleep(POLL_S)  # in which the others' last signs of life are read, too
@@ -271,8 +271,9 @@ class Ranks:
             if found is not None or self.told() is not None:
                 self._look_again()  # a rank that ended by itself has reported why before
                 return self.told() or found or own
-        if self._watch.lost:
-            why = f"{self._watch.lost}: the host of rank 0, or the network to it, is gone"
+        if self._watch.lost or self._looks <= looks + 1:  # one look may have been under way
+            lost = self._watch.lost or f"the rendezvous store {address()} has given no answer for {SEARCH_S:g} s"
+            why = f"{lost}: the host of rank 0, or the network to it, is gone"
             return Failure(self.rank, plain_error(f"{self.members[self.rank]} stops: {why}"))
         return Failure(self.rank, own.error)
 

@@ -75,6 +75,7 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
         timeout_s=options.timeout,
     )
     if options.fault == "loaded":
+        torch.manual_seed(0)
         return penstock.load(job.write(options.folder / f"files{os.environ['RANK']}"), Slow())
     if fault == "edited":
         folder = job.write(options.folder / "edited")

@@ -117,6 +117,19 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     assert "seen last: line 7" in found.error["message"]
 
 
+def test_a_store_that_is_silent_is_to_blame(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listening thread hangs in a call, as where the network to the first rank's host is cut."""
+    ranks = on_all(2, lambda rank: Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank)))
+    monkeypatch.setattr("penstock.runtime.ranks.SEARCH_S", 0.5)
+    over = threading.Event()
+    ranks[1].beat = lambda: over.wait(30)
+    ranks[1]._next_beat_s = 0.0
+    time.sleep(0.3)
+    found = ranks[1].cause(Failure(1, plain_error("Timed out"), waited=True))
+    assert found.rank == 1 and "has given no answer for 0.5 s: the host of rank 0" in found.error["message"]
+    over.set()
+
+
 def test_of_own_node_the_process_is_looked_at(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = arrive(server, 2)
     monkeypatch.setattr("penstock.runtime.ranks._process_state", lambda pid: "T")
