@@ -6,14 +6,14 @@ mini-batch, and by jobs of four devices, one stage each and a process each, in w
 mini-batch. Both see the same mini-batches in the same order and make as many updates. Compared are the mean losses of
 the last fifth of the mini-batches, and the losses of what was trained on a third part of the text.
 
-Run: python bench/async_training.py [--calls N] [--model gpt2|t5] [--out FILE]
+Run: python bench/async_training.py [--calls N] [--before N] [--model gpt2|t5] [--weights WAY] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from pydoc_data import topics
@@ -29,7 +29,8 @@ from penstock.compiler.strategies import STRATEGIES
 
 LAYERS, WIDTH, LENGTH, ANSWER, ROWS = 4, 64, 64, 16, 8
 DEVICES, UPDATES_A_CALL = 4, 64
-BEFORE, BEFORE_LR, LR = 1500, 1e-3, 3e-4
+BEFORE_LR, LR = 1e-3, 3e-4
+WEIGHTS = ("current", "stash", "predict")
 HELD_OUT = 64  # mini-batches
 TARGET = 1.02
 Batch = dict[str, Tensor]
@@ -39,21 +40,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=16, help=f"of {UPDATES_A_CALL} updates each")
     parser.add_argument("--model", choices=sorted(MAKERS), help="default: both")
+    parser.add_argument("--weights", choices=WEIGHTS, help="default: each")
+    parser.add_argument("--before", type=int, default=1500, help="updates before, synchronous in any case")
     parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/async_training.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in [args.model] if args.model else sorted(MAKERS):
-        for row in compare(name, args.calls):
+        for row in compare(name, args.calls, args.before, [args.weights] if args.weights else WEIGHTS):
             rows.save("async_training", row, args.out)
 
 
-def compare(name: str, calls: int) -> list[dict[str, Any]]:
+def compare(name: str, calls: int, before_updates: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One row for each way to treat weights."""
     make, pieces = MAKERS[name]
     model = make()
-    before, text, held_out = (
-        pieces(part, count) for part, count in enumerate((BEFORE, calls * UPDATES_A_CALL, HELD_OUT))
-    )
+    counts = before_updates, calls * UPDATES_A_CALL, HELD_OUT
+    before, text, held_out = (pieces(part, count) for part, count in enumerate(counts))
     first = Eager(model, 1, BEFORE_LR)
     for batch in before:
         first.step(batch)
@@ -66,11 +68,9 @@ def compare(name: str, calls: int) -> list[dict[str, Any]]:
         schedule.step()
     calls_losses = [sum(losses[i : i + UPDATES_A_CALL]) / UPDATES_A_CALL for i in range(0, len(text), UPDATES_A_CALL)]
     wanted = {"last_losses": tail(calls_losses), "held_out": loss_of(eager.model, held_out)}
-    return [
-        {"model": name, "weights": weights, "updates": len(text), "samples": ROWS * len(text), "before": start}
-        | fine_tuned(copy.deepcopy(model), weights, text, held_out, wanted)
-        for weights in ("current", "stash", "predict")
-    ]
+    for weights in ways:
+        known = {"model": name, "weights": weights, "updates": len(text), "samples": ROWS * len(text), "before": start}
+        yield known | fine_tuned(copy.deepcopy(model), weights, text, held_out, wanted)
 
 
 def fine_tuned(
