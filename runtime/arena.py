@@ -73,8 +73,10 @@ def weights_layout(spec: StageSpec) -> Layout:
 
 
 def grads_layout(spec: StageSpec) -> Layout:
-    """The gradients of the trained parameters, packed."""
-    return Layout.of((p for p in spec.params if p.requires_grad), alignment=64)
+    """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
+    each begins at a whole number of its elements."""
+    trained = [p for p in spec.params if p.requires_grad]
+    return Layout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
 
 
 def masters_layout(spec: StageSpec) -> Layout:

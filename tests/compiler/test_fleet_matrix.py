@@ -57,6 +57,7 @@ def test_some_train_as_eager(case: Combination) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", MODELS)
 def test_all_that_are_admitted_train_as_eager(model: str) -> None:
     found = {case: outcome_of(case) for case in combinations() if case.model == model}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime import ops
-from penstock.runtime.arena import allocate, weights_layout
+from penstock.runtime.arena import allocate, grads_layout, weights_layout
 from penstock.runtime.errors import VerifyError
 from penstock.runtime.hardware import Hardware
 from penstock.runtime.memory import persistent_bytes, profile_memory
@@ -33,6 +33,17 @@ def test_pieces_make_the_whole(shape: list[int], count: int) -> None:
     pieces = [piece_of(tensor, index, count) for index in range(count)]
     assert {piece.numel() for piece in pieces} == {-(-tensor.numel() // count)}
     assert torch.equal(whole_of(pieces, shape), tensor)
+
+
+def test_gradients_of_odd_pieces_fill_their_place_without_gaps() -> None:
+    """Pieces of small parameters in low precision are no whole number of cache lines."""
+    rows = [("a", (5,), "bfloat16"), ("b", (3, 3), "float32"), ("c", (7,), "bfloat16")]
+    part = StageSpec("stage0", (), (), params=tuple(ParamSpec(*row) for row in rows)).shard(2)
+    views = grads_layout(part).views(torch.zeros(part.grad_bytes, dtype=torch.uint8))
+    assert {name: view.numel() for name, view in views.items()} == {"a": 3, "b": 5, "c": 4}
+    for number, view in enumerate(views.values(), 1):
+        view.fill_(number)
+    assert [view.unique().tolist() for view in views.values()] == [[1.0], [2.0], [3.0]]
 
 
 @settings(max_examples=20, deadline=None)
