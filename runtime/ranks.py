@@ -78,8 +78,9 @@ class Ranks:
     """This rank's end. `node`: what the ranks of one host have in common. `patience_s`: how long an exchange may take
     while all ranks live; a rank of which nothing is heard for `timeout_s` counts as lost.
 
-    `beat` gives what to show with each sign of life; `alarm` is called, in another thread, with the first failure that
-    ends what the ranks do together. Raises `WorkerError` naming the ranks that did not arrive within `timeout_s`.
+    `beat` gives what to show with each sign of life, `describe` tells people what another rank has shown. `alarm` is
+    called, in another thread, with the first failure that ends what the ranks do together.
+    Raises `WorkerError` naming the ranks that did not arrive within `timeout_s`.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class Ranks:
         node: str = "",
         patience_s: float | None = None,
         beat: Callable[[], Any] = lambda: None,
+        describe: Callable[[int, Any], str] = lambda rank, shown: str(shown or ""),
         alarm: Callable[[Failure], None] | None = None,
     ):
         self.timeout_s, self.rank, self.size = timeout_s, rank, size
         self.patience_s = timeout_s if patience_s is None else patience_s
         self.node = node or socket.gethostname()
-        self.beat, self.alarm = beat, alarm
+        self.beat, self.describe, self.alarm = beat, describe, alarm
         self.round = 0  # exchanges that are over
         self.members: list[Member] = []
         self.left = False
@@ -313,11 +315,10 @@ class Ranks:
         return Failure(self.rank, plain_error(text), blamed=members[0].rank)
 
     def last_place(self, rank: int) -> str:
-        """Where a rank was when it last gave a sign of life; what `beat` made of it."""
+        """Where a rank was when it last gave a sign of life; empty where none was heard."""
         with self._lock:
             text = self._heard.beats.get(rank, ("", 0.0))[0]
-        shown = json.loads(text)[1] if text else None
-        return shown if isinstance(shown, str) else ""
+        return self.describe(rank, json.loads(text)[1]) if text else ""
 
     # --- the thread that listens
 

@@ -67,6 +67,7 @@ class TorchrunDriver(Driver):
             setup.timeout_s,
             node=os.environ.get("GROUP_RANK", ""),
             beat=self._place,
+            describe=self._describe_place,
             alarm=self._hear,
         )
         self._signal_before = _take_sigterm(self._on_sigterm)
@@ -299,13 +300,15 @@ class TorchrunDriver(Driver):
     def _own_name(self) -> str:
         return str(self.ranks.members[self.rank])
 
-    def _place(self) -> str:
-        """Where this rank is, for others to tell should nothing more be heard of it."""
+    def _place(self) -> str | list[int]:
+        """Where this rank is, for others to tell should nothing more be heard of it: the lines of its streams, or
+        words."""
         if self._session is None:
             return "its start"
-        if not self._busy:
-            return "its script, between two steps"
-        return describe_position(self.setup.file_of(self.rank), self._session.board)[0]
+        return list(self._session.board) if self._busy else "its script, between two steps"
+
+    def _describe_place(self, rank: int, shown: str | list[int]) -> str:
+        return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
 
     def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
         kind = getattr(errors, failure["type"], None)
