@@ -100,7 +100,7 @@ class ChooseActivations(Pass):
 
     def machine(self, draft: Draft, program: Program) -> Machine:
         if any(node.target is ops.backward_input for node in program.ops()):
-            raise PassError(f"{self.name} takes backwards whole, but the schedule splits them; use insert-remat")
+            raise PassError(f"{self.name} needs whole backwards, but the schedule splits them; use insert-remat")
         return machine_of(draft, program, swap=self.swap, tier=self.tier)
 
     def on_one(self, program: Program, machine: Machine) -> Outcome:

@@ -20,7 +20,7 @@ GROUND_FLOOR_PARTS = {
     "errors": set(),
     "units": set(),
     "hardware": {"describe", "detect", "disks", "hardware_errors", "links", "overrides", "presets"},
-    "ops": {"op", "op_compute", "op_devices", "op_transfers", "op_update"},
+    "ops": {"op", "op_compute", "op_devices", "op_split", "op_transfers", "op_update", "op_versions"},
     "ssd_folder": {"checksums", "direct_io", "scratch", "ssd_file"},
     "program": {"text"},
 }

@@ -186,7 +186,7 @@ def test_what_lies_between_the_halves_is_what_was_planned() -> None:
 
 def test_a_pass_that_takes_whole_backwards_says_so() -> None:
     passes = [*through(ScheduleZeroBubble()), ChooseActivations()]
-    with pytest.raises(PassError, match="takes backwards whole, but the schedule splits them; use insert-remat"):
+    with pytest.raises(PassError, match="needs whole backwards, but the schedule splits them; use insert-remat"):
         apply(draft_of(chain(), micro_batches=2), *passes)
 
 
