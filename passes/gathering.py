@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import fx
 
@@ -48,7 +49,7 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
 def _gather(
     program: Program, place: fx.Node, stage: str, name: str, sharding: Sharding, shard: fx.Node | None
 ) -> fx.Node:
-    how = {"hierarchical": True} if sharding.hierarchical else {}
+    how: dict[str, Any] = {"hierarchical": True} if sharding.hierarchical else {}
     with program.graph.inserting_before(place):
         if shard is None:
             (shard,) = program.emit(ops.fetch, f"{stage}.weights", group=ops.SHARDS, names=[f"{name}_shard"])

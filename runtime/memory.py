@@ -24,8 +24,12 @@ from .first_fit import FirstFit
 from .program import PAGE, Interface, Program, aligned, donated, values_of, work_of
 from .units import format_bytes
 
-ARENA_OPS = {ops.DEVICE: (ops.fetch, ops.all_gather, ops.reduce_scatter), ops.DRAM: (ops.offload, ops.read), ops.SSD: (ops.write,)}
-ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, and gradients of a shard
+ARENA_OPS = {
+    ops.DEVICE: (ops.fetch, ops.all_gather, ops.reduce_scatter),
+    ops.DRAM: (ops.offload, ops.read),
+    ops.SSD: (ops.write,),
+}
+ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, beside gradients of a shard
 STAGED = (ops.all_gather, ops.reduce_scatter)  # their workspace lies in the arena, too
 
 
