@@ -41,7 +41,7 @@ def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split
     loads = _compute(draft, specs, split)
     if not draft.lanes or are_alike(draft.whole, draft.lanes):  # else the first lane's part may not be what others have
         loads += _traffic(draft, specs, swap, tier)
-    loads += _between_hosts(draft, specs)
+    loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
@@ -146,6 +146,7 @@ def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
         mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
         weights, grads = sum(s.weight_bytes for s in mine), sum(s.grad_bytes for s in mine)
         column = [host_of[lane[role]] for lane in lanes]
+        groups: list[tuple[list[int], float]]
         groups = [(column[i : i + shards], weights + grads) for i in range(0, len(lanes), shards)]
         groups += [(column[i::shards], 2 * grads / shards) for i in range(shards)]
         for hosts, num_bytes in groups:
@@ -153,6 +154,27 @@ def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
             for host in distinct if len(distinct) > 1 else ():
                 sent[host] += (len(distinct) - 1) / len(distinct) * num_bytes
     return [Bound(num_bytes / network.bandwidth, f"nic{host}.up") for host, num_bytes in sent.items()]
+
+
+def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+    """What goes round rings of devices that share stages, where these are all on one host: of the first such host."""
+    hardware, lanes, shards = draft.whole, draft.lanes, draft.shards
+    moved: dict[str, float] = defaultdict(float)  # link to bytes
+    first: int | None = None
+    for role in range(len(lanes[0])) if shards > 1 else ():
+        mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
+        each = (shards - 1) / shards * sum(spec.weight_bytes + spec.grad_bytes for spec in mine)
+        for begin in range(0, len(lanes), shards):
+            ring = sorted(lane[role] for lane in lanes[begin : begin + shards])
+            hosts = {hardware.devices[member].host for member in ring}
+            if len(hosts) > 1 or (first is not None and hosts != {first}):
+                continue
+            first = next(iter(hosts))
+            for i, member in enumerate(ring):
+                for link in hardware.path(hardware.devices[ring[i - 1]].name, hardware.devices[member].name):
+                    moved[link] += each
+    rates = hardware.links()
+    return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
 
 
 def each_bytes(options: Options) -> float:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from ..passes.mesh import NEAREST, regular_lanes
 from ..runtime.errors import PlanError
+from .layouts import Layout
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
@@ -59,11 +62,44 @@ class OnSsd(BaseModel):
 
 class Mesh(BaseModel):
     """Copies of the computation. `lanes`: per copy its devices; `shards`: so many lanes, one behind the other, share
-    each stage's weights."""
+    each stage's weights.
+
+    In a document lanes may also be given, and where they can be are, as `devices` in all, `depth` of a lane and what is
+    `nearest` (see the pass `mesh`).
+    """
 
     model_config = ConfigDict(extra="forbid")
     lanes: list[list[int]]
     shards: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lanes(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or "lanes" in document or not {"devices", "depth"} <= document.keys():
+            return document
+        short = {"shards": 1, "nearest": NEAREST[0], **document}
+        count, depth, shards, nearest = (short.pop(name) for name in ("devices", "depth", "shards", "nearest"))
+        numbers = (count, depth, shards)
+        if any(not isinstance(n, int) or n < 1 for n in numbers) or count % (depth * shards) or nearest not in NEAREST:
+            raise ValueError(f"devices are a multiple of depth times shards, nearest is one of {', '.join(NEAREST)}")
+        return {**short, "lanes": regular_lanes(count, shards, depth, nearest), "shards": shards}
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _short(self, plain: Callable[[Mesh], dict[str, Any]]) -> dict[str, Any]:
+        depth, count = len(self.lanes[0]), sum(map(len, self.lanes))
+        for nearest in NEAREST if count % (depth * self.shards) == 0 else ():
+            if self.lanes == regular_lanes(count, self.shards, depth, nearest):
+                return {"devices": count, "depth": depth, "shards": self.shards, "nearest": nearest}
+        return plain(self)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.shards, len(self.lanes[0]))
+
+    def describe(self) -> str:
+        """In words: "512 devices: 64 replicas of 8 shards"."""
+        count = sum(map(len, self.lanes))
+        return f"{count} devices: {self.layout.describe(count)}"
 
 
 class Sharding(BaseModel):
@@ -133,7 +169,7 @@ class Plan(BaseModel):
     def distinct_rivals(self) -> tuple[list[Rival], int]:
         """The fastest first, those without a step last; and how many more come to the plan of another. Strategies with
         a name are among the rows in any case."""
-        alike = [r for r in self.rivals if r.reason.startswith(SAME_PLAN) and r.name.startswith("partition-")]
+        alike = [r for r in self.rivals if r.reason.startswith(SAME_PLAN) and r.name.startswith(("partition-", "mesh"))]
         rows = [rival for rival in self.rivals if rival not in alike]
         return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(alike)
 

@@ -12,13 +12,14 @@ from ..runtime.program import Program
 from ..runtime.simulate import simulate
 from ..runtime.timeline import Timeline
 from ..runtime.units import format_bytes, format_seconds
-from .plan import Plan
+from .plan import Mesh, Plan
 from .strategies import PassRecord
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .wear import Wear, wear_of
 from .what_helps import Help, changed_machines
 
 WIDTH = 110
+FEW_NAMES = 4  # of devices, that are all written
 CLIPPING = {
     "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
     "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
@@ -48,12 +49,14 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         f"{plan.model} on {plan.hardware}",
         f"plan {plan.hash}: {len(decisions.stages)} stages, {plan.micro_batches} micro-batches, {plan.precision}",
     ]
+    if decisions.mesh is not None and len(decisions.mesh.lanes) > 1:
+        lines.append(f"  {decisions.mesh.describe()}")
     specs = list(programs[0].interface.stages.values())
     for spec, device in zip(specs, decisions.devices):
         saved = activations_tier(decisions, spec.name).replace(AGAIN, "rematerialised")
         states = f"optimizer states {states_tier(decisions, spec.name)}; " if spec.name in decisions.ssd.stages else ""
         lines.append(
-            f"  {spec.name:8} {device_name(hardware, device):6} {spec.title}: "
+            f"  {spec.name:8} {device_name(hardware, device, decisions.mesh):6} {spec.title}: "
             f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"
             f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
         )
@@ -72,9 +75,12 @@ def _staleness(staleness: Mapping[str, int]) -> list[str]:
     return _wrapped(f"{begin}the update with its gradients: ", parts)
 
 
-def device_name(hardware: Hardware, device: int) -> str:
-    """Of a plan's device."""
-    return hardware.devices[device].name
+def device_name(hardware: Hardware, device: int, mesh: Mesh | None = None) -> str:
+    """Of a plan's device; with several lanes of all that stand in its place: "gpu0 and 63 more"."""
+    if mesh is None or len(mesh.lanes) == 1:
+        return hardware.devices[device].name
+    names = [hardware.devices[lane[device]].name for lane in mesh.lanes]
+    return " ".join(names) if len(names) <= FEW_NAMES else f"{names[0]} and {len(names) - 1} more"
 
 
 def _prediction(plan: Plan, hardware: Hardware) -> str:

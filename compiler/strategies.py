@@ -107,8 +107,8 @@ STRATEGIES: dict[str, str] = {
     "interleaved": LOOPED.replace("schedule-pipeline", "schedule-interleaved"),
     "zero-bubble": ONE_EACH.replace("schedule-pipeline", "schedule-zero-bubble"),
     "data-parallel": (
-        "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, insert-fetch, "
-        "insert-optimizer"
+        "coarsen, mesh, partition-balanced{stages=devices}, map-round-robin, schedule-1f1b, insert-remat, "
+        "insert-fetch, insert-optimizer"
     ),
     "zero3-offload": (
         "coarsen, mesh{shards=devices}, partition-min-stage, map-round-robin, schedule-pipeline, "
@@ -145,7 +145,8 @@ class PassRecord:
 def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
     """Passes of a strategy's name or of a line such as "coarsen, partition-balanced{stages=4}, ...".
 
-    `devices` as an option's value is the number of devices, `2*devices` twice that. Raises `PassError` with close names.
+    `devices` as an option's value is the number of devices, `2*devices` twice that. Raises `PassError` with close
+    names.
     """
     line = STRATEGIES.get(text, text)
     if "," not in line and line not in PASSES:

@@ -39,8 +39,10 @@ def console() -> Console:
 
 def plan_header(plan: Plan) -> str:
     step = f", predicted step {format_seconds(plan.predicted.step_s)}" if plan.predicted else ""
+    mesh = plan.decisions.mesh
+    lanes = f"{mesh.describe()}, " if mesh is not None and len(mesh.lanes) > 1 else ""
     return (
-        f"{plan.model} on {plan.hardware}: plan {plan.hash}, {len(plan.decisions.stages)} stages, "
+        f"{plan.model} on {plan.hardware}: plan {plan.hash}, {lanes}{len(plan.decisions.stages)} stages, "
         f"{plan.micro_batches} micro-batches, {plan.precision}{step}"
     )
 
@@ -83,7 +85,7 @@ def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
         name = first.name if first is last else f"{first.name} to {last.name}"
         ends = (first.title.partition(" to ")[0], last.title.rpartition(" to ")[2])
         title = first.title if first is last else " to ".join(ends)
-        devices = dict.fromkeys(device_name(hardware, decisions.devices[i]) for i in members)
+        devices = dict.fromkeys(device_name(hardware, decisions.devices[i], decisions.mesh) for i in members)
         rows.append((name, " ".join(devices), title, *look[1:]))
     columns = ("stage", "device", "holds", "weights", "live in", "saves", "its tensors", "stepped on")
     return table("stages", columns, rows)

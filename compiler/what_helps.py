@@ -13,9 +13,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..runtime.errors import PenstockError
+from ..passes.mesh import Mesh
+from ..runtime.errors import PassError, PenstockError
 from ..runtime.hardware import Device, Hardware, Host
-from .candidates import TO_SSD, Recipe, balanced, device_orders, mappings, micro_batch_counts, stage_counts
+from .candidates import (
+    ONE_LANE,
+    TO_SSD,
+    Recipe,
+    balanced,
+    device_orders,
+    lane_scouts,
+    mappings,
+    micro_batch_counts,
+    stage_counts,
+)
+from .layouts import Layout
 from .plan import Plan
 from .profile import for_machines_like
 from .search import Sweep, Trace, Wishes, why_not
@@ -55,7 +67,8 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
 
 def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan: Plan) -> Help:
     assert plan.predicted is not None
-    more_devices = machine.num_devices > len(plan.predicted.arena_bytes)
+    mesh = plan.decisions.mesh
+    more_devices = machine.num_devices > (sum(map(len, mesh.lanes)) if mesh else len(plan.predicted.arena_bytes))
     nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
     sweep = Sweep(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
     try:
@@ -71,23 +84,36 @@ def recipes(plan: Plan, sweep: Sweep, count: int) -> Iterator[Recipe]:
     """The chosen pipeline first, then its relatives, with as many stages as this machine wants."""
     yield Recipe(named=plan.passes)
     machine = sweep.hardware
-    by_decision = {p.decides: p.name for p in parse_pipeline(plan.passes, machine.num_devices)}
+    passes = parse_pipeline(plan.passes, machine.num_devices)
+    mesh = next((p for p in passes if isinstance(p, Mesh)), None)
+    layout = ONE_LANE if mesh is None else Layout(mesh.shards, mesh.depth, mesh.nearest)
+    if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
+        layout = Layout(plan.decisions.mesh.shards, mesh.depth, mesh.nearest)
+    by_decision = {p.decides: p.name for p in passes}
     names = set(by_decision.values())
-    tiers = Recipe(activations="choose-activations" in names, reservoir=TO_SSD in names)
+    tiers = Recipe(activations="choose-activations" in names, reservoir=TO_SSD in names, layout=layout)
     usual = tiers.but(partition=by_decision["stages"], mapping=by_decision["devices"], schedule=by_decision["schedule"])
-    if usual.mapping not in mappings(machine):  # every device runs the whole model: a pipeline may do better here
-        usual = tiers.but(mapping=mappings(machine)[0])
     yield usual
-    base = sweep.bench(count).base
-    for stages, order in itertools.product(stage_counts(base, usual.activations), device_orders(machine)[:2]):
+    try:
+        lane = sweep.bench(count).lane(layout)
+    except PassError:  # the lanes of this machine cannot share out so many micro-batches
+        return
+    if layout.depth:
+        yield from lane_scouts(lane, tiers)
+    for stages, order in itertools.product(stage_counts(lane, usual.activations), device_orders(lane.hardware)[:2]):
         yield usual.but(partition=balanced(stages, usual, order))
-    for mapping in mappings(machine):
+    for mapping in mappings(lane.hardware) if lane.hardware.num_devices > 1 else ():
         yield usual.but(mapping=mapping)
 
 
 def changed_machines(hardware: Hardware) -> Iterator[tuple[str, Hardware | None]]:
     """A few words and the machine that has more of one thing; None where it cannot have more."""
-    yield "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device", _one_more_device(hardware)
+    if len(hardware.hosts) > 1:
+        yield "twice as many hosts", _twice_the_hosts(hardware)
+        assert hardware.network is not None
+        yield f"network {FASTER:g}x as fast", _with(hardware, network=_scaled(hardware.network, "bandwidth"))
+    else:
+        yield "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device", _one_more_device(hardware)
     yield "one more root complex", _one_more_root_complex(hardware)
     more = [host.model_copy(update={"dram_bytes": host.dram_bytes + MORE_DRAM_BYTES}) for host in hardware.hosts]
     yield "64 GB more DRAM", _with(hardware, hosts=more)
@@ -121,6 +147,17 @@ def _one_more_device(hardware: Hardware) -> Hardware:
     emptiest = min(range(len(hardware.hosts[like.host].root_complexes)), key=homes.count)
     more = like.model_copy(update={"name": name, "root_complex": emptiest})
     return _with(hardware, devices=[*hardware.devices, more])
+
+
+def _twice_the_hosts(hardware: Hardware) -> Hardware:
+    """All of them once more, with their devices."""
+    count, names = len(hardware.hosts), {device.name for device in hardware.devices}
+    devices = []
+    for number, device in enumerate(hardware.devices):
+        name = f"{device.name.rstrip('0123456789')}{hardware.num_devices + number}"
+        name = name if name not in names else f"{device.name}_again"
+        devices.append(device.model_copy(update={"name": name, "host": device.host + count}))
+    return _with(hardware, hosts=[*hardware.hosts, *hardware.hosts], devices=[*hardware.devices, *devices])
 
 
 def _one_more_ssd(hardware: Hardware) -> Hardware:

@@ -33,6 +33,7 @@ class Mesh(Pass):
 
     name: ClassVar[str] = "mesh"
     decides: ClassVar[str] = "mesh"
+    needs: ClassVar[tuple[str, ...]] = ("blocks",)  # whose times are those of all the machine's devices
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
     optional: ClassVar[bool] = True
     automatic: ClassVar[tuple[str, ...]] = ("shards",)
@@ -57,11 +58,7 @@ class Mesh(Pass):
                 f"{shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
                 f"the nearest number that can is {near[0]}"
             )
-        rows = np.arange(count).reshape(
-            (-1, self.depth, shards) if self.nearest == "shards" else (-1, shards, self.depth)
-        )
-        lanes = (rows.swapaxes(1, 2) if self.nearest == "shards" else rows).reshape(-1, self.depth)
-        return {"lanes": lanes.tolist(), "shards": shards}
+        return {"lanes": regular_lanes(count, shards, self.depth, self.nearest), "shards": shards}
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
         lanes, shards = decision["lanes"], decision["shards"]
@@ -77,6 +74,16 @@ class Mesh(Pass):
         draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // len(lanes))
 
 
+def regular_lanes(count: int, shards: int, depth: int, nearest: str = "shards") -> list[list[int]]:
+    """So many devices in lanes of `depth`, those which share stages one behind the other."""
+    if nearest == "shards":
+        rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
+    else:
+        rows = np.arange(count).reshape(-1, shards, depth)
+    lanes: list[list[int]] = rows.reshape(-1, depth).tolist()
+    return lanes
+
+
 def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:
     """Raise `PassError` where a plan's lanes are not what every lane must be."""
     used = sorted(device for lane in lanes for device in lane)
@@ -90,8 +97,8 @@ def _check_shares(count: int, lanes: int) -> None:
     if count % lanes:
         near = max(lanes, round(count / lanes) * lanes)
         raise PassError(
-            f"{count} micro-batches cannot be shared out equally among {lanes} lanes; the nearest micro_batches that can "
-            f"is {near}"
+            f"{count} micro-batches cannot be shared out equally among {lanes} lanes; the nearest micro_batches that "
+            f"can is {near}"
         )
 
 
