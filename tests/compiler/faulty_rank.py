@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.errors import PenstockError
-from penstock.tests.compiler.ssd_jobs import on_ssd
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 16, 4
 FAULT_STEP = 3  # of which the checkpoint is that of step 2
@@ -42,8 +41,18 @@ class Slow(nn.Module):
         return x
 
 
+def _on_ssd() -> str:
+    from penstock.tests.compiler.ssd_jobs import on_ssd  # imports much
+
+    return on_ssd()
+
+
 def batch_of(step: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(output: Tensor, batch: object) -> Tensor:
+    return output.square().mean()
 
 
 def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
@@ -66,10 +75,10 @@ def compile_job(options: argparse.Namespace, fault: str) -> penstock.Job:
         Slow(),
         hardware,
         example_inputs=(batch_of(0),),
-        loss_fn=lambda output, batch: output.square().mean(),
+        loss_fn=loss_of,
         optimizer=partial(torch.optim.SGD, lr=lr, momentum=0.9),
         micro_batches=MICRO_BATCHES,
-        strategy=on_ssd() if options.ssd else "balanced",
+        strategy=_on_ssd() if options.ssd else "balanced",
         precision="bf16" if fault == "precision" else "fp32",
         seed=1 if fault == "seed" else 0,
         timeout_s=options.timeout,

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
+import penstock
 from penstock.bench.hosts import two_hosts, why_not
 from penstock.runtime.launcher import worker_environment
 from penstock.tests.compiler.agents import LOOPBACK, SCRIPT, agents, end_all, free_port, is_gone
+from penstock.tests.compiler.faulty_rank import MICRO_BATCHES, Slow, batch_of, loss_of
 
 pytestmark = pytest.mark.multi
 ELASTIC = Path(__file__).resolve().parents[2] / "examples" / "finetune_elastic.py"
@@ -58,11 +62,17 @@ def test_a_killed_rank_of_another_host_is_named_and_the_job_goes_on(tmp_path: Pa
         (error,) = errors_of(running.results(), [0])
         assert is_gone(running.pid(0))
     assert "rank 1 (on " in error and ("has ended" in error or "no sign of life" in error), error
-    with agents(tmp_path, "--resume", "--steps", "4", per_node=2) as running:
-        assert running.wait(200) == [0], running.output()
-        assert len(running.results()[0]["losses"]) == 2  # from step 2, of which the checkpoint is
+    job = penstock.compile(
+        Slow(), penstock.Hardware.cpu(num_devices=1), example_inputs=(batch_of(0),), loss_fn=loss_of,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), micro_batches=MICRO_BATCHES, strategy="balanced",
+    )  # fmt: skip
+    with job:
+        assert job.resume(tmp_path / "checkpoint") == {"next": 2}
+        again = job.step((batch_of(2),)).item()
+    assert again == running.results()[0]["losses"][2]  # the step that was not saved
 
 
+@pytest.mark.slow
 def test_ranks_that_bring_something_else_are_named_on_all_before_anything_runs(tmp_path: Path) -> None:
     with agents(tmp_path, "versions", "1", per_node=2) as running:
         assert 0 not in running.wait(120)
