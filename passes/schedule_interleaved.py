@@ -62,7 +62,7 @@ def _check_stages(devices: Sequence[int], num_devices: int) -> None:
     if wrong is not None:
         raise PassError(
             f"schedule-interleaved needs stages that go round the devices, but stage{wrong} is on device "
-            f"{devices[wrong]} instead of {wrong % num_devices}; use map-round-robin, or schedule-1f1b, which takes any mapping"
+            f"{devices[wrong]} instead of {wrong % num_devices}; use map-round-robin, or schedule-1f1b, which takes any"
         )
 
 
