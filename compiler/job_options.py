@@ -203,6 +203,10 @@ class TrainOptions(JobOptions):
     schedule: Annotated[str, typer.Option(help="of the learning rate: constant, linear or cosine")] = "constant"
     save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
     resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in OUT")] = False
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="go on from the checkpoint in OUT if there is one, else begin anew"),
+    ] = False
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
     ] = 0.0

@@ -6,6 +6,7 @@ What it leaves in its directory: `checkpoint` (to resume from), `model` (as `fro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -84,6 +85,8 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     if not is_main:
         screen = Console(quiet=True)
     last = find_latest(options.out / "checkpoint")
+    if options.elastic:
+        options = dataclasses.replace(options, resume=last is not None)
     if last is not None and not options.resume:
         raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
     if last is None and options.resume:

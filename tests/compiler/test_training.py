@@ -77,7 +77,10 @@ def test_what_it_leaves_can_be_used(text: Path, tmp_path: Path) -> None:
     assert job.simulate().step_s > 0
 
 
-def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
+    elastic: bool, text: Path, tmp_path: Path
+) -> None:
     whole, _ = run(options(text, tmp_path / "whole", schedule="cosine"))
 
     class Stopped(Exception):
@@ -92,10 +95,10 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(text: Pa
                 raise Stopped
 
             patch.setattr(training, "_save", save_and_stop)
-            run(options(text, tmp_path / "parts", schedule="cosine", save_every=4))
+            run(options(text, tmp_path / "parts", schedule="cosine", save_every=4, elastic=elastic))
     except Stopped:
         pass
-    rest, said = run(options(text, tmp_path / "parts", schedule="cosine", resume=True))
+    rest, said = run(options(text, tmp_path / "parts", schedule="cosine", resume=not elastic, elastic=elastic))
     assert "resumed at step 4, sample 16" in said
     assert rest.losses == whole.losses[4:]
     found, wanted = weights(tmp_path / "parts"), weights(tmp_path / "whole")
