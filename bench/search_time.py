@@ -1,4 +1,4 @@
-"""Seconds and memory of `compile` where nothing is given but model and machine: a large model, and unequal GPUs.
+"""Seconds and memory of `compile` where nothing is given but model and machine: a large model, unequal GPUs, 512 GPUs.
 
 Every case runs in a process of its own. Run: python bench/search_time.py [CASE]
 """
@@ -19,6 +19,8 @@ CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
     "gpt3-175b on mobius-8gpu": ("gpt3-175b", (), 8, 2048),
     "gpt3-175b on 1 GPU with 2 SSDs": ("gpt3-175b", "rtx4090x1", 8, 2048),
     "gpt3-175b on 8 GPUs with 2 SSDs": ("gpt3-175b", "rtx4090x8-2rc", 8, 2048),
+    "gpt3-175b on 512 GPUs": ("gpt3-175b", "mics-p4d:64", 1024, 2048),
+    "bert-10b on 512 GPUs": ("mics-bert-10b", "mics-p4d:64", 8192, 512),
     "llama-8b on 1 GPU": ("llama-8b", ("rtx3090x1",), 4, 2048),
     "llama-8b on 2 unequal GPUs": ("llama-8b", ("rtx4090x1", "rtx3090x1"), 4, 2048),
     "llama-8b on 4 unequal GPUs": ("llama-8b", ("rtx3090x1", "rtx4090x1", "ftpipe-2080ti", "rtx3090x1"), 8, 2048),
@@ -27,7 +29,9 @@ CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
 
 def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
     """A server with 256 GB and one GPU of each preset, in turn under its two root complexes; or one preset with 256 GB
-    and two SSDs of 3.84 TB."""
+    and two SSDs of 3.84 TB; or a cluster."""
+    if isinstance(presets, str) and ":" in presets:
+        return penstock.Hardware.preset(presets)
     if isinstance(presets, str):
         return penstock.Hardware.preset(presets, dram="256GB", ssds=0).with_(ssds=2)
     if not presets:
@@ -49,7 +53,7 @@ def main() -> None:
     model, inputs, hardware = find_model(name).on_meta(), find_model(name).batch_spec(batch, sequence), machine(presets)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     # With fp16 the gradients of 175B stay in DRAM until their norm is known, which is more than these 256 GB.
-    precision = "bf16" if hardware.hosts[0].ssds and "175b" in name else "fp16"
+    precision = "bf16" if hardware.hosts[0].ssds and name in ("gpt3-175b", "mics-bert-10b") else "fp16"
     plan = penstock.compile(model, hardware, example_inputs=inputs, precision=precision).plan
     took_s, gigabytes = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows.save(
