@@ -231,8 +231,8 @@ def table2_asynchronous(lab: Lab, setup: Setup) -> Finding:
         rows,
         "what an asynchronous pipeline gains in a simulation is what a synchronous one loses: (P-1)/M of its time for "
         "filling and draining, the imbalance of its stages, and one stage in P that is computed again; these alone "
-        "give less than the paper's figures. The rest of the paper's gain is in its rows, of which a micro-batch has "
-        "two to four times as many: on a real GPU small matrix products run far below the rate of large ones, here "
+        "give less than the paper's figures. The rest of the paper's gain may lie in its rows, of which a micro-batch "
+        "has two to four times as many: on a real GPU small matrix products run far below the rate of large ones, here "
         "every product runs at the same share of the peak and only launches count for more. What is lost to messages "
         "that arrive later than the fixed order of turns expects shows in the share of time that the busiest GPU "
         "computes.",
