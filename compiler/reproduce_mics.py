@@ -121,7 +121,7 @@ def assumptions(lab: Lab, setup: Setup) -> list[tuple[str, str]]:
         (
             ZERO3_LATE.name,
             "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by section 4 makes its "
-            "streams wait for each other where it need not: it lies between the two",
+            "streams wait for each other where it need not: it should lie between the two",
         ),
         (OURS.name, f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`"),
     ]
