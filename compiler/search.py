@@ -27,6 +27,7 @@ from ..runtime.fleet import WRITTEN_OUT
 from ..runtime.hardware import Hardware
 from ..runtime.units import format_bytes, format_seconds
 from .candidates import (
+    IN_ORDER,
     Recipe,
     lane_scouts,
     mappings,
@@ -193,7 +194,10 @@ class Sweep:
         except PassError as error:
             self.tried.append(Tried(recipe, row.count, error=error))
             return
-        self.look(row.count, lane_scouts(lane, recipe))
+        first = lane_scouts(lane, recipe)
+        self.look(row.count, first)
+        if row.layout.shards > 1 and self.best is None:  # what is gathered whole must be smaller
+            self.look(row.count, [first[0].but(partition=IN_ORDER[0], swap=True)])
 
     def hybrids(self, count: int) -> None:
         """Of a few devices every layout of several lanes, with this number of micro-batches."""
