@@ -1,8 +1,8 @@
 """Penstock: a graph compiler over torch.fx that fine-tunes models far bigger than your GPUs.
 
-    job = penstock.compile(model, hardware, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=5e-5))
-    for batch in loader:
-        loss = job.step(batch)
+job = penstock.compile(model, hardware, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=5e-5))
+for batch in loader:
+    loss = job.step(batch)
 """
 
 from importlib import import_module

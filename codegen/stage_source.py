@@ -137,4 +137,3 @@ def _scopes_of(names: list[str], paths: set[str]) -> set[str]:
 
 def _all_under(path: str, names: list[str]) -> bool:
     return all(is_under(path, name) for name in names)
-

@@ -23,8 +23,8 @@ from ..runtime.hardware import Hardware
 from ..runtime.memory import plan_arena
 from ..runtime.program import Interface, Program, StageSpec, TensorSpec, place_frees
 from .base import Draft, Pass, require_own
-from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 from .gathering import gather_weights
+from .insert_fetch import Early, fetch_weights, look_ahead, state_bytes
 from .insert_ssd import read_within
 
 

@@ -19,7 +19,7 @@ from .shards import Block, blocks_of, gathered
 
 
 class Messages(Issuing):
-    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them, the issue those of the machine."""
+    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them, its issue the machine's."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 
 def close_names(name: str, names: Iterable[str]) -> str:
-    """"; did you mean ...?" for the nearest of `names`, or all of them when none is near."""
+    """ "; did you mean ...?" for the nearest of `names`, or all of them when none is near."""
     known = list(names)
     lowered = {each.lower(): each for each in known}
     near = [lowered[each] for each in get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)]

@@ -166,9 +166,9 @@ class Interface:
     `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
     takes part with the whole value, one without a stage with any stage; "world" is every device.
     `lanes`: where several copies of the computation share the micro-batches, the machine's devices of each, in the
-    order of the programs; `num_devices` and `micro_batches` are then those of one, and devices that `SHARDS` or `REPLICAS`
-    joins are in other lanes, so that these groups have no rows. `shards`: so many lanes, one behind the other, share
-    each stage's weights. See `fleet.py`.
+    order of the programs; `num_devices` and `micro_batches` are then those of one, and devices that `SHARDS` or
+    `REPLICAS` joins are in other lanes, so that these groups have no rows. `shards`: so many lanes, one behind the
+    other, share each stage's weights. See `fleet.py`.
     `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
     the shapes of its parameters; `master`: fp32 copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
