@@ -139,6 +139,7 @@ def test_a_clone_of_any_name_can_be_imported(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["large-model", "reservoir"])
 def test_what_is_optional_is_not_needed(section: str, tmp_path: Path) -> None:
     """A machine with a GPU need not have the packages of the command line, of Hugging Face, of NVML, of solvers."""

@@ -160,7 +160,7 @@ def test_a_batch_that_may_or_may_not_be_for_the_loss() -> None:
     ("name", "machine", "options", "changed"),
     [
         pytest.param("gpt2", {"memory": "100kB"}, {}, {"memory"}, marks=pytest.mark.slow),
-        ("gpt2", {"memory": "250kB", "dram": "100kB"}, {}, {"dram"}),
+        pytest.param("gpt2", {"memory": "250kB", "dram": "100kB"}, {}, {"dram"}, marks=pytest.mark.slow),
         ("gpt2", {"memory": "20kB", "dram": "20kB"}, {}, {"memory", "dram"}),
         pytest.param("gpt2", {"memory": "200kB"}, {"micro_batches": 1}, {"micro_batches"}, marks=pytest.mark.slow),
         ("gpt2", {"memory": "250kB", "num_devices": 1}, {"strategy": "gpipe"}, {"strategy"}),
@@ -329,6 +329,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
     """The script needs no `if __name__ == "__main__"`: workers never run it."""

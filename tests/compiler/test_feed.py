@@ -29,6 +29,7 @@ def torchrun(ranks: int, folder: Path, steps: int, *words: str) -> list[dict[str
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_parts_train_as_whole_batches_and_go_on_elsewhere_at_the_right_sample(tmp_path: Path) -> None:
     first, second = torchrun(2, tmp_path, 4, "uneven", "early", "save", "again")

@@ -8,6 +8,7 @@ import penstock
 from penstock.compiler.models import find_model
 
 
+@pytest.mark.slow
 def test_tied_weights_over_two_gpus() -> None:
     """Messages, an all_reduce of the embedding's gradient, gradients clipped, weights that come from DRAM."""
     model = find_model("gpt2:n_layer=4")

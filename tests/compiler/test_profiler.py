@@ -259,6 +259,7 @@ def test_profile_is_a_directory_or_true(wrong: Any, tmp_path: Path) -> None:
 # --- for real
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_command_line_measures_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def errors_of(found: dict[int, dict[str, Any]], ranks: Iterable[int]) -> set[str
     return {str(found[rank]["error"]) for rank in ranks}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_of_another_host_is_named_and_the_job_goes_on(tmp_path: Path) -> None:
     """Two agents, as on two hosts. The rank that is left resumes alone, on a plan for one."""
     words = ["kill", "1", "--hosts", "2", "--slow", "--timeout", "60"]

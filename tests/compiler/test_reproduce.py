@@ -150,7 +150,9 @@ def test_profiling_costs_the_distinct_blocks() -> None:
     assert more[1] > 1.3 * few[1]
 
 
-@pytest.mark.parametrize(("paper", "setup"), [("mobius", MOBIUS), ("ftpipe", FTPIPE)])
+@pytest.mark.parametrize(
+    ("paper", "setup"), [("mobius", MOBIUS), pytest.param("ftpipe", FTPIPE, marks=pytest.mark.slow)]
+)
 def test_every_finding_of_a_toy(paper: str, setup: Any, tmp_path: Path) -> None:
     said: list[str] = []
     report = reproduce(paper, setup=setup, say=said.append)

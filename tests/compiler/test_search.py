@@ -66,7 +66,8 @@ def test_numbers_of_stages() -> None:
     assert counts["1kB"] == [len(draft.blocks)]  # nothing fits: the finest partition is still tried, to say by how much
 
 
-@pytest.mark.parametrize("memory", ["250kB", pytest.param("64MB", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["250kB", "64MB"])
 def test_no_rival_is_faster_in_the_simulator(memory: str) -> None:
     """Each rival is compiled again by itself and simulated: none beats the choice, and each took what it claims."""
     model, batch = zoo_case("gpt2")
@@ -145,6 +146,7 @@ def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
     assert untried and len(untried) == len(plan.rivals) and plan.predicted is not None
 
 
+@pytest.mark.slow
 def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_case("gpt2")
     options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": 4}

@@ -114,7 +114,7 @@ class KilledRuns:
 
 @pytest.mark.parametrize(
     ("runs", "clip"),
-    [(2, "speculative"), *(pytest.param(25, clip, marks=pytest.mark.slow) for clip in ("exact", "speculative"))],
+    [*(pytest.param(25, clip, marks=pytest.mark.slow) for clip in ("exact", "speculative"))],
 )
 def test_killed_runs_go_on_from_the_last_checkpoint(runs: int, clip: str, tmp_path: Path) -> None:
     """No file of a killed run is read, which would show: they are filled with noise. The next start removes them."""

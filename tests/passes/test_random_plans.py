@@ -92,7 +92,8 @@ def mappings() -> list[type[Mapping]]:
 
 
 def schedules() -> list[type[Pass]]:
-    return [kind for kind in PASSES.values() if kind.decides == "schedule" and "devices" in kind.needs]
+    rows = [kind for kind in PASSES.values() if kind.decides == "schedule" and kind.synchronous]
+    return [kind for kind in rows if "devices" in kind.needs]
 
 
 def random_draft(draw: random.Random, graph: OpGraph, blocks: list[Block], made: dict[str, object]) -> Draft:
@@ -101,9 +102,12 @@ def random_draft(draw: random.Random, graph: OpGraph, blocks: list[Block], made:
     made["hardware"] = [(d.root_complex, d.memory_bytes) for d in draft.hardware.devices]
     made["micro_batches"] = draft.options.micro_batches
     place_stages(draw, draft, made)
-    goes_round = len(draft.devices) >= 2 * draft.hardware.num_devices and draft.devices == [
-        i % draft.hardware.num_devices for i in range(len(draft.devices))
-    ]
+    count = draft.hardware.num_devices
+    goes_round = (
+        len(draft.devices) >= 2 * count
+        and len(draft.devices) % count == 0
+        and draft.devices == [i % count for i in range(len(draft.devices))]
+    )
     schedule = draw.choice([kind for kind in schedules() if goes_round or kind is not ScheduleInterleaved])()
     schedule.rewrite(draft, schedule.plan(draft))
     made[schedule.name] = ""

@@ -34,6 +34,7 @@ def test_a_machine_without_gpus_becomes_cpu_devices_that_fit_into_its_memory(no_
     assert Hardware.from_any("auto").num_devices == hardware.num_devices
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_measuring_times_every_figure_on_this_machine(no_gpu: None, tmp_path: Path) -> None:
     hardware = Hardware.detect(measure=True)

@@ -138,6 +138,7 @@ def real_step_s(programs: list[Program], hardware: Hardware, width: int, folder:
     return min(found)
 
 
+@pytest.mark.slow
 def test_a_real_step_shares_links_as_the_simulation_does(tmp_path: Path) -> None:
     width, rate = 512, "10MB/s"  # 1 MiB a stage, 105 ms alone, twice that where both devices fetch
     hardware = Hardware.cpu(2, h2d=rate, d2h=rate).with_(root_complex_bandwidth=rate)

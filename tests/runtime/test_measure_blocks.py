@@ -113,6 +113,7 @@ def test_waits_for_others_do_not_count(shares_cores: bool, seconds: float, monke
     assert watch.seconds() == seconds
 
 
+@pytest.mark.slow
 def test_weights_of_one_block_at_a_time_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("gpt2", tmp_path)
     made: list[weakref.ref[torch.Tensor]] = []

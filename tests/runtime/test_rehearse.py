@@ -85,6 +85,7 @@ def test_memory_is_accounted_for_and_not_held(found: Found) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in found.process_ids)
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_too_small(swapping: list[Program], tmp_path: Path) -> None:
     with pytest.raises(BudgetExceeded, match="gpu"):
         rehearse(setup_for(swapping, Hardware.preset("mobius-topo2+2", memory="4GB"), tmp_path), 0.01)
@@ -103,6 +104,7 @@ def test_agrees_on_the_machines_of_the_papers(name: str, fetched: bool, tmp_path
     assert found_s == pytest.approx(simulated_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_devices_of_several_hosts(tmp_path: Path) -> None:
     """Their processes are all here, the network is in between."""
     one = json.loads(Hardware.preset("mobius-topo4").with_(num_devices=1).model_dump_json())

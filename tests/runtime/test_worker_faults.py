@@ -120,7 +120,9 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         LocalWorkers(Setup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)], ids=["ctrl-c", "kill -9"]
+)
 def test_workers_end_with_their_driver(how: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C stops them and passes on; even a driver that is killed leaves none behind."""
     script = subprocess.Popen(
