@@ -28,6 +28,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_section_runs_and_its_rows_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """But those that have tests of their own; what depends on the clock of a shared machine may miss its target."""
     threads = torch.get_num_threads()

@@ -90,6 +90,7 @@ def test_flags_are_part_of_the_programs() -> None:
             job.step({**batch, "scale": 3.0})
 
 
+@pytest.mark.slow
 def test_dump_sees_every_pass_of_every_candidate() -> None:
     model, batch = zoo_case("mlp")
     seen: list[str] = []
@@ -123,6 +124,7 @@ def test_an_optimizer_of_every_kind_is_planned_with_its_states() -> None:
     assert peaks[0] < peaks[1] < peaks[2]  # no state, one, two for each parameter
 
 
+@pytest.mark.slow
 def test_a_script_on_another_default_device_compiles_alike() -> None:
     model, batch = zoo_case("mlp")
     wanted = penstock.compile(model, machine(), example_inputs=batch).plan

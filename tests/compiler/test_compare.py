@@ -74,6 +74,7 @@ def test_the_table(run: Run, tmp_path: Path) -> None:
     assert "no price is known for tight" in out
 
 
+@pytest.mark.slow
 def test_none_fits(run: Run, tmp_path: Path) -> None:
     paths = [document(tmp_path / f"{name}.yaml", "20kB") for name in ("one", "two")]
     code, out, _ = run("--hardware", paths[0], "--hardware", paths[1])

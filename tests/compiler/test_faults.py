@@ -283,6 +283,7 @@ def wait_until_gone(process_ids: list[int], timeout_s: float = STOP_S) -> bool:
     return gone(process_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_a_killed_worker_stops_all_and_the_last_checkpoint_resumes(tmp_path: Path) -> None:
     job, batch = job_of("mlp", num_devices=2, link="1kB/s")  # a step takes seconds, nearly all of it on the link

@@ -66,6 +66,7 @@ def test_what_lasts_between_steps_is_checked_before_tracing() -> None:
     states(Options(state_bytes_per_param=8))  # frozen weights have no states
 
 
+@pytest.mark.slow
 def test_an_enormous_model_is_refused_within_seconds_with_what_would_do() -> None:
     """GPT-3's shape, cut to a few layers, on a machine with too little DRAM: the advice is a plan that was made."""
     import transformers

@@ -211,6 +211,7 @@ def test_what_nearly_fits_is_found_by_measured_times(tmp_path: Path, monkeypatch
     assert miss.value.nearest["memory"]
 
 
+@pytest.mark.slow
 def test_a_plan_predicts_by_the_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_case("gpt2")
 

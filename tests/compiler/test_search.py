@@ -233,6 +233,7 @@ def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons == {"as fast, tried later"}
 
 
+@pytest.mark.slow
 def test_enough_memory_for_everything_makes_the_plan_faster() -> None:
     model, batch = zoo_case("gpt2")
     step_s = [

@@ -198,6 +198,7 @@ def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Pa
     assert "the last checkpoint is in" in said
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_devices_train_as_one_does(text: Path, tmp_path: Path) -> None:
     one, _ = run(options(text, tmp_path / "one", dropout=False, max_steps=3))

@@ -64,6 +64,7 @@ def test_no_partition_is_faster_than_a_lower_bound(p: Problem) -> None:
             assert closed_form_s(p, count, objective is literal_s) <= least_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_many_layers_on_many_devices() -> None:
     """96 identical layers with an embedding and a head on 8 devices under two root complexes: seconds, and 2%."""
     p = problem(

@@ -91,6 +91,7 @@ def test_the_objective_on_all_models(model: str, machine: str, micro_batches: in
     assert_predicted(model, 1 if model == "mobius-15b" else 2, machine, micro_batches, precision)
 
 
+@pytest.mark.slow
 def test_the_plan_beats_one_block_a_stage_and_says_what_is_proven() -> None:
     draft = drafted("mobius-8b", 2, "mobius-topo4", 4)
     decision = PartitionMip(deadline_s=2.0).plan(draft)

@@ -98,6 +98,7 @@ def test_trains_like_eager_where_stages_are_swapped() -> None:
     assert_trains_like_eager(draft, batches[:2], ROUNDING)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_balanced_where_neighbours_cannot_be() -> None:
     """Long questions, short answers: the encoder has the work, the decoder the weights. Neither contiguous halves nor
     their order can share both out; the simulator agrees."""

@@ -482,6 +482,7 @@ print(written - before, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_saving_and_reading_hold_one_stage_at_a_time(tmp_path: Path) -> None:
     """Ten stages of 24 MiB: neither direction takes more than one of them and a piece."""
     # The C library keeps freed blocks of this size for later unless told to give them back; what is held is asked here.

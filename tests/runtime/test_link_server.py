@@ -148,6 +148,7 @@ def test_a_real_step_shares_links_as_the_simulation_does(tmp_path: Path) -> None
     assert 0.97 * simulated_s < real_step_s(programs, hardware, width, tmp_path) < 1.15 * simulated_s
 
 
+@pytest.mark.slow
 def test_messages_and_sums_take_what_slow_links_need(tmp_path: Path) -> None:
     width = 64
     hardware = Hardware.cpu(2, link="1GB/s").with_(nvlink_latency_s="100ms")

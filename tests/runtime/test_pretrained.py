@@ -270,6 +270,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_saving_holds_one_stage_at_a_time(tmp_path: Path) -> None:
     """Ten stages of 20 MiB. A generator's last stage lives until it has made the next, hence two."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}

@@ -56,6 +56,7 @@ def start_other_job(directory: Path) -> tuple[subprocess.Popen[str], Path]:
     return job, Path(job.stdout.readline().strip())
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_jobs_share_a_directory_and_the_next_start_clears_up_after_a_crash(disk: Path) -> None:
     ends, ends_file = start_other_job(disk)
