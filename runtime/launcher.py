@@ -24,9 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from . import errors
 from .commands import Answer, Tensors
-from .drivers import Driver, InProcessDriver, result_of
+from .drivers import Driver, InProcessDriver, remote_error, result_of
 from .errors import HardwareError, PenstockError, PlanError, WorkerError
 from .job_setup import Setup
 from .link import LOOPBACK
@@ -268,15 +267,7 @@ class LocalWorkers(Driver):
     def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
         worker = self.workers[device]
         if failure:
-            kind = getattr(errors, failure["type"], None)
-            if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-                found = kind(failure["message"])
-                vars(found).update(failure["details"])
-                return found
-            message = failure["message"]
-            if kind is not WorkerError:
-                message = f"device {device} ({worker.name}): {failure['type']}: {message}"
-            return WorkerError(message, device=device, line=failure["line"], remote=failure["traceback"])
+            return remote_error(failure, device, f"device {device} ({worker.name})")
         where, line = worker.position()
         tail = worker.log_tail()
         message = (

@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import errors
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .drivers import Driver
+from .drivers import Driver, remote_error
 from .errors import BatchError, PenstockError, PlanError, WorkerError
 from .fleet import place_of
 from .job_setup import Setup
@@ -311,16 +310,8 @@ class TorchrunDriver(Driver):
         return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
 
     def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
-        kind = getattr(errors, failure["type"], None)
-        if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-            found = kind(failure["message"])
-            vars(found).update(failure["details"])
-            return found
-        message = failure["message"]
-        if kind is not WorkerError:
-            name = self.setup.hardware.devices[rank].name
-            message = f"{self.ranks.members[rank]}, device {name}: {failure['type']}: {message}"
-        return WorkerError(message, device=rank, line=failure["line"], remote=failure["traceback"])
+        name = self.setup.hardware.devices[rank].name
+        return remote_error(failure, rank, f"{self.ranks.members[rank]}, device {name}")
 
     def close(self) -> None:
         if self.closed:
