@@ -42,6 +42,7 @@ def document(path: Path, memory: str, dram: str = "2GB", **host: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_machines_that_fit_and_one_that_does_not(run: Run, tmp_path: Path) -> None:
     bought = document(tmp_path / "bought.yaml", "64MB", price_dollars=2000.0)
     rented = document(tmp_path / "rented.yaml", "64MB", price_dollars_per_hour=7.2)

@@ -161,7 +161,7 @@ def test_a_batch_that_may_or_may_not_be_for_the_loss() -> None:
     [
         pytest.param("gpt2", {"memory": "100kB"}, {}, {"memory"}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"memory": "250kB", "dram": "100kB"}, {}, {"dram"}, marks=pytest.mark.slow),
-        ("gpt2", {"memory": "20kB", "dram": "20kB"}, {}, {"memory", "dram"}),
+        pytest.param("gpt2", {"memory": "20kB", "dram": "20kB"}, {}, {"memory", "dram"}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"memory": "200kB"}, {"micro_batches": 1}, {"micro_batches"}, marks=pytest.mark.slow),
         ("gpt2", {"memory": "250kB", "num_devices": 1}, {"strategy": "gpipe"}, {"strategy"}),
     ],

@@ -150,6 +150,7 @@ def test_profiling_costs_the_distinct_blocks() -> None:
     assert more[1] > 1.3 * few[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("paper", "setup"), [("mobius", MOBIUS), pytest.param("ftpipe", FTPIPE, marks=pytest.mark.slow)]
 )

@@ -219,6 +219,7 @@ def test_gradient_checkpointing_in_the_model_is_traced_through():
     assert_same(step(opgraph.module, model, batch), step(twin, twin, batch))
 
 
+@pytest.mark.slow
 def test_a_gpt3_of_96_layers_is_traced_in_seconds():
     """175 billion parameters on meta: at most 8 s of processor time, evaluation included."""
     import time

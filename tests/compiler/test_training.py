@@ -105,6 +105,7 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_other_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
     run(options(text, tmp_path / "out", max_steps=1))
     text.write_text("something else entirely, and long enough for a few rows of sixteen bytes each")

@@ -232,6 +232,7 @@ def test_a_closed_folder_refuses(make: Make) -> None:
         folder.reserve("late", PAGE)
 
 
+@pytest.mark.slow
 def test_files_outlive_a_folder_that_nobody_holds(tmp_path: Path) -> None:
     directory = directories(tmp_path)[0]
     file, contents = filled(SsdFolder([directory], "cpu0"), PAGE)
