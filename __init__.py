@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compiler.api import compile, load
-    from .compiler.job import Job, Outputs, StepReport
+    from .compiler.job.job import Job, Outputs, StepReport
+    from .compiler.job.sampler import RankSampler
     from .compiler.plan import Plan
-    from .compiler.sampler import RankSampler
-    from .runtime import errors
-    from .runtime.hardware import Hardware
-    from .runtime.timeline import Timeline
+    from .ir import errors
+    from .ir.machine.hardware import Hardware
+    from .runtime.simulate import Timeline
 
 __all__ = ["Hardware", "Job", "Outputs", "Plan", "RankSampler", "StepReport", "Timeline", "compile", "errors", "load"]
 
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
 _HOMES = {
-    "Hardware": ".runtime.hardware",
-    "Job": ".compiler.job",
-    "Outputs": ".compiler.job",
+    "Hardware": ".ir.machine.hardware",
+    "Job": ".compiler.job.job",
+    "Outputs": ".compiler.job.job",
     "Plan": ".compiler.plan",
-    "RankSampler": ".compiler.sampler",
-    "StepReport": ".compiler.job",
-    "Timeline": ".runtime.timeline",
+    "RankSampler": ".compiler.job.sampler",
+    "StepReport": ".compiler.job.job",
+    "Timeline": ".runtime.simulate",
     "compile": ".compiler.api",
     "load": ".compiler.api",
 }

@@ -1,6 +1,6 @@
 """Every error that a user of Penstock can meet: `from penstock.errors import DoesNotFit`."""
 
-from .runtime.errors import (
+from .ir.errors import (
     BatchError,
     BudgetExceeded,
     CaptureError,

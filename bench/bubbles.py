@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.runtime import ops
+from penstock.ir import ops
 
 SCHEDULES = (
     ("gpipe", 1, "schedule-pipeline"), ("1f1b", 1, "schedule-1f1b"), ("zero-bubble", 1, "schedule-zero-bubble"),
@@ -55,7 +55,7 @@ def main() -> None:
 
 def made(name: str, micro_batches: int, sequence: int) -> tuple[nn.Module, dict[str, dict[str, object]]]:
     """A model without weights, and the shapes of a batch of one sequence a micro-batch."""
-    from penstock.compiler.models import find_model
+    from penstock.compiler.models.named import find_model
 
     model = find_model(name, dropout=False).on_meta()
     shape = {"shape": [micro_batches, sequence], "dtype": "int64"}

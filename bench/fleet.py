@@ -28,8 +28,8 @@ from penstock.bench.peers import fsdp_fleet, models, penstock_fleet, rows
 from penstock.bench.peers.fleet_theory import EXCHANGE, HIERARCHICAL, RING, Fleet
 from penstock.bench.peers.ranks import Ranks
 from penstock.bench.peers.timing import alternate
-from penstock.runtime import ops
-from penstock.runtime.program import work_of
+from penstock.ir import ops
+from penstock.ir.program import work_of
 
 TARGET_TIME, TARGET_BYTES = 1.0, 1.02
 LOSS_LIMIT = 1e-4  # relative, between the sides

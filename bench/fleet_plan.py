@@ -37,7 +37,7 @@ def main() -> None:
                     "--micro-batches": micro_batches, "--precision": "bf16", "--strategy": strategy,
                 }  # fmt: skip
                 words = [str(word) for pair in options.items() for word in pair]
-                command = [sys.executable, "-m", "penstock.compiler.command_line", "plan", *words]
+                command = [sys.executable, "-m", "penstock.cli.main", "plan", *words]
                 row = min((measure(command) for _ in range(args.runs)), key=lambda row: row["cpu_s"])
                 name = f"{model} on {8 * hosts} GPUs, {strategy}"
                 row = {"bench": "fleet_plan", "case": name, **row, "limit_s": LIMIT_S, "limit_gb": LIMIT_GB}

@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from penstock.bench.peers import rows
-from penstock.compiler.models import find_model
-from penstock.compiler.trace import trace
-from penstock.passes.base import Draft, Options
-from penstock.passes.coarsen import Coarsen
-from penstock.passes.insert_fetch import InsertFetch
-from penstock.passes.insert_optimizer import InsertOptimizer
-from penstock.passes.insert_remat import InsertRemat
-from penstock.passes.map_round_robin import MapRoundRobin
-from penstock.passes.mixed_graph import NANO, block_graph
-from penstock.passes.mixed_memory import Footprints
-from penstock.passes.partition import Partition, contiguous
-from penstock.passes.partition_balanced import PartitionBalanced
-from penstock.passes.partition_mixed import PartitionMixed
-from penstock.passes.schedule_pipeline import SchedulePipeline
-from penstock.runtime.errors import VerifyError
-from penstock.runtime.hardware import Hardware
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.models.named import find_model
+from penstock.ir.errors import VerifyError
+from penstock.ir.machine.hardware import Hardware
+from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.memory.insert_fetch import InsertFetch
+from penstock.passes.memory.insert_remat import InsertRemat
+from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.partition.partition import Partition, contiguous
+from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.partition_mixed.graph import NANO, block_graph
+from penstock.passes.partition_mixed.memory import Footprints
+from penstock.passes.partition_mixed.partition_mixed import PartitionMixed
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 
 QUESTION, ANSWER = 512, 4

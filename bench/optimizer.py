@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from penstock.bench.peers import rows
 from penstock.bench.peers.timing import alternate
-from penstock.runtime.optimizer import OptimizerSpec, StageOptimizer
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 
 TARGET = 0.95
 HIDDEN = 1024

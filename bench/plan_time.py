@@ -30,7 +30,7 @@ def main() -> None:
     """Print one JSON row per case; exit code 1 where a limit is missed."""
     met = True
     for name, options, limit_s, limit_gb, exit_code in CASES:
-        command = [sys.executable, "-m", "penstock.compiler.command_line", "plan", *options]
+        command = [sys.executable, "-m", "penstock.cli.main", "plan", *options]
         row = min((measure(command) for _ in range(RUNS)), key=lambda row: row["seconds"])
         row = {"bench": "plan_time", "case": name, **row, "limit_s": limit_s, "limit_gb": limit_gb}
         row["met"] = row["seconds"] <= limit_s and row["peak_rss_gb"] <= limit_gb and row["exit_code"] == exit_code

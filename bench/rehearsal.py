@@ -14,7 +14,7 @@ import time
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.compiler.models import find_model
+from penstock.compiler.models.named import find_model
 
 TARGET = 0.05
 MACHINES = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-8gpu", "mobius-v100", "ftpipe-2080ti"]

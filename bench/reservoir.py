@@ -39,7 +39,7 @@ from penstock.bench.peers.offload_loop import OffloadLoop
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import STRATEGIES
 from penstock.errors import DoesNotFit, PenstockError
-from penstock.runtime.disks import disk_rates
+from penstock.runtime.measure.disks import disk_rates
 
 STEP_TARGET, MEMORY_TARGET, SIMULATOR_TARGET = 1.15, 0.10, 0.20
 STATES_OVER_DRAM = 4

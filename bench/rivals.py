@@ -20,14 +20,14 @@ import torch
 import penstock
 from penstock.bench.models import WideResNet
 from penstock.bench.peers import rows
-from penstock.compiler.batch import BatchShape, micro_batch_spec
-from penstock.compiler.models import find_model
-from penstock.compiler.prediction import make_plan
-from penstock.compiler.search import Found, Trace, Wishes, search
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.job.batch import BatchShape, micro_batch_spec
+from penstock.compiler.models.named import find_model
+from penstock.compiler.search.prediction import make_plan
+from penstock.compiler.search.search import Found, Trace, Wishes, search
 from penstock.compiler.strategies import PASSES
-from penstock.compiler.trace import trace
-from penstock.passes.base import Options
-from penstock.passes.opgraph import OpGraph
+from penstock.passes.draft import Options
+from penstock.passes.graph.opgraph import OpGraph
 
 MODELS = {  # global batch, sequence
     "mobius-3b": (16, 512), "mobius-8b": (16, 512), "mobius-15b": (8, 512), "mobius-51b": (8, 512), "t5-3b": (16, 512),

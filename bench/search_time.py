@@ -12,7 +12,7 @@ import time
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.compiler.models import find_model
+from penstock.compiler.models.named import find_model
 
 LIMIT_S, LIMIT_GB = 60.0, 2.0
 CASES = {  # model, GPUs by the preset they are taken from, batch, sequence

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import time
 
-from penstock.runtime.hardware import Hardware
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.verify import verify
 from penstock.runtime.simulate import simulate
-from penstock.runtime.verify import verify
-from penstock.tests.runtime.handmade import pipeline
+from penstock.tests.ir.program.handmade import pipeline
 
 LIMIT_S = 1.0
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from penstock.bench.peers import rows
-from penstock.runtime.ssd_folder import SsdFolder
-from penstock.runtime.units import parse_bytes
+from penstock.ir.units import parse_bytes
+from penstock.runtime.ssd.folder import SsdFolder
 
 BLOCK_BYTES = 4 << 20
 

@@ -33,7 +33,7 @@ def main() -> None:
     for _ in range(args.rounds):
         ours.append(start_penstock())
         theirs.append(start_torch())
-        imports.append({name: imported_s(name) for name in ("torch", "penstock.runtime.worker")})
+        imports.append({name: imported_s(name) for name in ("torch", "penstock.runtime.processes.worker")})
     middle = {"penstock": medians(ours), "torch gpipe": medians(theirs), "imports": medians(imports)}
     ready = {name: sum(s for what, s in middle[name].items() if what != "second_step_s") for name in list(middle)[:2]}
     rows.save(

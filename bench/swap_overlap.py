@@ -20,8 +20,8 @@ import torch
 import penstock
 from penstock.bench.peers import models, rows
 from penstock.bench.peers.timing import alternate
-from penstock.runtime import ops
-from penstock.runtime.timeline import Span, Timeline
+from penstock.ir import ops
+from penstock.runtime.simulate import Span, Timeline
 
 TARGET = 1.15
 MEMORY, VOCABULARY, LAYERS = "80MB", 1024, 16

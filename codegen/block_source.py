@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from ..runtime.program import dtype_bytes
+from ..ir.program import dtype_bytes
 from .body import Body, describe
 from .imports import TAKEN, Imports
 from .layout import Line, block, signature

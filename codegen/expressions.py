@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..runtime.errors import CaptureError
+from ..ir.errors import CaptureError
 from .imports import Imports
 from .paths import member
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from torch import fx
 
-from ..runtime import ops
-from ..runtime.device_file import device_file_name
-from ..runtime.program import Program
-from ..runtime.text import line_numbers, program_lines
+from ..ir import ops
+from ..ir.program import Program, line_numbers, program_lines
+from ..runtime.device.file import device_file_name
 from .block_source import BlockLibrary
 from .imports import Imports
 from .paths import camel_case

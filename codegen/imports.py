@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..runtime.errors import CaptureError
+from ..ir.errors import CaptureError
 
 # Where a function's readable name is looked for, in this order.
 _HOMES: tuple[tuple[str, types.ModuleType], ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.text import SHORT_DTYPES
+from ..ir.program import SHORT_DTYPES
 from .expressions import Text
 
 INDENT = "    "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..runtime.units import format_bytes
+from ..ir.units import format_bytes
 from .layout import Line, type_text
 from .paths import is_under, member, owners
 from .segments import Call

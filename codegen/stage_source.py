@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..runtime.program import ParamSpec, StageSpec
+from ..ir.program import ParamSpec, StageSpec
 from .block_source import BlockClass, BlockLibrary
 from .body import Body, describe
 from .layout import Line, behind, block, signature

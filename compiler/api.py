@@ -13,34 +13,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..passes.base import Draft, Options
-from ..passes.opgraph import OpGraph
-from ..passes.stages import COMPUTE_DTYPES
-from ..runtime.device_file import open_directory
-from ..runtime.errors import DoesNotFit, PassError, PlanError, VerifyError
-from ..runtime.extrapolate import require_rule
-from ..runtime.fleet import lane_of
-from ..runtime.hardware import Hardware
-from ..runtime.job_setup import TIMEOUT_S
+from ..ir.errors import DoesNotFit, PassError, PlanError, VerifyError
+from ..ir.machine.hardware import Hardware
+from ..ir.program import Program, lane_of
+from ..ir.verify import verify
+from ..passes.draft import Draft, Options
+from ..passes.graph.opgraph import OpGraph
+from ..passes.graph.stages import COMPUTE_DTYPES
+from ..runtime.device.file import open_directory
 from ..runtime.model_names import named_tensors, ties_of
-from ..runtime.optimizer import OptimizerSpec
-from ..runtime.program import Program
-from ..runtime.verify import verify
-from .batch import BatchShape, micro_batch_spec
-from .fit import check_states_fit
+from ..runtime.optimizer.extrapolate import require_rule
+from ..runtime.optimizer.stage_optimizer import OptimizerSpec
+from ..runtime.processes.setup import TIMEOUT_S
+from .capture.trace import trace
 from .folder import Folder, Settings, print_files
 from .garbage import rare_collections
-from .job import Job
-from .launch import plain_directories
-from .nearest import with_nearest
+from .job.batch import BatchShape, micro_batch_spec
+from .job.job import Job
+from .job.preflight import plain_directories
+from .job.together import planned_once
 from .plan import Plan
-from .prediction import make_plan
-from .profile import for_machines_like, make_profiler
-from .search import SEARCH_S, Found, Trace, Wishes, search
+from .profile.profile import for_machines_like, make_profiler
+from .search.fit import check_states_fit
+from .search.nearest import with_nearest
+from .search.prediction import make_plan
+from .search.search import SEARCH_S, Found, Trace, Wishes, search
+from .search.what_helps import Help, what_helps
 from .strategies import is_synchronous
-from .together import planned_once
-from .trace import trace
-from .what_helps import Help, what_helps
 
 LEAST_TIMEOUT_S = 1.0
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)

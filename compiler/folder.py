@@ -16,14 +16,13 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from ..codegen.file import Header, write_directory, write_file
-from ..passes.base import Draft
-from ..runtime import ops
-from ..runtime.device_file import INTERFACE_FILE, device_file_name
-from ..runtime.errors import PlanError
-from ..runtime.fleet import shown
-from ..runtime.hardware import Hardware
-from ..runtime.program import Interface, Program
-from ..runtime.units import format_bytes, format_seconds
+from ..ir import ops
+from ..ir.errors import PlanError
+from ..ir.machine.hardware import Hardware
+from ..ir.program import Interface, Program, shown
+from ..ir.units import format_bytes, format_seconds
+from ..passes.draft import Draft
+from ..runtime.device.file import INTERFACE_FILE, device_file_name
 from .plan import Plan, plain_errors
 
 

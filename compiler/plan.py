@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
-from ..passes.mesh import NEAREST, regular_lanes
-from ..runtime.errors import PlanError
-from .layouts import Layout
+from ..ir.errors import PlanError
+from ..passes.sharding.mesh import NEAREST, regular_lanes
+from .plan_layout import Layout
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.compiler.models import find_model
-from penstock.compiler.wear import wear_of
+from penstock.compiler.models.named import find_model
+from penstock.compiler.report.wear import wear_of
 from penstock.errors import DoesNotFit
-from penstock.runtime.units import format_bytes, format_seconds
+from penstock.ir.units import format_bytes, format_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> Table:

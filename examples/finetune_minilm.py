@@ -28,8 +28,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers import logging as transformers_logging
 
 import penstock
-from penstock.compiler.check import check
-from penstock.runtime.units import format_bytes, format_seconds
+from penstock.compiler.check.check import check
+from penstock.ir.units import format_bytes, format_seconds
 
 WEIGHTS = Path(get_model_path())
 OUT = Path(__file__).resolve().parents[1] / "out" / "demo"

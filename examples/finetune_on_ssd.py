@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
-from penstock.runtime.units import format_bytes, format_seconds
+from penstock.ir.units import format_bytes, format_seconds
 
 STATE_BYTES = 16  # a parameter: fp32 weight, gradient and the two moments of AdamW
 ALPHABET, LENGTH, BATCH, MICRO_BATCHES = 256, 128, 8, 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.tests.compiler.fed_by_parts import BATCH, Net, Samples
+from penstock.tests.compiler.job.fed_by_parts import BATCH, Net, Samples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)

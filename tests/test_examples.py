@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock
-from penstock.runtime.timeline import Span, Timeline
+from penstock.runtime.simulate import Span, Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 

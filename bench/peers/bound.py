@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.bench.peers.eager import Eager
-from penstock.runtime.ssd_folder import SsdFolder
+from penstock.runtime.ssd.folder import SsdFolder
 
 PIECE_BYTES = 16 << 20
 

@@ -28,11 +28,11 @@ from penstock.bench.peers.gpt import XL, Gpt, GptSize, batch_of
 from penstock.bench.peers.gpu_offload import peers
 from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_most, between, holds, noted
 from penstock.compiler.strategies import STRATEGIES
-from penstock.runtime import ops
-from penstock.runtime.detect import ram_bytes
-from penstock.runtime.disks import disk_directories, disk_rates
-from penstock.runtime.errors import DoesNotFit, PassError, PenstockError
-from penstock.runtime.ssd_folder import free_space
+from penstock.ir import ops
+from penstock.ir.errors import DoesNotFit, PassError, PenstockError
+from penstock.runtime.measure.detect import ram_bytes
+from penstock.runtime.measure.disks import disk_directories, disk_rates
+from penstock.runtime.ssd.folder import free_space
 
 STEP_TARGET = 1.15
 STATE_BYTES = 14  # per parameter: bf16 weights, fp32 masters, AdamW's two moments

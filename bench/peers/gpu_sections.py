@@ -24,11 +24,11 @@ from penstock.bench.peers.gpu_reservoir import reservoir
 from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, noted
 from penstock.bench.peers.timing import alternate
 from penstock.compiler.strategies import PIPELINE
-from penstock.runtime import ops
-from penstock.runtime.detect import known_part
-from penstock.runtime.errors import DoesNotFit
-from penstock.runtime.presets import gpu
-from penstock.runtime.timeline import Timeline
+from penstock.ir import ops
+from penstock.ir.errors import DoesNotFit
+from penstock.ir.machine.presets import gpu
+from penstock.runtime.measure.detect import known_part
+from penstock.runtime.simulate import Timeline
 from penstock.tests.zoo import wide_resnet
 
 MOST_LIBRARY_MIB = 256

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.compiler.eager import Eager
-from penstock.runtime.execute import micro_batch_seed, seeded
-from penstock.runtime.optimizer import OptimizerSpec
+from penstock.compiler.check.eager import Eager
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.stage.runner import micro_batch_seed, seeded
 
 # Every step moves the weights by the gradients so far: how far they are apart at the end compares all gradients.
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)

@@ -11,7 +11,7 @@ from penstock.bench import fleet
 from penstock.bench.hosts import two_hosts, why_not
 from penstock.bench.peers import fsdp_fleet
 from penstock.bench.peers.ranks import Ranks
-from penstock.runtime.hardware import Hardware
+from penstock.ir.machine.hardware import Hardware
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.multi,

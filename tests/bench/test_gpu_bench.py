@@ -18,8 +18,8 @@ from penstock.bench.peers import gpu_reservoir
 from penstock.bench.peers.gpt import SMALL, Gpt
 from penstock.bench.peers.gpu_sections import SECTIONS, under
 from penstock.bench.peers.gpu_setup import Setup
-from penstock.runtime.errors import WorkerError
-from penstock.runtime.timeline import Span, Timeline
+from penstock.ir.errors import WorkerError
+from penstock.runtime.simulate import Span, Timeline
 
 FIELDS = {"bench", "section", "figure", "measured", "target", "ok", "date", "command", "device", "torch", "cuda"}
 
@@ -136,7 +136,7 @@ def test_a_clone_of_any_name_can_be_imported(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     gpu.make_importable()
-    assert (Path(sys.path[0]) / "penstock" / "runtime" / "ops.py").is_file()
+    assert (Path(sys.path[0]) / "penstock" / "ir" / "ops" / "table.py").is_file()
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
 
 

@@ -10,7 +10,7 @@ from penstock.bench.peers import models
 from penstock.bench.peers.bound import PIECE_BYTES, Bound, Disk, EagerParts
 from penstock.bench.peers.children import Child
 from penstock.bench.peers.offload_loop import OffloadLoop
-from penstock.runtime.disks import disk_directories
+from penstock.runtime.measure.disks import disk_directories
 
 LR = 1e-3
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.bench import ssd_io
 from penstock.bench.peers import rows
-from penstock.tests.runtime.on_disk import aligned, directories, make_engine
+from penstock.tests.runtime.ssd.on_disk import aligned, directories, make_engine
 
 
 def test_each_engine_is_measured_against_both_plain_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.codegen.file import Header, write_directory, write_file
-from penstock.compiler.trace import trace
-from penstock.passes import coarsen
-from penstock.passes.opgraph import OpGraph
-from penstock.passes.stages import Stage, build_stages
-from penstock.runtime.device_file import INTERFACE_FILE, DeviceFile, open_directory
-from penstock.runtime.program import Interface, Program
+from penstock.compiler.capture.trace import trace
+from penstock.ir.program import Interface, Program
+from penstock.passes.graph import coarsen
+from penstock.passes.graph.opgraph import OpGraph
+from penstock.passes.graph.stages import Stage, build_stages
+from penstock.runtime.device.file import INTERFACE_FILE, DeviceFile, open_directory
 
 HEADER = Header(model="a model", hardware="a machine")
 

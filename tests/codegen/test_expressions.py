@@ -16,7 +16,7 @@ from torch import fx
 
 from penstock.codegen.expressions import INFIX, PREFIX, Expressions, Text, literal, same
 from penstock.codegen.imports import Imports
-from penstock.runtime.errors import CaptureError
+from penstock.ir.errors import CaptureError
 
 
 def printer(names: dict[fx.Node, Text]) -> Expressions:

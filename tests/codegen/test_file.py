@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from penstock.codegen.file import Header, write_file
-from penstock.runtime import ops
-from penstock.runtime.program import Program, TensorSpec, place_frees
-from penstock.runtime.text import parse_program, print_program
+from penstock.ir import ops
+from penstock.ir.program import Program, TensorSpec, parse_program, place_frees, print_program
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
 from penstock.tests.golden_text import Golden

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.codegen import imports as imports_module
 from penstock.codegen.imports import Imports, is_importable
-from penstock.runtime.errors import CaptureError
+from penstock.ir.errors import CaptureError
 from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
 
 FACTOR = 0.5
@@ -112,7 +112,7 @@ def test_two_classes_of_one_name_are_told_apart() -> None:
     assert "from decimal import Decimal as Decimal2" in found.text()
 
 
-@pytest.mark.parametrize("name", ["json.decoder", "sys", "torch.nn.functional", "penstock.runtime.ops"])
+@pytest.mark.parametrize("name", ["json.decoder", "sys", "torch.nn.functional", "penstock.ir.ops.table"])
 def test_importable(name: str) -> None:
     assert is_importable(name)
 

@@ -9,8 +9,8 @@ import torch
 
 import penstock
 from penstock.compiler.strategies import PIPELINE
-from penstock.runtime.device_file import open_device_file
-from penstock.runtime.execute import StageRunner
+from penstock.runtime.device.file import open_device_file
+from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.zoo import zoo
 
 META = torch.device("meta")

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from penstock.bench.hosts import TwoHosts
-from penstock.runtime.launcher import worker_environment
+from penstock.runtime.processes.local import worker_environment
 
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 LOOPBACK = "127.0.0.1"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from penstock.compiler.job import Job
-from penstock.compiler.job_state import whole_state
-from penstock.runtime.execute import micro_batch_seed, seeded
+from penstock.compiler.job.job import Job
+from penstock.compiler.job.state import whole_state
 from penstock.runtime.model_names import ties_of
-from penstock.runtime.optimizer import OptimizerSpec
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.stage.runner import micro_batch_seed, seeded
 from penstock.tests.zoo import without_cache, zoo
 
 # With this optimizer the momentum buffers after n steps are a weighted sum of the n gradients, so that comparing them

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.compiler.eager import Eager, module_runner
+from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.strategies import PASSES
-from penstock.runtime.device_file import open_directory
-from penstock.runtime.errors import DoesNotFit, PassError
+from penstock.ir.errors import DoesNotFit, PassError
+from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
-from penstock.runtime.optimizer import OptimizerSpec
-from penstock.runtime.reference import Reference
-from penstock.runtime.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.reference.run import Reference
+from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.zoo import gpt2, t5
 
 DEVICES, MICRO_BATCHES, STEPS = 4, 4, 5

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.passes.base import Draft
+from penstock.passes.draft import Draft
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock.compiler.plan import Plan
-from penstock.runtime.errors import PassError, PenstockError, PlanError
+from penstock.ir.errors import PassError, PenstockError, PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
 OPTIONS: dict[str, Any] = {"optimizer": SGD, "micro_batches": MICRO_BATCHES, "strategy": "balanced"}

@@ -8,8 +8,8 @@ import torch
 import penstock
 from penstock.bench.peers.gpt import MEDIUM
 from penstock.bench.peers.gpu_sections import MOST_LIBRARY_MIB, allocator_peak
-from penstock.runtime.arena import allocate
-from penstock.runtime.errors import BudgetExceeded
+from penstock.ir.errors import BudgetExceeded
+from penstock.runtime.stage.arena import allocate
 from penstock.tests.gpu.rehearsal import (
     SETUP,
     SIZE,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.compiler.profile import Profiler, parts_here
-from penstock.compiler.profile_cache import ProfileCache
-from penstock.compiler.trace import trace
-from penstock.passes.coarsen import Coarsen
-from penstock.runtime.errors import HardwareError
-from penstock.runtime.hardware import Hardware
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.profile.cache import ProfileCache
+from penstock.compiler.profile.profile import Profiler, parts_here
+from penstock.ir.errors import HardwareError
+from penstock.ir.machine.hardware import Hardware
+from penstock.passes.graph.coarsen import Coarsen
 from penstock.tests.gpu.rehearsal import on_gpu
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.zoo import token_batch, zoo

@@ -13,13 +13,15 @@ import torch
 import penstock
 from penstock.bench.peers import parity
 from penstock.compiler.strategies import STRATEGIES
-from penstock.runtime import device_transfers, ops
-from penstock.runtime.device_file import open_device_file
-from penstock.runtime.disks import disk_directories
-from penstock.runtime.optimizer import OptimizerSpec
-from penstock.runtime.session import DeviceSession
-from penstock.runtime.turns import TurnClient, TurnServer
-from penstock.runtime.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.ir import ops
+from penstock.runtime.device import transfers as device_transfers
+from penstock.runtime.device.file import open_device_file
+from penstock.runtime.device.pacing import TurnClient
+from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.emulate.turn_server import TurnServer
+from penstock.runtime.measure.disks import disk_directories
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
     DROPPING,

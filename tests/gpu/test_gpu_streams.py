@@ -15,8 +15,8 @@ import penstock
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import SMALL, GptSize
 from penstock.bench.peers.gpu_sections import machine, under
-from penstock.runtime import ops
-from penstock.runtime.streams import CudaStream
+from penstock.ir import ops
+from penstock.runtime.device.streams import CudaStream
 from penstock.tests.gpu.rehearsal import (
     DEVICE,
     SETUP,

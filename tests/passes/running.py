@@ -14,26 +14,26 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.codegen.file import Header, write_directory, write_file
-from penstock.compiler.trace import trace
-from penstock.passes.base import Draft, Options, Pass
-from penstock.passes.blocks import Block
-from penstock.passes.coarsen import Coarsen
-from penstock.passes.insert_fetch import InsertFetch
-from penstock.passes.insert_optimizer import InsertOptimizer
-from penstock.passes.insert_remat import InsertRemat
-from penstock.passes.map_round_robin import MapRoundRobin
-from penstock.passes.opgraph import OpGraph
-from penstock.passes.partition_balanced import PartitionBalanced
-from penstock.passes.schedule_pipeline import SchedulePipeline
-from penstock.runtime.device_file import INTERFACE_FILE, open_directory
-from penstock.runtime.execute import micro_batch_seed
-from penstock.runtime.hardware import Hardware
+from penstock.compiler.capture.trace import trace
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import Program, parse_program, print_program
+from penstock.ir.verify import verify
+from penstock.passes.base import Pass
+from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.blocks import Block
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.graph.opgraph import OpGraph
+from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.memory.insert_fetch import InsertFetch
+from penstock.passes.memory.insert_remat import InsertRemat
+from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.runtime.device.file import INTERFACE_FILE, open_directory
 from penstock.runtime.modules import Stage as StageModule
-from penstock.runtime.optimizer import OptimizerSpec
-from penstock.runtime.program import Program
-from penstock.runtime.reference import Reference
-from penstock.runtime.text import parse_program, print_program
-from penstock.runtime.verify import verify
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.reference.run import Reference
+from penstock.runtime.stage.runner import micro_batch_seed
 from penstock.tests.zoo import zoo
 
 SEED = 7

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.passes.base import Draft
-from penstock.runtime.execute import micro_batch_seed
-from penstock.runtime.program import StageSpec
+from penstock.ir.program import StageSpec
+from penstock.passes.draft import Draft
+from penstock.runtime.stage.runner import micro_batch_seed
 from penstock.tests.passes.running import SEED, Batch, generated
 
 Version = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, and the optimizer's states of each

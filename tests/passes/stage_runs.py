@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.passes.base import Draft
-from penstock.passes.stages import Stage
-from penstock.runtime.execute import StageRunner
-from penstock.runtime.hardware import Hardware
-from penstock.runtime.program import StageSpec
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import StageSpec
+from penstock.passes.draft import Draft
+from penstock.passes.graph.stages import Stage
+from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import all_passes, apply, draft_of, generated
 
 CPU = torch.device("cpu")

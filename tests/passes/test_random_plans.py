@@ -13,22 +13,23 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.compiler.capture.trace import trace
 from penstock.compiler.strategies import PASSES
-from penstock.compiler.trace import trace
-from penstock.passes.base import Draft, Options, Pass
-from penstock.passes.blocks import Block
-from penstock.passes.coarsen import Coarsen
-from penstock.passes.insert_fetch import InsertFetch
-from penstock.passes.insert_optimizer import InsertOptimizer
-from penstock.passes.insert_remat import InsertRemat
-from penstock.passes.loads import Loads
-from penstock.passes.mapping import Mapping
-from penstock.passes.opgraph import OpGraph
-from penstock.passes.partition import Partition
-from penstock.passes.partition_balanced import PartitionBalanced
-from penstock.passes.schedule_interleaved import ScheduleInterleaved
-from penstock.runtime.hardware import Hardware
-from penstock.runtime.verify import verify
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.verify import verify
+from penstock.passes.base import Pass
+from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.blocks import Block
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.graph.opgraph import OpGraph
+from penstock.passes.mapping.mapping import Mapping
+from penstock.passes.memory.insert_fetch import InsertFetch
+from penstock.passes.memory.insert_remat import InsertRemat
+from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.partition.loads import Loads
+from penstock.passes.partition.partition import Partition
+from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.tests.passes.running import assert_trains_like_eager
 from penstock.tests.random_models import MICRO_BATCHES, Batch, Traits, random_model
 

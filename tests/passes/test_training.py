@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.passes.base import Draft
-from penstock.passes.coarsen import Coarsen
-from penstock.passes.schedule_pipeline import evaluation_programs
-from penstock.runtime import ops
-from penstock.runtime.hardware import Hardware
-from penstock.runtime.memory import profile_memory
-from penstock.runtime.verify import verify
+from penstock.ir import ops
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import profile_memory
+from penstock.ir.verify import verify
+from penstock.passes.draft import Draft
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.tests.passes.running import (
     Chain,
     all_passes,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.runtime.program import Program
-from penstock.runtime.text import print_program
+from penstock.ir.program import Program, print_program
 
 CHAIN = '''
 import time

@@ -1,0 +1,49 @@
+"""`penstock check` for a model by name, or for a written directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ..compiler.check.check import CheckReport, check
+from ..compiler.garbage import rare_collections
+from ..ir.errors import PlanError
+from .options import JobOptions
+
+
+def check_named(options: JobOptions, steps: int) -> CheckReport:
+    """Compile the model and check it: with its dropout against the captured graph, without it against the model too."""
+    report = _check(options, steps)
+    if report.skipped is None:
+        return report
+    other = _check(dataclasses.replace(options, dropout=False), steps)
+    relevant = [d for d in other.differences if d.against == "model itself"]
+    renamed = [dataclasses.replace(d, against="model itself, dropout off") for d in relevant]
+    return dataclasses.replace(report, differences=[*report.differences, *renamed], skipped=other.skipped)
+
+
+def _check(options: JobOptions, steps: int) -> CheckReport:
+    named = options.named_model()
+    model = named.in_memory(options.seed)
+    batches = [named.random_batch(options.batch, options.sequence, options.seed + i) for i in range(steps)]
+    with rare_collections():
+        job = options.compile_model(model, options.machine(), batches[0])
+    return check(job, model, batches)
+
+
+def check_written(directory: Path, options: JobOptions, steps: int) -> CheckReport:
+    """Check the files of a directory, also behind an edit, on the model that it was planned for.
+
+    `options.model` names the model where the directory does not say it.
+    """
+    from ..compiler import api
+
+    named = (options if options.model is not None else JobOptions.recall(directory)).named_model()
+    model = named.in_memory(options.seed)
+    job = api.load(directory, model)
+    job.folder.settings = job.folder.settings.model_copy(update={"weights": None})  # the model has them
+    shapes = {name: shape for name, shape, _ in job.folder.settings.batch}
+    if "input_ids" not in shapes:
+        raise PlanError(f"{directory} takes {', '.join(shapes)}, not tokens; check it through penstock.compiler.check")
+    rows, sequence = shapes["input_ids"]
+    return check(job, model, [named.random_batch(rows, sequence, options.seed + i) for i in range(steps)])

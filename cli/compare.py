@@ -1,0 +1,163 @@
+"""What-if: one model on several machines, each planned by itself, as rows that can be compared.
+
+Tokens per second are rows times tokens in a row over the simulated step. Money: a machine with a price to buy gets
+tokens per second for each 1000 dollars of it; one with a price to rent gets tokens for each dollar of rent. A host
+that names neither leaves both blank: prices are not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from ..compiler.plan import Plan
+from ..ir.errors import DoesNotFit, HardwareError
+from ..ir.machine.hardware import Hardware
+from ..ir.units import format_bytes, format_seconds
+from .options import JobOptions
+from .tables import table
+
+PRICE_UNIT_DOLLARS = 1000.0
+SECONDS_AN_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One machine. `reason`: why it fits no way, with the nearest that does; then all figures are None."""
+
+    machine: str
+    fits: bool
+    reason: str = ""
+    passes: str = ""
+    num_stages: int | None = None
+    micro_batches: int | None = None
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    price_dollars: float | None = None
+    price_dollars_per_hour: float | None = None
+    tokens_per_s_per_1000_dollars: float | None = None
+    tokens_per_dollar_of_rent: float | None = None
+    bottleneck: str = ""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    budget_bytes: dict[str, int] = field(default_factory=dict)
+    nearest: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_machines(options: JobOptions) -> list[Row]:
+    """One row for each `--hardware`, in their order. Raises for what is wrong with the model or a document itself."""
+    rows = []
+    for hardware in options.machines():
+        try:
+            job = options.compile(hardware=hardware)
+            rows.append(fitting_row(hardware, job.plan, options.batch * options.sequence))
+        except (DoesNotFit, HardwareError) as error:  # the latter: a GPU without the precision
+            rows.append(failing_row(hardware, error))
+    return rows
+
+
+def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> Row:
+    """`tokens`: of one step, that is of the global batch."""
+    assert plan.predicted is not None
+    rate = tokens / plan.predicted.step_s
+    buy, rent = price(hardware)
+    return Row(
+        machine=hardware.name,
+        fits=True,
+        passes=plan.passes,
+        num_stages=len(plan.decisions.stages),
+        micro_batches=plan.micro_batches,
+        step_s=plan.predicted.step_s,
+        tokens_per_s=rate,
+        price_dollars=buy,
+        price_dollars_per_hour=rent,
+        tokens_per_s_per_1000_dollars=rate / buy * PRICE_UNIT_DOLLARS if buy else None,
+        tokens_per_dollar_of_rent=rate * SECONDS_AN_HOUR / rent if rent else None,
+        bottleneck=plan.predicted.bottleneck,
+        peak_bytes=plan.predicted.peak_bytes,
+        budget_bytes=plan.predicted.budget_bytes,
+    )
+
+
+def failing_row(hardware: Hardware, error: DoesNotFit | HardwareError) -> Row:
+    buy, rent = price(hardware)
+    nearest = dict(error.nearest) if isinstance(error, DoesNotFit) else {}
+    reason = " ".join(str(error).split())
+    return Row(hardware.name, False, reason, price_dollars=buy, price_dollars_per_hour=rent, nearest=nearest)
+
+
+def price(hardware: Hardware) -> tuple[float | None, float | None]:
+    """Dollars of all hosts: to buy, and of an hour's rent; None where any host does not say."""
+    buy = [host.price_dollars for host in hardware.hosts]
+    rent = [host.price_dollars_per_hour for host in hardware.hosts]
+    return _total(buy), _total(rent)
+
+
+def _total(prices: Iterable[float | None]) -> float | None:
+    known = list(prices)
+    return None if None in known else sum(p for p in known if p is not None)
+
+
+def compare_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table of all machines, one row of memories for each, and the reasons of those that fit no way."""
+    money = ("price", "tokens/s per 1000 $", "tokens per $ of rent")
+    columns = ("machine", "fits", "step", "tokens/s", *money)
+    found = [table("the same model on each machine", columns, [_cells(row) for row in rows])]
+    peaks = [(row.machine, _memories(row)) for row in rows if row.fits]
+    if peaks:
+        found.append(table("peak of each memory", ("machine", "of what may be used"), peaks))
+        plans = [(row.machine, _plan_text(row), row.bottleneck) for row in rows if row.fits]
+        found.append(table("plans", ("machine", "plan", "bound by"), plans))
+    misses = [(row.machine, row.reason) for row in rows if not row.fits]
+    if misses:
+        found.append(table("does not fit", ("machine", "why, and the nearest that fits"), misses))
+    return found
+
+
+def unpriced(rows: Sequence[Row]) -> str:
+    """A sentence about machines whose price is blank; empty if there are none."""
+    names = [row.machine for row in rows if row.price_dollars is None and row.price_dollars_per_hour is None]
+    return f"no price is known for {', '.join(names)}: give price_dollars in hosts of the document" if names else ""
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.price_dollars is not None:
+        cost = f"{row.price_dollars:,.0f} $"
+    else:
+        cost = "" if row.price_dollars_per_hour is None else f"{row.price_dollars_per_hour:.2f} $ an hour"
+    if not row.fits or row.step_s is None:
+        return (row.machine, "no", "", "", cost, "", "")
+    figures = (row.tokens_per_s, row.tokens_per_s_per_1000_dollars, row.tokens_per_dollar_of_rent)
+    return (
+        row.machine,
+        "yes",
+        format_seconds(row.step_s),
+        *map(_figure, figures[:1]),
+        cost,
+        *map(_figure, figures[1:]),
+    )
+
+
+def _figure(value: float | None) -> str:
+    """Three digits at least, thousands apart."""
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _plan_text(row: Row) -> str:
+    parts = [part for part in row.passes.split(", ") if part.startswith(("partition-", "map-", "schedule-"))]
+    return f"{row.num_stages} stages, {row.micro_batches} micro-batches: {', '.join(parts)}"
+
+
+def _memories(row: Row) -> str:
+    """Memories with equal figures stand together."""
+    alike: dict[str, list[str]] = {}
+    for memory, peak in row.peak_bytes.items():
+        budget = row.budget_bytes[memory]
+        text = f"{format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
+        alike.setdefault(text, []).append(memory)
+    return "; ".join(f"{' '.join(names)} {text}" for text, names in alike.items())

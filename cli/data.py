@@ -1,0 +1,185 @@
+"""Text to rows of one length, and which of them are held out.
+
+Causal language models take one stream of tokens cut to rows; classifiers take one row per labelled text, cut or padded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import PlanError
+
+NUM_BYTES = 256
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+
+Encode = Callable[[str], list[int]]  # text to token ids
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Text to tokens: a tokenizer's, or plain bytes. `special` adds the marks around a classifier's rows."""
+
+    encode: Encode
+    special: Encode
+    end_id: int | None  # between two texts of one stream
+    pad_id: int
+    vocab_size: int
+    is_bytes: bool = False
+    tokenizer: Any = None
+
+    @staticmethod
+    def of_directory(directory: Path | None) -> Codec:
+        """The tokenizer that lies in a model's directory; bytes where there is none. Never downloads."""
+        if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return Codec(_bytes, _bytes, end_id=10, pad_id=0, vocab_size=NUM_BYTES, is_bytes=True)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+        return Codec(
+            lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+            lambda text: tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"],
+            end_id=end,
+            pad_id=0 if pad is None else pad,
+            vocab_size=len(tokenizer),
+            tokenizer=tokenizer,
+        )
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8"))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a data file."""
+
+    text: str
+    label: str | None = None
+
+
+def read_samples(path: Path, *, labelled: bool) -> list[Sample]:
+    """The samples of a .txt file (one) or a .jsonl file ({"text": ..., "label": ...} a line).
+
+    Raises `PlanError` naming the file and the line at fault.
+    """
+    if path.suffix not in (".txt", ".jsonl"):
+        raise PlanError(f"{path}: a data file ends in .txt (plain text) or .jsonl (one JSON object a line)")
+    if labelled and path.suffix == ".txt":
+        raise PlanError(f'{path}: a classifier learns from labels; give a .jsonl file of {{"text": ..., "label": ...}}')
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    if path.suffix == ".txt":
+        samples = [Sample(text)] if text.strip() else []
+    else:
+        rows = enumerate(text.splitlines(), start=1)
+        samples = [_sample(path, number, line, labelled) for number, line in rows if line.strip()]
+    if not samples:
+        raise PlanError(f"{path} holds no text")
+    return samples
+
+
+def _sample(path: Path, number: int, line: str, labelled: bool) -> Sample:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise PlanError(f'{where}: found {line[:60]!r}, allowed: an object with the key "text" and a text')
+    label = row.get("label")
+    if labelled and (label is None or isinstance(label, (dict, list, float))):
+        raise PlanError(f'{where}: found the label {label!r}, allowed: a text or a whole number under "label"')
+    return Sample(row["text"], None if label is None else str(label))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of one length. `labels` are the tokens themselves, or one class per row."""
+
+    input_ids: Tensor  # [rows, sequence]
+    attention_mask: Tensor  # [rows, sequence]
+    labels: Tensor  # [rows, sequence] or [rows]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """These rows as one batch."""
+        chosen = torch.tensor(list(indices), dtype=torch.long)  # also where there are none
+        return {
+            "input_ids": self.input_ids[chosen],
+            "attention_mask": self.attention_mask[chosen],
+            "labels": self.labels[chosen],
+        }
+
+    def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
+        """(rest, `fraction` of the rows), chosen at random by `seed` alone."""
+        order = _order(len(self), seed).tolist()
+        count = round(fraction * len(self))
+        parts = (sorted(order[count:]), sorted(order[:count]))
+        rest, held = (Rows(**self.take(part)) for part in parts)
+        return rest, held
+
+
+def stream_rows(samples: Sequence[Sample], codec: Codec, sequence: int) -> Rows:
+    """All texts as one stream of tokens, cut to rows; labels are the tokens themselves. The rest is dropped."""
+    tokens: list[int] = []
+    for i, sample in enumerate(samples):
+        if i and codec.end_id is not None:
+            tokens.append(codec.end_id)
+        tokens += codec.encode(sample.text)
+    count = len(tokens) // sequence
+    if count == 0:
+        raise PlanError(
+            f"the text has {len(tokens)} tokens, fewer than one row of sequence={sequence}; give more text, or "
+            f"--sequence {max(1, len(tokens))} or less"
+        )
+    ids = torch.tensor(tokens[: count * sequence]).view(count, sequence)
+    return Rows(ids, torch.ones_like(ids), ids)
+
+
+def labelled_rows(samples: Sequence[Sample], codec: Codec, sequence: int, classes: Sequence[str]) -> Rows:
+    """One row per sample: cut to `sequence` tokens (the last stays the tokenizer's end mark), or padded with a mask."""
+    number = {name: i for i, name in enumerate(classes)}
+    ids = torch.full((len(samples), sequence), codec.pad_id)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        tokens = codec.special(sample.text)
+        if len(tokens) > sequence:
+            tokens = [*tokens[: sequence - 1], tokens[-1]] if not codec.is_bytes else tokens[:sequence]
+        ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        mask[row, : len(tokens)] = 1
+        if not tokens:
+            mask[row, 0] = 1  # an empty text is one padding token: a row that attends to nothing has no value
+    return Rows(ids, mask, torch.tensor([number[str(sample.label)] for sample in samples]))
+
+
+def classes_of(samples: Sequence[Sample]) -> list[str]:
+    """The labels in use, sorted; whole numbers by value."""
+    names = {str(sample.label) for sample in samples}
+    return sorted(names, key=lambda name: (0, int(name), "") if name.isdigit() else (1, 0, name))
+
+
+def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[list[int], int]]:
+    """(the rows of a batch, how many of them count): all once in order; the last batch is filled up with the first."""
+    for start in range(0, len(rows), batch):
+        indices = range(start, start + batch)
+        yield [i % len(rows) for i in indices], min(batch, len(rows) - start)
+
+
+def _order(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,277 @@
+"""`penstock` on the command line: plan, simulate, explain, profile, hardware, check, train, reproduce.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once. An error of ours is one message on
+stderr and exit code 2; with --debug its traceback too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..ir.errors import DoesNotFit, PenstockError, PlanError
+from .options import JobOptions, TrainOptions, machine, takes
+
+if TYPE_CHECKING:
+    from ..compiler.job.job import Job
+    from ..passes.draft import Draft
+
+DIFFERS, ERROR, INTERRUPTED = 1, 2, 130  # exit codes
+
+app = typer.Typer(
+    help="Fine-tune models far bigger than your GPUs: plan, look, run.",
+    epilog="--debug anywhere on the line shows the traceback of an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="plain data on stdout instead of tables")]
+Written = Annotated[Path | None, typer.Argument(help="a directory that `penstock plan --out` wrote")]
+
+
+@app.command(
+    epilog="Example: penstock plan --model gpt3-175b --hardware mobius-topo2+2 --set dram=4TB --batch 4 "
+    "--sequence 2048 --precision fp16. To compare: penstock plan --model gpt2-xl --hardware mobius-8gpu "
+    "--hardware mobius-v100 --precision fp16"
+)
+@takes(JobOptions)
+def plan(
+    options: JobOptions,
+    out: Annotated[Path | None, typer.Option(help="write the programs and the plan to this directory")] = None,
+    dump_passes: Annotated[
+        bool, typer.Option("--dump-passes", help="also the programs behind each pass: in OUT/passes, or printed")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model on hardware that need not be here, without its weights. Exit code 2 if it fits no way.
+
+    With several --hardware: what each of them makes of the model, and for how much money.
+    """
+    if len(options.hardware or ()) > 1:
+        if out is not None or dump_passes or options.plan is not None:
+            raise PlanError("--out, --dump-passes and --plan are for one machine; give one --hardware with them")
+        compare(options, as_json)
+        return
+    job = options.compile(Dump(out) if dump_passes else None)
+    if out is not None:
+        job.write(out)
+        options.remember(out)
+    if as_json:
+        print(json.dumps({"hash": job.plan.hash, **job.plan.model_dump(mode="json")}, indent=1))
+        return
+    from .tables import console, plan_header, plan_tables
+
+    screen = console()
+    screen.print(plan_header(job.plan))
+    for table in plan_tables(job.plan, list(job.folder.interface.stages.values()), job.hardware):
+        screen.print(table)
+    if out is not None:
+        screen.print(f"written to {out}; next: penstock explain {out}, penstock simulate {out}")
+
+
+@app.command(
+    epilog="Example: penstock simulate --model t5-3b --hardware rtx4090x4 --batch 8 --sequence 512 --trace step.json"
+)
+@takes(JobOptions)
+def simulate(
+    options: JobOptions,
+    directory: Written = None,
+    trace: Annotated[Path | None, typer.Option(help="write a timeline that Perfetto opens")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One training step on the described hardware, without running anything: of a written directory, or of a model."""
+    timeline = _job_of(directory, options).simulate()
+    if trace is not None:
+        timeline.to_chrome_trace(trace)
+    from .tables import console, timeline_json, timeline_tables
+
+    if as_json:
+        print(json.dumps(timeline_json(timeline), indent=1))
+        return
+    screen = console()
+    screen.print(timeline.describe().splitlines()[0])
+    for table in timeline_tables(timeline):
+        screen.print(table)
+    if trace is not None:
+        screen.print(f"timeline in {trace}: open it at https://ui.perfetto.dev")
+
+
+@app.command(epilog="Example: penstock explain --model gpt2-xl --hardware rtx3090x2 --batch 8 --sequence 1024")
+@takes(JobOptions)
+def explain(options: JobOptions, directory: Written = None) -> None:
+    """Why this plan: stages, what bounds the step, what would help, the rivals and why they lost."""
+    print(_job_of(directory, options).explain())
+
+
+@app.command(
+    epilog="Example: penstock check --model gpt2:n_layer=4,n_embd=128,n_head=4,vocab_size=2048 --hardware cpu "
+    "--set memory=12MB --batch 8 --sequence 64"
+)
+@takes(JobOptions)
+def check(
+    options: JobOptions,
+    job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
+    from .check_job import check_named, check_written
+
+    report = check_named(options, steps) if job is None else check_written(job, options, steps)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report) | {"passed": report.passed}, indent=1))
+    else:
+        from .tables import check_table, console
+
+        screen = console()
+        screen.print(check_table(report))
+        if report.skipped is not None:
+            screen.print(f"the model itself was not compared: {report.skipped}")
+    if not report.passed:
+        raise typer.Exit(DIFFERS)
+
+
+@app.command(
+    epilog="Example: penstock train --model gpt-dir --data notes.txt --hardware cpu --set memory=200MB --batch 8 "
+    "--sequence 128 --max-steps 100 --save-every 20"
+)
+@takes(TrainOptions)
+def train(options: TrainOptions) -> None:
+    """Fine-tune a causal language model or a classifier. Ctrl-C stops it behind the step under way."""
+    from .tables import console
+    from .training import train as run
+
+    try:
+        result = run(options, console())
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command(epilog="Example: penstock profile --model gpt2 --hardware auto --batch 4 --sequence 512 --micro-batches 4")
+@takes(JobOptions)
+def profile(options: JobOptions, as_json: AsJson = False) -> None:
+    """Time one block of each kind on this machine: forward, forward that keeps (again), backward, and by the rates."""
+    from .profile_table import profile_report, profile_tables
+    from .tables import console
+
+    report = profile_report(options)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+        return
+    screen = console()
+    for table in profile_tables(report):
+        screen.print(table)
+
+
+@app.command("hardware", epilog="Example: penstock hardware rtx4090x4-2rc --set dram=512GB --save box.yaml")
+def show_hardware(
+    name: Annotated[str, typer.Argument(help="a preset, a YAML file, or detect: this machine")] = "detect",
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="change a figure, such as dram=4TB; repeatable")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="also time links, disks, matrix products and optimizer (20 s)")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="write it as YAML, for --hardware")] = None,
+    names: Annotated[bool, typer.Option("--list", help="the names of all presets")] = False,
+) -> None:
+    """Describe a machine: this one, a preset, or a YAML document."""
+    if names:
+        from ..ir.machine.presets import preset_names
+
+        print("\n".join(preset_names()))
+        return
+    if measure and name != "detect":
+        raise PlanError(f"--measure times this machine; it goes with `detect`, not with {name!r}")
+    found = machine(name, change, measure=measure)
+    print(found.describe())
+    if save is not None:
+        found.save(save)
+        print(f"written to {save}; use it as --hardware {save}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exits with 0, 1 for a check that found a difference, or 2 for an error."""
+    given = sys.argv[1:] if arguments is None else arguments
+    add_commands()
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="penstock")
+    except (PenstockError, OSError) as error:  # the latter: a file that cannot be read or written
+        if "--debug" in given:
+            raise
+        print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)
+        sys.exit(ERROR)
+
+
+def add_commands() -> None:
+    """Add the commands of rooms above this one: each is a `typer.Typer` behind an entry point."""
+    known = {command.callback for command in app.registered_commands}
+    for entry in metadata.entry_points(group="penstock.commands"):
+        more = entry.load().registered_commands
+        app.registered_commands += [command for command in more if command.callback not in known]
+
+
+class Dump:
+    """Takes the programs' text behind each pass: printed, or one file per pass below a directory."""
+
+    def __init__(self, out: Path | None):
+        self.folder = None if out is None else out / "passes"
+        self.count = 0
+
+    def __call__(self, name: str, draft: Draft) -> None:
+        from ..ir.program import print_program
+
+        self.count += 1
+        parts = [f"# device {p.device}\n{print_program(p, comments=True)}" for p in draft.programs]
+        text = "\n\n".join(parts) if parts else f"# {len(draft.blocks)} blocks, {len(draft.stages)} stages; no programs"
+        if self.folder is None:
+            print(f"# behind {name}\n{text}\n")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.count:02d}-{name}.txt").write_text(text + "\n")
+
+
+def compare(options: JobOptions, as_json: bool) -> None:
+    """Print what each machine makes of the model. Exits with `ERROR` if it fits none of them."""
+    from .compare import compare_machines, compare_tables, unpriced
+    from .tables import console
+
+    rows = compare_machines(options)
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+    else:
+        screen = console()
+        for table in compare_tables(rows):
+            screen.print(table)
+        if note := unpriced(rows):
+            screen.print(note)
+    if not any(row.fits for row in rows):
+        raise typer.Exit(ERROR)
+
+
+def _job_of(directory: Path | None, options: JobOptions) -> Job:
+    """The job of a written directory, or else of a model."""
+    if directory is None:
+        return options.compile()
+    if options.model is not None:
+        raise PlanError(f"both the directory {directory} and --model {options.model} were given; choose one")
+    from torch import nn
+
+    from ..compiler.api import read_programs
+    from ..compiler.job.job import Job
+
+    folder, programs = read_programs(directory)
+    return Job(nn.Module(), folder, programs, ties={}, directory=directory)  # nothing is run: no model is needed
+
+
+if __name__ == "__main__":
+    main()

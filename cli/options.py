@@ -1,0 +1,266 @@
+"""The options that several commands share, as one dataclass: from the words of a command line to a `Job`.
+
+Heavy imports are inside the functions: a mistake in the options is reported before torch has been loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ..compiler.garbage import rare_collections
+from ..ir.errors import PlanError
+
+if TYPE_CHECKING:
+    from ..compiler.job.job import Job
+    from ..compiler.models.named import NamedModel
+    from ..ir.machine.hardware import Hardware
+    from ..passes.draft import Draft
+
+REMEMBERED = "model.json"  # beside a written job: how to make its model again
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to plan, on what. Every field is an option of the command line."""
+
+    model: Annotated[
+        str | None, typer.Option(help="gpt2, t5-11b ..., a config.json or a directory; gpt2:n_layer=96,n_embd=12288")
+    ] = None
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a preset, a YAML file, cpu (small CPU devices), or auto, the default: this machine. "
+            "`penstock plan` compares several: repeat it"
+        ),
+    ] = None
+    set: Annotated[
+        list[str] | None, typer.Option(help="change a figure of the hardware, such as dram=4TB; repeatable")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
+    sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
+    micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32"
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="auto, mobius, ftpipe, fuyou, mobius-ssd, gpipe, zero3-offload ..., or a pipeline of passes as text"
+        ),
+    ] = "auto"
+    search_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="computation after which auto tries nothing new; default 33")
+    ] = None
+    plan: Annotated[Path | None, typer.Option(help="a saved plan to carry out instead of a search")] = None
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="time one block of each kind on this machine; else: by the hardware's rates"),
+    ] = False
+    profile_cache: Annotated[
+        Path | None, typer.Option(help="directory for what --profile measured; default ~/.cache/penstock/profiles")
+    ] = None
+    optimizer: Annotated[str, typer.Option(help="a class of torch.optim, in any case")] = "adamw"
+    lr: Annotated[float, typer.Option(help="learning rate")] = 5e-5
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0.0, help="of the optimizer; without it: its own default")
+    ] = None
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(help='pattern of parameter names without weight decay, such as "*.bias"; repeatable'),
+    ] = None
+    max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None
+    ssd_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
+    ] = None
+    ssd_verify: Annotated[bool, typer.Option("--ssd-verify", help="check all that is read from SSD")] = False
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
+    ] = 600.0
+    head: Annotated[
+        str | None,
+        typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
+    ] = None
+    labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
+    dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
+    seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
+    download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
+
+    def machine(self) -> Hardware:
+        """The one machine. Raises `PlanError` where several are named."""
+        names = self.hardware or ["auto"]
+        if len(names) > 1:
+            raise PlanError(
+                f"--hardware: found {len(names)} machines ({', '.join(names)}); only `penstock plan` compares"
+            )
+        return machine(names[0], self.set)
+
+    def machines(self) -> list[Hardware]:
+        """All that were named, each with every --set."""
+        return [machine(name, self.set) for name in self.hardware or ["auto"]]
+
+    def named_model(self) -> NamedModel:
+        from ..compiler.models.named import find_model
+
+        if self.model is None:
+            raise PlanError("name a model: --model gpt2, --model t5-3b, --model DIRECTORY ...")
+        return find_model(
+            self.model, head=self.head, num_labels=self.labels, dropout=self.dropout, download=self.download
+        )
+
+    def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
+        """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone;
+        `hardware` comes in place of the one that was named."""
+        with rare_collections():
+            return self._compile(dump, self.machine() if hardware is None else hardware)
+
+    def _compile(self, dump: Callable[[str, Draft], None] | None, hardware: Hardware) -> Job:
+        named = self.named_model()
+        weights = named.directory if named.has_weights else None
+        job = self.compile_model(named.on_meta(), hardware, named.batch_spec(self.batch, self.sequence), weights)
+        if dump is None:
+            return job
+        chosen = dataclasses.replace(self, strategy="auto", micro_batches=None)
+        example = named.batch_spec(self.batch, self.sequence)
+        return chosen.compile_model(named.on_meta(), hardware, example, weights, plan=job.plan, dump=dump)
+
+    def compile_model(
+        self, model: Any, hardware: Hardware, example_inputs: Any, weights: Path | None = None, **more: Any
+    ) -> Job:
+        """The job for a model and a batch that are there already. `more` goes on to `penstock.compile`."""
+        from ..compiler import api
+
+        arguments: dict[str, Any] = {
+            "optimizer": self.optimizer_partial(),
+            "param_groups": self.param_groups(),
+            "strategy": self.strategy,
+            "plan": self.plan,
+            "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+            "seed": self.seed,
+            "weights": weights,
+            **({} if self.search_seconds is None else {"search_s": self.search_seconds}),
+            "profile": self.profiling(),
+            "ssd_dirs": self.ssd_dir,
+            "ssd_verify": self.ssd_verify,
+            "timeout_s": self.timeout,
+        }
+        return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
+
+    def profiling(self) -> bool | Path:
+        """`profile` of `penstock.compile`."""
+        return self.profile and (self.profile_cache or True)
+
+    def optimizer_partial(self) -> Any:
+        """A partial of the torch.optim class. Raises `PlanError` with close names."""
+        import torch
+
+        kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        kinds.pop("optimizer")
+        if self.optimizer.lower() not in kinds:
+            close = difflib.get_close_matches(self.optimizer.lower(), kinds, n=3) or sorted(kinds)
+            raise PlanError(f"--optimizer {self.optimizer!r} is no class of torch.optim; try {', '.join(close)}")
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return functools.partial(kinds[self.optimizer.lower()], lr=self.lr, **decay)
+
+    def param_groups(self) -> list[dict[str, Any]] | None:
+        """`param_groups` of `penstock.compile`."""
+        return [{"params": list(self.no_decay), "weight_decay": 0.0}] if self.no_decay else None
+
+    def remember(self, directory: Path) -> None:
+        """Write beside a written job how to make its model again, for `penstock check --job`."""
+        names = ("model", "head", "labels", "dropout", "seed")
+        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
+        (directory / REMEMBERED).write_text(text + "\n")
+
+    @staticmethod
+    def recall(directory: Path) -> JobOptions:
+        """The options that `remember` wrote. Raises `PlanError` where there are none."""
+        path = directory / REMEMBERED
+        try:
+            return JobOptions(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise PlanError(f"{path}: not what `penstock plan --out` writes beside a job: {error}") from error
+
+
+@dataclass(frozen=True)
+class TrainOptions(JobOptions):
+    """What `penstock train` takes besides."""
+
+    data: Annotated[Path | None, typer.Option(help="a .txt file, or .jsonl with text (and label) in each line")] = None
+    out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
+    epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
+    max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None
+    schedule: Annotated[str, typer.Option(help="of the learning rate: constant, linear or cosine")] = "constant"
+    save_every: Annotated[int, typer.Option(min=0, help="steps from one checkpoint to the next; 0: at the end")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in OUT")] = False
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="go on from the checkpoint in OUT if there is one, else begin anew"),
+    ] = False
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")
+    ] = 0.0
+
+
+def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hardware:
+    """The hardware of `--hardware` with every `--set key=value` applied."""
+    from ..ir.machine.hardware import Hardware
+
+    values: dict[str, Any] = {}
+    for change in changes or ():
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise PlanError(f"--set {change!r} is not of the form key=value, such as dram=4TB")
+        values[key.strip()] = _plain(text.strip())
+    if name == "cpu":
+        known = list(inspect.signature(Hardware.cpu).parameters)
+        wrong = [key for key in values if key not in known]
+        if wrong:
+            raise PlanError(f"--set {wrong[0]}: with --hardware cpu there are {', '.join(known)}")
+        return Hardware.cpu(**values)
+    found = Hardware.detect(measure=measure) if name in ("auto", "detect") else Hardware.from_any(name)
+    return found.with_(**values) if values else found
+
+
+def _plain(text: str) -> Any:
+    """Numbers, true and false as such; everything else, like 4TB, stays text."""
+    try:
+        return json.loads(text.lower())
+    except json.JSONDecodeError:
+        return text
+
+
+def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command whose keyword `options` is such a dataclass: each of its fields becomes an option."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(options, include_extras=True)
+        own = inspect.signature(command, eval_str=True).parameters
+        fields = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in dataclasses.fields(options)
+        ]
+        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "options"]
+        names = {f.name for f in dataclasses.fields(options)}
+
+        @functools.wraps(command)
+        def filled(**given: Any) -> None:
+            chosen = options(**{name: value for name, value in given.items() if name in names})
+            command(**{name: value for name, value in given.items() if name not in names}, options=chosen)
+
+        del filled.__wrapped__  # typer would look at the signature behind it
+        filled.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
+        filled.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
+        return filled
+
+    return decorate

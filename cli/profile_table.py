@@ -1,0 +1,126 @@
+"""`penstock profile`: every distinct block's measured seconds beside what the hardware's rates promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..compiler.capture.trace import trace
+from ..compiler.job.batch import BatchShape, micro_batch_spec
+from ..compiler.profile.profile import make_profiler, parts_here
+from ..compiler.search.candidates import micro_batch_counts
+from ..ir.machine.hardware import Device
+from ..ir.units import format_bytes, format_seconds
+from ..passes.draft import Draft, Options
+from ..passes.graph.blocks import Block, backward_time_s, forward_time_s
+from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.profile import distinct
+from ..passes.graph.stages import COMPUTE_DTYPES
+from .options import JobOptions
+
+COLUMNS = ("block", "times", "weights", "forward", "again", "backward", "by rates", "backward", "measured")
+_SECONDS = ("forward_s", "rematerialise_s", "backward_s", "roofline_forward_s", "roofline_backward_s")
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One distinct block on one kind of device; seconds of one micro-batch."""
+
+    device: str
+    block: str
+    hash: str
+    count: int  # blocks of this hash
+    param_bytes: int
+    forward_s: float
+    rematerialise_s: float
+    backward_s: float
+    roofline_forward_s: float
+    roofline_backward_s: float
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """What was measured, per kind of device."""
+
+    micro_batches: int
+    parts: dict[str, list[ProfileRow]]  # the kind of device -> rows
+
+    def to_json(self) -> dict[str, Any]:
+        rows = {title: [asdict(row) for row in rows] for title, rows in self.parts.items()}
+        return {"micro_batches": self.micro_batches, "devices": rows}
+
+
+def profile_report(options: JobOptions) -> ProfileReport:
+    """Measure, or take from the cache, every distinct block of the model that the options name.
+
+    Raises `HardwareError` for hardware that is not here.
+    """
+    hardware, named = options.machine(), options.named_model()
+    parts = parts_here(hardware)  # before the model is traced
+    model, example = named.on_meta(), named.batch_spec(options.batch, options.sequence)
+    shape = BatchShape.of(model, example)
+    if options.micro_batches is not None:
+        shape.check_divisible(options.micro_batches)
+    count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
+    low = None if options.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[options.precision])
+    inputs = micro_batch_spec(example, count)
+    graph = trace(model, inputs, autocast=low, device_kind=hardware.devices[0].kind, param_dtype=low)
+    profiler = make_profiler(options.profile_cache or True, options.precision)
+    draft = Draft(graph, hardware, Options(micro_batches=count, precision=options.precision, profiler=profiler))
+    coarsen = Coarsen()
+    coarsen.rewrite(draft, coarsen.plan(draft))
+    return ProfileReport(count, {p.title: _rows(draft.blocks, p.devices[0], options.precision) for p in parts})
+
+
+def _rows(blocks: list[Block], device: Device, precision: str) -> list[ProfileRow]:
+    counts = Counter(block.hash for block in blocks)
+    rows = []
+    for found, block in distinct(blocks).items():
+        seconds, cost = block.seconds[device.name], Block(block.name, block.nodes, cost=block.cost)
+        rows.append(
+            ProfileRow(
+                device.name,
+                block.name,
+                found,
+                counts[found],
+                block.param_bytes,
+                seconds.forward_s,
+                seconds.rematerialise_s,
+                seconds.backward_s,
+                forward_time_s(cost, device, precision),
+                backward_time_s(cost, device, precision),
+            )
+        )
+    return rows
+
+
+def profile_tables(report: ProfileReport) -> Iterator[Table]:
+    """One table per kind of device; the last row is the whole model, every block as often as it has it."""
+    for title, rows in report.parts.items():
+        table = Table(
+            title=f"{title}: one of {report.micro_batches} micro-batches", title_justify="left", title_style="bold"
+        )
+        for name in COLUMNS:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            times = (row.forward_s, row.rematerialise_s, row.backward_s)
+            table.add_row(*_line(row.block, row.count, row.param_bytes, times, _roofline(row)))
+        total = [sum(r.count * getattr(r, name) for r in rows) for name in _SECONDS]
+        weights = sum(r.count * r.param_bytes for r in rows)
+        table.add_row(*_line("all", sum(r.count for r in rows), weights, total[:3], total[3:]))
+        yield table
+
+
+def _roofline(row: ProfileRow) -> tuple[float, float]:
+    return row.roofline_forward_s, row.roofline_backward_s
+
+
+def _line(name: str, count: int, weights: int, measured: Any, roofline: Any) -> tuple[str, ...]:
+    ratio = (measured[1] + measured[2]) / sum(roofline)
+    seconds = [format_seconds(value) for value in (*measured, *roofline)]
+    return (name, str(count), format_bytes(weights), *seconds, f"{ratio:.2f} x rates")

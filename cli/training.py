@@ -1,0 +1,323 @@
+"""`penstock train`: fine-tune a causal language model or a classifier on a text file.
+
+What it leaves in its directory: `checkpoint` (to resume from), `model` (as `from_pretrained` loads it) and `programs`
+(the files that ran). Ctrl-C ends the run behind the step under way; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..compiler.garbage import rare_collections
+from ..compiler.job.job import Job
+from ..compiler.job.preflight import own_device
+from ..compiler.job.sampler import RankSampler
+from ..compiler.models.named import NamedModel, find_model
+from ..ir.errors import CheckpointError, PenstockError, PlanError
+from ..ir.units import format_seconds
+from ..runtime.processes.torchrun import TorchrunDriver
+from ..runtime.state.checkpoint import find_latest
+from .data import Codec, Rows, classes_of, evaluation_batches, labelled_rows, read_samples, stream_rows
+from .options import TrainOptions
+from .progress import StepScreen, memory_text
+
+ECHO_S = 2.0  # in which torchrun's own signal follows the terminal's
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass
+class TrainResult:
+    """What a run did. Losses are of this run's steps; accuracy or loss on held-out rows before and after, if any."""
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass
+class Task:
+    """The model, its rows and how long to train: everything but the devices."""
+
+    named: NamedModel
+    codec: Codec
+    rows: Rows
+    held_out: Rows
+    steps: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training rows: a run resumes on the same data only."""
+        return hashlib.sha256(self.rows.input_ids.numpy().tobytes()).hexdigest()[:16]
+
+
+def train(options: TrainOptions, screen: Console) -> TrainResult:
+    """The whole run. Raises what `penstock.compile` and `Job.step` raise; the last checkpoint then stays as it is.
+
+    Under torchrun every rank calls it, takes its own rows of each batch, and the first one speaks and writes.
+    """
+    is_main = own_device() == 0
+    if not is_main:
+        screen = Console(quiet=True)
+    last = find_latest(options.out / "checkpoint")
+    if options.elastic:
+        options = dataclasses.replace(options, resume=last is not None)
+    if last is not None and not options.resume:
+        raise PlanError(f"{options.out} holds a checkpoint; --resume goes on from it, another --out begins anew")
+    if last is None and options.resume:
+        raise CheckpointError(f"{options.out} holds no checkpoint to resume from; leave --resume out to begin anew")
+    task = prepare(options, screen)
+    job = compile_task(options, task)
+    screen.print(
+        f"{job.plan.model} on {job.plan.hardware}: {len(job.plan.decisions.stages)} stages, plan {job.plan.hash}"
+    )
+    if is_main:
+        job.write(options.out / "programs")
+        options.remember(options.out / "programs")
+    result = TrainResult()
+    try:
+        with job:
+            sampler = _begin(options, task, job, screen)
+            if not options.resume:
+                result.before = evaluate(job, task, options.batch, screen, "before training")
+            with interruptible() as stop:
+                _steps(options, task, job, screen, sampler, result, stop)
+            if not result.interrupted:
+                result.after = evaluate(job, task, options.batch, screen, f"after {job.step_count} steps")
+                _save_model(options, task, job, screen)
+    except (PenstockError, KeyboardInterrupt):
+        _say_how_to_resume(options, screen)
+        raise
+    if result.interrupted:
+        _say_how_to_resume(options, screen)
+    return result
+
+
+def prepare(options: TrainOptions, screen: Console) -> Task:
+    """Data to rows, and the model that fits them. Raises `PlanError` naming what does not go together."""
+    if options.data is None:
+        raise PlanError("name the text to train on: --data FILE.txt or --data FILE.jsonl")
+    named = options.named_model()
+    if named.head == "seq2seq":
+        raise PlanError(f"{options.model} is an encoder-decoder; train takes causal language models and classifiers")
+    labelled = named.head == "classification"
+    samples = read_samples(options.data, labelled=labelled)
+    codec = Codec.of_directory(named.directory)
+    if codec.is_bytes:
+        screen.print(f"{options.model} comes with no tokenizer: the bytes of the text are its tokens")
+    if labelled:
+        classes = classes_of(samples)
+        named = _with_classes(options, named, classes)
+        rows = labelled_rows(samples, codec, options.sequence, classes)
+    else:
+        rows = stream_rows(samples, codec, options.sequence)
+    named.check_sequence(options.sequence)
+    if codec.vocab_size > named.config.vocab_size:
+        raise PlanError(
+            f"the tokenizer has {codec.vocab_size} tokens, {options.model} {named.config.vocab_size}; "
+            f"allowed: {options.model}:vocab_size={codec.vocab_size} with new weights, or the model's own tokenizer"
+        )
+    rows, held_out = rows.split(options.eval_fraction, options.seed)
+    if not len(rows):
+        raise PlanError(f"--eval-fraction {options.eval_fraction} leaves no row to train on; give a smaller one")
+    steps = options.max_steps or math.ceil(options.epochs * len(rows) / options.batch)
+    what = f"{len(classes_of(samples))} classes" if labelled else f"{options.sequence} tokens each"
+    screen.print(
+        f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
+    )
+    return Task(named, codec, rows, held_out, steps)
+
+
+def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) -> NamedModel:
+    """The same model with one output per class; more if asked for."""
+    if len(classes) < 2:
+        raise PlanError(f"{options.data} has the one label {classes[0]!r}; a classifier needs two or more")
+    if options.labels is not None and options.labels < len(classes):
+        raise PlanError(f"--labels {options.labels}, but {options.data} has {len(classes)}: {', '.join(classes[:8])}")
+    count = options.labels or len(classes)
+    assert options.model is not None
+    found = find_model(
+        options.model, head=named.head, num_labels=count, dropout=options.dropout, download=options.download
+    )
+    names = [*classes, *(f"unused {i}" for i in range(len(classes), count))]
+    found.config.id2label = dict(enumerate(names))
+    found.config.label2id = {name: i for i, name in enumerate(names)}
+    return found
+
+
+def compile_task(options: TrainOptions, task: Task) -> Job:
+    """The job. A model with weights stays on the meta device; one without gets new weights."""
+    named = task.named
+    weights = named.directory if named.has_weights else None
+    model = named.on_meta() if weights is not None else named.in_memory(options.seed)
+    example = task.rows.take([i % len(task.rows) for i in range(options.batch)])
+    with rare_collections():
+        return options.compile_model(
+            model, options.machine(), example, weights, lr_scheduler=_schedule(options.schedule, task.steps)
+        )
+
+
+def _schedule(name: str, steps: int) -> Any:
+    if name == "linear":
+        return functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=steps)
+    if name == "cosine":
+        return functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
+    if name != "constant":
+        raise PlanError(f"--schedule {name!r}; allowed are {', '.join(SCHEDULES)}")
+    return None
+
+
+def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> RankSampler:
+    """Start the devices with new or resumed state. Returns who says which rows come next."""
+    if not options.resume:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _ = job.driver
+        for message in said:  # of weights that the model's directory lacks
+            screen.print(str(message.message), soft_wrap=True)
+        return job.sampler(task.rows)
+    data = job.resume(options.out / "checkpoint")
+    now = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
+    for key, value in now.items():
+        if data.get(key) != value:
+            raise CheckpointError(
+                f"{options.out / 'checkpoint'} was saved with {key} {data.get(key)!r}, this run has {value!r}; resume "
+                "with the same --data, --sequence, --seed and --eval-fraction, or begin anew in another --out"
+            )
+    sampler = job.sampler(task.rows)
+    screen.print(f"resumed at step {job.step_count}, sample {sampler.position}")
+    return sampler
+
+
+def _steps(
+    options: TrainOptions,
+    task: Task,
+    job: Job,
+    screen: Console,
+    sampler: RankSampler,
+    result: TrainResult,
+    stop: threading.Event,
+) -> None:
+    """Train up to the last step, or until asked to stop; save on the way and at the end."""
+    saved_step = job.step_count
+    began_s, before = time.perf_counter(), job.step_count
+    with StepScreen(screen, task.steps, job.step_count, options.batch * options.sequence) as progress:
+        for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # pass after pass
+            if job.step_count >= task.steps or any(job.driver.gather(stop.is_set())):
+                break
+            result.losses.append(float(job.step(task.rows.take(chosen))))
+            assert job.last is not None
+            progress.show(job.last)
+            due = options.save_every and job.step_count % options.save_every == 0
+            if due or job.step_count == task.steps:
+                _save(options, task, job)
+                saved_step = job.step_count
+    result.steps = job.step_count
+    result.interrupted = job.step_count < task.steps
+    if result.interrupted:
+        screen.print(f"stopped at step {job.step_count} of {task.steps}; {job.step_count - saved_step} steps not saved")
+    elif job.last is not None:
+        mean_s = (time.perf_counter() - began_s) / (job.step_count - before)
+        screen.print(
+            f"{job.step_count - before} steps, {format_seconds(mean_s)} each with data and checkpoints; peak "
+            f"{memory_text(job.last.peak_bytes)}",
+            soft_wrap=True,
+        )
+
+
+def _save(options: TrainOptions, task: Task, job: Job) -> None:
+    data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
+    job.save(options.out / "checkpoint", data=data)
+
+
+def _save_model(options: TrainOptions, task: Task, job: Job, screen: Console) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said when the run began: weights that the model's directory lacks
+        directory = job.save_pretrained(options.out / "model")
+    if task.codec.tokenizer is not None and job.driver.is_main:
+        task.codec.tokenizer.save_pretrained(str(directory))
+    screen.print(
+        f"model in {directory}, checkpoint in {options.out / 'checkpoint'}, programs in {options.out / 'programs'}"
+    )
+
+
+def evaluate(job: Job, task: Task, batch: int, screen: Console, when: str) -> dict[str, float]:
+    """Loss on the held-out rows, for a classifier accuracy too. Nothing where no row is held out.
+
+    The loss leaves out the rows of a last batch that is not full, unless there is no other.
+    """
+    if not len(task.held_out):
+        return {}
+    correct = 0
+    losses: list[float] = []
+    for chosen, count in evaluation_batches(task.held_out, batch):
+        out = job.evaluate(task.held_out.take(chosen[job.rows.start : job.rows.stop]))
+        if count == batch or not losses:
+            losses.append(float(out.loss))
+        if task.named.head == "classification":
+            correct += int((out.logits.argmax(-1) == task.held_out.labels[chosen])[:count].sum())
+    found = {"loss": sum(losses) / len(losses)}
+    text = f"loss {found['loss']:.4f}"
+    if task.named.head == "classification":
+        found["accuracy"] = correct / len(task.held_out)
+        text = f"accuracy {found['accuracy']:.1%}, {text}"
+    screen.print(f"{when}: {text} on {len(task.held_out)} held-out rows")
+    return found
+
+
+def _say_how_to_resume(options: TrainOptions, screen: Console) -> None:
+    if find_latest(options.out / "checkpoint") is not None:
+        screen.print(
+            f"the last checkpoint is in {options.out / 'checkpoint'}; the same command with --resume goes on from it"
+        )
+    else:
+        screen.print("nothing was saved yet; --save-every STEPS makes checkpoints to resume from")
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt.
+
+    torchrun passes on what the terminal has sent to its ranks already: there, what comes at once is not a second one.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may take signals
+        return
+
+    echo_s = ECHO_S if TorchrunDriver.is_present() else 0.0
+    first_s = 0.0
+
+    def take(number: int, frame: object) -> None:
+        nonlocal first_s
+        if stop.is_set() and time.monotonic() > first_s + echo_s:
+            raise KeyboardInterrupt
+        if stop.is_set():
+            return
+        stop.set()
+        first_s = time.monotonic()
+        os.write(2, b"\nstopping behind this step; once more stops at once\n")  # printing is not safe in a handler
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,203 @@
+"""What a call seen by the tracer becomes in the graph, and what is known about it without running it.
+
+In: the function object that torch hands to a `TorchFunctionMode`. Out: a `Call` (node kind and target), whether it
+draws random numbers, whether a module is a leaf, and the user's source line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Call:
+    """`kind` is an fx node op, or "query" (answered at once, never recorded), or "refuse" (`target` says why)."""
+
+    kind: str
+    target: Any
+    reflected: bool = False  # arguments swapped: Tensor.__rsub__(x, 1) is 1 - x
+    extra: tuple = ()  # arguments appended: getattr(x, "T")
+
+
+_TENSOR_GETTERS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
+_QUERIES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point"}
+_QUERIES |= {"is_complex", "element_size", "is_contiguous", "get_device"}
+_QUERIES |= {"__len__", "__repr__", "__format__", "__hash__"}
+_REFUSED = {
+    "backward": "runs backward() inside forward: return the loss and let the training step run backward",
+    "register_hook": "registers a tensor hook, which a captured program would not call",
+    "register_post_accumulate_grad_hook": "registers a gradient hook, which a captured program would not call",
+}
+# Python operators reach the tracer under the method's name; two plain arguments read better as the operator.
+_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+_OPERATORS |= {"true_divide": operator.truediv, "matmul": operator.matmul}
+_NOT_OPERATORS = {"__index__", "__contains__", "__call__"}
+_DATA_DEPENDENT = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select"}
+_DATA_DEPENDENT |= {"__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"}
+
+
+def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> Call:
+    """The graph form of a torch function, method, operator or property."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        is_tensor = attribute in _TENSOR_GETTERS
+        return Call("call_function", getattr, extra=(attribute,)) if is_tensor else Call("query", attribute)
+    if name == "__set__":
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        return Call("refuse", f"assigns to a tensor's .{attribute}: use an in-place method such as copy_() instead")
+    if getattr(torch.Tensor, name, None) is not func:
+        return Call("call_function", func)
+    if name in _QUERIES:
+        return Call("query", name)
+    if name in _REFUSED:
+        return Call("refuse", _REFUSED[name])
+    if name in _OPERATORS and num_args == 2 and not has_kwargs:
+        return Call("call_function", _OPERATORS[name])
+    if name.startswith("__") and name not in _NOT_OPERATORS:
+        if hasattr(operator, name):
+            return Call("call_function", getattr(operator, name))
+        if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
+            return Call("call_function", getattr(operator, f"__{name[3:]}"), reflected=True)
+    return Call("call_method", name)
+
+
+def is_data_dependent(func: Callable[..., Any]) -> bool:
+    """True when a failure of `func` on fake tensors means that it wanted a tensor's value."""
+    return getattr(func, "__name__", "") in _DATA_DEPENDENT
+
+
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
+_RANDOM |= {"multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"}
+_RANDOM |= {"cauchy_", "log_normal_", "gumbel_softmax", "trunc_normal_"}
+_RANDOM |= {f"fractional_max_pool{n}d{suffix}" for n in (2, 3) for suffix in ("", "_with_indices")}
+_DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+_DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dropout3d"}
+
+
+def is_random(call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a function or method call, traced in training mode, draws random numbers."""
+    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+    if name in _RANDOM:
+        return True
+    if name in _DROPOUTS:
+        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        return bool(training) and probability > 0
+    if call.target is F.scaled_dot_product_attention:
+        return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0
+    if call.target is F.multi_head_attention_forward:
+        return (kwargs["dropout_p"] if "dropout_p" in kwargs else args[10]) > 0 and kwargs.get("training", True)
+    if name in ("rrelu", "rrelu_"):
+        return bool(kwargs.get("training", False))
+    return False
+
+
+def is_random_module(module: nn.Module) -> bool:
+    """Whether a leaf module draws random numbers in training mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Shape of a matrix product in groups (mixtures of experts): torch's own rule takes bf16 only, its kernels more."""
+    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
+
+
+# What to run on fake tensors instead, where torch's rule for fake tensors is narrower than its kernels.
+SHAPE_RULES = {torch._grouped_mm: _grouped_mm}
+
+
+def leaf_modules(model: nn.Module) -> set[int]:
+    """Ids of the modules that stay whole: torch.nn's own, without children or hooks, that their `repr` rebuilds."""
+    rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built from it on meta
+    return {id(module) for module in model.modules() if _is_leaf(module, rebuilt)}
+
+
+def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind or module._modules or "forward" in module.__dict__:
+        return False
+    if module._forward_hooks or module._forward_pre_hooks or isinstance(module, nn.modules.loss._Loss):
+        return False  # a loss module's repr leaves its options out
+    text = repr(module)
+    if text not in rebuilt:
+        rebuilt[text] = _rebuild(text)
+    twin = rebuilt[text]
+    return twin is not None and repr(twin) == text and _shape_of(twin) == _shape_of(module)
+
+
+def _rebuild(text: str) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            return eval(text, {**vars(nn), "torch": torch})
+    except (SyntaxError, NameError, TypeError, ValueError, AttributeError):
+        return None  # this repr is prose, not a constructor call: trace through the module
+
+
+def _shape_of(module: nn.Module) -> tuple:
+    """What must be equal for two modules of one repr to be the same but for their weights."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors}
+    plain = {k: v for k, v in module.__dict__.items() if k != "training" and not k.startswith("_")}
+    return shapes, {k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str, tuple))}
+
+
+class SourceLines:
+    """Finds the user's line: the innermost frame outside torch, Python's own library and this package."""
+
+    def __init__(self) -> None:
+        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        self.skip = tuple(os.path.join(d, "") for d in (os.path.dirname(torch.__file__), here))
+        self.stdlib = os.path.join(sysconfig.get_paths()["stdlib"], "")
+        self.known: dict[CodeType, bool] = {}
+        self.lines: dict[tuple[str, int], str] = {}
+
+    def is_users(self, code: CodeType) -> bool:
+        if code not in self.known:
+            self.known[code] = self.is_users_file(code.co_filename)
+        return self.known[code]
+
+    def is_users_file(self, file: str) -> bool:
+        stdlib = file.startswith(self.stdlib) and "site-packages" not in file
+        return not (stdlib or file.startswith(("<frozen", *self.skip)))
+
+    def text(self, file: str, line: int) -> str:
+        if (file, line) not in self.lines:
+            code = linecache.getline(file, line).strip()
+            self.lines[file, line] = f"{os.path.basename(file)}:{line}: {code}".rstrip(": ")
+        return self.lines[file, line]
+
+    def current(self) -> str:
+        """The innermost user frame of the running stack as "modeling.py:42: code", "" if there is none."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self.is_users(frame.f_code):
+                return self.text(frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+        return ""
+
+    def of_traceback(self, traceback: TracebackType | None) -> str:
+        """The same for the innermost user frame of an exception."""
+        found = ""
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if self.is_users(code):
+                found = self.text(code.co_filename, traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return found

@@ -1,0 +1,200 @@
+"""Borrow the user's model for a trace, and give it back exactly as it was.
+
+While borrowed, every parameter and buffer is a fake cpu tensor (one per object, so ties survive; no weight is read or
+made), the model is in training mode, and Hugging Face caches are off. All of it is undone on exit, also on errors.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from ...ir.errors import CaptureError
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What `trace` was asked for; see there."""
+
+    loss_fn: LossFn | None = None
+    dynamic: bool = False
+    autocast: torch.dtype | None = None
+    device_kind: str = "cpu"
+    param_dtype: torch.dtype | None = None
+    training: bool = True
+    evaluation: bool = True
+
+
+@dataclass
+class Borrowed:
+    """The model with fake tensors in it."""
+
+    model: nn.Module
+    paths: dict[int, str] = field(default_factory=dict)  # id(module) -> its first dotted path
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # first dotted path -> module
+    names: dict[int, list[str]] = field(default_factory=dict)  # id(fake) -> all its dotted names
+    fakes: dict[int, torch.Tensor] = field(default_factory=dict)  # id(user's tensor) -> fake
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # dotted name -> fake
+    alive: list[Any] = field(default_factory=list)  # holds what ids above refer to
+    saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # modules' attributes with fakes in
+
+    def restart(self) -> None:
+        """Forget what a run of forward has written into the modules."""
+        for module, attributes in self.saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        _isolate(self.saved)
+
+
+@contextmanager
+def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
+    """Put fakes into `model`, switch it to training (or evaluation) mode, turn caches off; undo everything on exit.
+
+    Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
+    """
+    _refuse(model)
+    held = Borrowed(model)
+    saved = [(module, dict(module.__dict__)) for module in model.modules()]
+    configs = _configs(model)
+    saved_configs = [(config, dict(config.__dict__)) for config in configs]
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    try:
+        _isolate(saved)
+        _insert_fakes(model, held, fake_mode, options.param_dtype)
+        _substitute(saved, held)
+        for config in configs:
+            if config.__dict__.get("use_cache"):
+                config.__dict__["use_cache"] = False
+        model.train(options.training)
+        held.saved = [(module, dict(module.__dict__)) for module, _ in saved]
+        held.restart()
+        yield held
+        if random.getstate() != python_state:
+            raise CaptureError(
+                "the model's forward draws from Python's random module: the outcome would be fixed for ever in the "
+                "compiled program; draw with torch.rand and torch.where, or turn the feature (layerdrop?) off"
+            )
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        for owner, attributes in [*saved, *saved_configs]:
+            owner.__dict__.clear()
+            owner.__dict__.update(attributes)
+
+
+def _refuse(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"module {path or 'root'!r} ({type(module).__name__}) has backward hooks, which a captured program "
+                "would not call: remove them (handle.remove()) before compiling"
+            )
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and is_lazy(tensor):
+                raise CaptureError(
+                    f"parameter {name!r} of module {path or 'root'!r} ({type(module).__name__}) has no shape yet: "
+                    "run the model once on real inputs before compiling"
+                )
+
+
+def _isolate(saved: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give modules copies of their plain containers, so that what forward writes into them is dropped afterwards."""
+    copies: dict[int, Any] = {}
+    for module, attributes in saved:
+        for name, value in attributes.items():
+            if type(value) in (dict, OrderedDict, list, set):
+                module.__dict__[name] = copies.setdefault(id(value), value.copy())
+
+
+def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None) -> None:
+    for path, module in model.named_modules(remove_duplicate=False):
+        first_visit = held.paths.setdefault(id(module), path) == path
+        held.modules.setdefault(held.paths[id(module)], module)
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None:
+                    continue
+                if first_visit:
+                    store[name] = tensor = _fake(tensor, held, fake_mode, param_dtype)
+                full_name = f"{path}.{name}" if path else name
+                held.names.setdefault(id(tensor), []).append(full_name)
+                if store is module._buffers:
+                    held.buffers[full_name] = tensor
+
+
+def _substitute(saved: list[tuple[nn.Module, dict[str, Any]]], held: Borrowed) -> None:
+    """Parameters and buffers that modules also keep in plain attributes and lists (the RNNs' flat weights)."""
+    for module, attributes in saved:
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                module.__dict__[name] = held.fakes.get(id(value), value)
+            elif type(value) is list and any(id(item) in held.fakes for item in value):
+                module.__dict__[name][:] = [held.fakes.get(id(item), item) for item in value]
+
+
+def _fake(
+    tensor: torch.Tensor, held: Borrowed, fake_mode: FakeTensorMode, param_dtype: torch.dtype | None
+) -> torch.Tensor:
+    if id(tensor) in held.fakes:
+        return held.fakes[id(tensor)]
+    changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = param_dtype if changed else tensor.dtype
+    with fake_mode:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    held.fakes[id(tensor)] = fake
+    held.alive += [tensor, fake]
+    return fake
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every distinct Hugging Face style configuration object of the model, nested ones too."""
+    found: dict[int, Any] = {}
+    waiting = [module.__dict__.get("config") for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "__dict__") and hasattr(type(config), "to_dict"):
+            found[id(config)] = config
+            waiting += list(config.__dict__.values())
+    return list(found.values())
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set `owner.name = value` for each change; put back what was there on exit."""
+    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def autocast_aliases(model: nn.Module, always: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """Changes that make transformers' `maybe_autocast` always enter autocast.
+
+    It leaves autocast(enabled=False) out when no autocast is on, so a trace outside autocast would lose the
+    full-precision region (rotary embeddings) and differ from eager when run under autocast.
+    """
+    owners = {type(module).__module__ for module in model.modules()}
+    owners |= {name for name in sys.modules if name == "transformers.modeling_rope_utils"}
+    return [
+        (sys.modules[name], "maybe_autocast", always)
+        for name in sorted(owners)
+        if name in sys.modules and "maybe_autocast" in sys.modules[name].__dict__
+    ]

@@ -1,0 +1,252 @@
+"""Example inputs to fake tensors, and a model's output to named results with the loss first.
+
+In: the user's batch (dict, tuple or tensor; tensors real, fake, on meta, or shape descriptions) and output object.
+Out: `TraceInputs` (the batch on fake tensors, placeholder names), what of it forward gets (`forward_arguments`), and a
+dict of named output tensors.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from ...ir.errors import CaptureError
+
+
+@dataclass
+class TraceInputs:
+    """The user's batch on fake tensors."""
+
+    batch: Any = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
+    symbols: dict[str, Any] = field(default_factory=dict)
+
+
+def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: bool) -> TraceInputs:
+    """Make the fake batch. With `dynamic`, dim 0 is the symbol b; dim 1 of token ids, masks and 3-d floats is s.
+
+    Raises CaptureError for a batch without tensors, or names that collide once made legal.
+    """
+    made = TraceInputs()
+    faker = _Faker(fake_mode, dynamic, made)
+    if isinstance(example_inputs, Mapping) and not is_spec(example_inputs):
+        made.batch = {str(key): faker.convert(str(key), value) for key, value in example_inputs.items()}
+    elif isinstance(example_inputs, (tuple, list)):
+        names = entry_names(model, len(example_inputs))
+        made.batch = tuple(faker.convert(name, value) for name, value in zip(names, example_inputs))
+    else:
+        made.batch = faker.convert(entry_names(model, 1)[0], example_inputs)
+    if not made.tensors:
+        raise CaptureError(
+            f"example_inputs holds no tensor (found {type(example_inputs).__name__}); pass a dict or tuple of tensors, "
+            'or shapes such as {"input_ids": {"shape": [2, 128], "dtype": "int64"}}'
+        )
+    return made
+
+
+class _Faker:
+    """Turns each leaf of the batch into a fake tensor and names it."""
+
+    def __init__(self, fake_mode: FakeTensorMode, dynamic: bool, made: TraceInputs):
+        self.fake_mode, self.dynamic, self.made = fake_mode, dynamic, made
+        self.sizes: dict[tuple[int, int], Any] = {}  # (dim, size) -> symbol
+
+    def convert(self, name: str, value: Any) -> Any:
+        if is_spec(value) or is_tensor_like(value):
+            return self._fake(legal_name(name), value)
+        if isinstance(value, Mapping):
+            return {key: self.convert(f"{name}.{key}", item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return rebuilt(value, [self.convert(f"{name}.{i}", item) for i, item in enumerate(value)])
+        return value  # a flag or number: part of the program, not an input
+
+    def _fake(self, name: str, value: Any) -> torch.Tensor:
+        if name in self.made.tensors:
+            raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
+        shape = value["shape"] if is_spec(value) else value.shape
+        dtype = _dtype(name, value.get("dtype", "float32") if is_spec(value) else value.dtype)
+        sizes = self._symbolic(tuple(shape), dtype) if self.dynamic else tuple(shape)
+        with self.fake_mode:
+            if isinstance(value, torch.Tensor) and not self.dynamic and value.layout == torch.strided:
+                fake = torch.empty_strided(sizes, value.stride(), dtype=dtype, device="cpu")
+            else:
+                fake = torch.empty(sizes, dtype=dtype, device="cpu")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            fake.requires_grad_()
+        self.made.tensors[name] = fake
+        return fake
+
+    def _symbolic(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Replace dim 0, and dim 1 where it looks like a sequence, by the symbol of that size."""
+        tokens = not dtype.is_floating_point
+        is_sequence = len(shape) == 3 or (len(shape) >= 2 and tokens)
+        return tuple(
+            self._symbol(dim, size) if size > 1 and (dim == 0 or (dim == 1 and is_sequence)) else size
+            for dim, size in enumerate(shape)
+        )
+
+    def _symbol(self, dim: int, size: int) -> Any:
+        if (dim, size) not in self.sizes:
+            stem = "bs"[dim]
+            count = sum(other == dim for other, _ in self.sizes)
+            name = stem if count == 0 else f"{stem}{count + 1}"
+            shape_env = self.fake_mode.shape_env
+            assert shape_env is not None, "dynamic inputs need a shape environment"
+            source = ConstantSource(f"size_{name}")
+            symbol = shape_env.create_symbol(size, source, DimDynamic.DYNAMIC)
+            made = shape_env.create_symintnode(symbol, hint=size, source=source)
+            self.sizes[dim, size] = self.made.symbols[name] = made
+        return self.sizes[dim, size]
+
+
+def rebuilt(like: Any, items: list[Any]) -> Any:
+    """A list, tuple or named tuple as `like`, of these items."""
+    return like._make(items) if hasattr(like, "_make") else type(like)(items)
+
+
+def is_spec(value: Any) -> bool:
+    """A shape description: {"shape": [2, 128], "dtype": "int64"}."""
+    return (
+        isinstance(value, Mapping)
+        and "shape" in value
+        and set(value) <= {"shape", "dtype"}
+        and not isinstance(value["shape"], torch.Tensor)
+    )
+
+
+def is_tensor_like(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        hasattr(value, "shape") and hasattr(value, "dtype") and isinstance(value.shape, (tuple, list))
+    )
+
+
+def _dtype(name: str, dtype: Any) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CaptureError(f'input {name!r}: unknown dtype {dtype!r}; use a torch dtype or its name, e.g. "int64"')
+    return found
+
+
+def legal_name(name: str) -> str:
+    """A Python name: "a.b" becomes "a_b"; no keyword or builtin ("input" becomes "input_"), no digit in front."""
+    legal = re.sub(r"\W", "_", name)
+    if keyword.iskeyword(legal) or hasattr(builtins, legal):
+        return f"{legal}_"
+    return f"input_{legal}" if legal[:1].isdigit() else legal
+
+
+def entry_names(model: nn.Module, count: int) -> list[str]:
+    """Names of a tuple batch's entries: those of forward's positional parameters, then "batch_1" and so on."""
+    names, many, _ = _positional(model)
+    more = f"{many}_{{}}" if many else "batch_{}"
+    return [*names, *(more.format(i - len(names) if many else i) for i in range(len(names), count))][:count]
+
+
+def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What forward is called with: the whole batch, or with a loss function those entries that forward takes.
+
+    A dict's entries go by name: `loss_fn(output, batch)` alone gets those that forward does not name. A tuple's go by
+    place: forward gets the first ones, as many as it has parameters. Raises CaptureError where forward takes fewer and
+    there is no loss function, or where it is open whether an entry is for an optional parameter.
+    """
+    if isinstance(batch, Mapping):
+        named = set(inspect.signature(model.forward).parameters)
+        if has_loss_fn and any(key in named for key in batch):
+            return (), {key: value for key, value in batch.items() if key in named}
+        return (), dict(batch)
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    names, many, required = _positional(model)
+    if has_loss_fn and len(batch) > required and len(names) > required:
+        raise CaptureError(
+            f"the batch has {len(batch)} entries and {type(model).__name__}.forward({', '.join(names)}) needs "
+            f"{required} of them: it is open which of the others are for loss_fn alone; pass the batch as a dict"
+        )
+    if not many and len(batch) > len(names) and not has_loss_fn:
+        raise CaptureError(
+            f"example_inputs has {len(batch)} positional inputs, but {type(model).__name__}.forward takes {len(names)} "
+            f"({', '.join(names)}); pass loss_fn(output, batch) if the others are for the loss"
+        )
+    return tuple(batch) if many else tuple(batch[: len(names)]), {}
+
+
+def _positional(model: nn.Module) -> tuple[list[str], str, int]:
+    """Forward's positional parameters, the name of its `*args` (or ""), and how many have no default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    fixed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    many = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
+    return [p.name for p in fixed], many, sum(p.default is p.empty for p in fixed)
+
+
+def named_outputs(
+    model: nn.Module, output: Any, inputs: TraceInputs, loss_fn: Callable[[Any, Any], Any] | None
+) -> dict[str, torch.Tensor]:
+    """The model's output tensors by name, "loss" first: `loss_fn(output, batch)`, `output.loss`, or a scalar output.
+
+    Raises CaptureError when there is no scalar loss: which outputs were found and what to do.
+    """
+    found = _flatten_output("", output)
+    if loss_fn is not None:
+        loss = loss_fn(output, inputs.batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise CaptureError(f"loss_fn must return a tensor with one element; it returned {_describe(loss)}")
+        found.pop("loss", None)
+        found = {name: value for name, value in found.items() if value is not loss}
+    elif "loss" in found:
+        loss = found.pop("loss")
+        if loss.numel() != 1:
+            raise CaptureError(
+                f"the model's loss must be one number, not {_describe(loss)}: average it, or pass loss_fn"
+            )
+    elif isinstance(output, torch.Tensor) and output.numel() == 1:
+        return {"loss": output}
+    else:
+        raise CaptureError(_no_loss(model, found, inputs))
+    return {"loss": loss, **found}
+
+
+def _flatten_output(name: str, output: Any) -> dict[str, torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return {legal_name(name or "output"): output}
+    if isinstance(output, Mapping):
+        items = [(str(key), item) for key, item in output.items()]
+    elif is_dataclass(output) and not isinstance(output, type):
+        items = [(f.name, getattr(output, f.name)) for f in fields(output)]
+    elif isinstance(output, (tuple, list)):
+        names = getattr(output, "_fields", None) or [str(i) for i in range(len(output))]
+        items = list(zip([n if name or not n.isdigit() else f"output_{n}" for n in names], output))
+    else:
+        return {}
+    flat: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        flat.update(_flatten_output(f"{name}_{key}" if name else key, item))
+    return flat
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _no_loss(model: nn.Module, found: dict[str, torch.Tensor], inputs: TraceInputs) -> str:
+    names = ", ".join(f"{name} ({_describe(value)})" for name, value in found.items()) or "no tensor at all"
+    message = f"{type(model).__name__} gave no loss to train on; its outputs are: {names}."
+    if "labels" in inspect.signature(model.forward).parameters and not _has(inputs.batch, "labels"):
+        return f'{message} Add "labels" to the batch, so that the model computes its loss, or pass loss_fn.'
+    return f"{message} Return a scalar loss (as the output, output.loss or output['loss']), or pass loss_fn."
+
+
+def _has(batch: Any, name: str) -> bool:
+    return isinstance(batch, Mapping) and batch.get(name) is not None

@@ -1,0 +1,282 @@
+"""The main tracer: run the model's own forward on fake tensors and write down the torch-level calls it makes.
+
+In: a borrowed model (fake parameters, training mode) and fake inputs. Out: an fx graph with full node meta. Three hooks
+see everything: a `TorchFunctionMode` (functions, methods, operators), a patched `Module.__call__` (leaf modules,
+paths) and a patched `Function.apply` (custom autograd).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from ...ir.errors import CaptureError
+from .calls import SHAPE_RULES, Call, classify, is_data_dependent, is_random, is_random_module, leaf_modules
+from .guard import Borrowed, autocast_aliases, replaced
+from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
+
+_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return self.recorder.on_function(func, args, kwargs or {})
+
+
+class _DrawWatch(TorchDispatchMode):
+    """Notices whether what runs under it draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with self:
+                return run(*args)
+
+        return watched
+
+
+class Recorder(GraphWriter):
+    """Records one run of a model into `graph`. Use `with recorder.recording(): model(...)`."""
+
+    def __init__(self, held: Borrowed, fake_mode: FakeTensorMode):
+        super().__init__(held, fake_mode)
+        self.steps: list[fx.Node] = []  # recorded calls in order, without get_attr, getitem and size nodes
+        self.num_calls = 0
+        self.leaves = leaf_modules(held.model)
+        self.calls: dict[Any, Call] = {}
+        self.draws: _DrawWatch | None = None  # watches the custom function being recorded
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Install the hooks; remove them on exit."""
+        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+        def on_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(module, *args, **kwargs) if self.busy else self.on_module(call, module, args, kwargs)
+
+        def on_apply(kind: type, *args: Any) -> Any:
+            run = apply.__func__.__get__(kind)
+            return run(*args) if self.busy else self.on_autograd_function(kind, run, args)
+
+        def on_enter(context: torch.autocast) -> Any:
+            return enter(context) if self.busy else self.on_autocast(context, enter)
+
+        def on_exit(context: torch.autocast, *exception: Any) -> Any:
+            if not self.busy:
+                node, _ = self.autocasts.pop()
+                self.perform(Call("call_function", _exit_autocast), (node,), {}, None)
+            return leave(context, *exception)
+
+        changes = [
+            (nn.Module, "__call__", on_call),
+            (torch.autograd.Function, "apply", classmethod(on_apply)),
+            (torch.autocast, "__enter__", on_enter),
+            (torch.autocast, "__exit__", on_exit),
+            *autocast_aliases(self.held.model, torch.autocast),
+        ]
+        eager = torch.compiler.set_stance("force_eager")  # what the model compiled for itself is traced through
+        with eager, replaced(*changes), self.fake_mode, _Mode(self):
+            yield
+
+    def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A torch function, method, operator or property was called."""
+        if self.busy:
+            return func(*args, **kwargs)
+        key = (func, len(args), bool(kwargs))
+        call = self.calls.get(key)
+        if call is None:
+            call = self.calls[key] = classify(func, len(args), bool(kwargs))
+        if call.kind == "query":
+            return self.run(func, args, kwargs)
+        if call.kind == "refuse":
+            raise CaptureError(f"{self.lines.current()}\n  {call.target}")
+        if func is torch.Tensor.__iter__:
+            return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
+        args = (*reversed(args),) if call.reflected else args + call.extra
+        run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
+        return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
+        path = self.held.paths.get(id(module))
+        if path is None:  # made on the fly inside forward; its calls belong to the caller
+            return call(module, *args, **kwargs)
+        self.num_calls += 1
+        self.modules.append((path, type(module).__name__, self.num_calls))
+        try:
+            if path and id(module) in self.leaves:
+                step = Call("call_module", path)
+                with torch._C.DisableTorchFunction():
+                    return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)
+            return call(module, *args, **kwargs)
+        finally:
+            self.modules.pop()
+
+    def on_autograd_function(self, kind: type, run: Callable[..., Any], args: tuple) -> Any:
+        """A custom autograd function: one call, so that its own backward is kept."""
+        if kind is CheckpointFunction:  # recomputation is decided by passes, not by the model
+            return args[0](*args[2:])
+        call = self.calls.get(kind)
+        if call is None:
+            call = self.calls[kind] = Call("call_function", _apply_of(kind))
+        self.draws = _DrawWatch()
+        with torch._C.DisableTorchFunction():
+            return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
+
+    def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
+        device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
+        setting = (device, context.fast_dtype, context._enabled, context._cache_enabled)
+        node = self.perform(Call("call_function", _enter_autocast), setting, {}, None)
+        self.autocasts.append((node, setting))
+        return enter(context)
+
+    def perform(
+        self, call: Call, args: Any, kwargs: Any, run: Callable[..., Any] | None,
+        real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Run a call on fake tensors and record it if it made or changed a tensor or a mode. Returns its result.
+
+        `run` None records a switch whose effect the caller brings about, and returns the node.
+        """
+        touched, self.touched = self.touched, []
+        if run is None:
+            return self._record(call, args, kwargs, None, touched)
+        exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
+        result = self.run(run, exec_args, exec_kwargs)
+        mutated = tuple(dict.fromkeys(node for node, tensor, version in touched if tensor._version != version))
+        if not mutated and call.target is not torch._C._set_grad_enabled and not has_tensor(result):
+            return result
+        result = self._fresh(result, mutated)
+        node = self._record(call, args, kwargs, result, touched)
+        node.meta["mutates"] = mutated
+        node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
+        self._note_buffers(call, node, args, kwargs)
+        self.bind(node, result)
+        return result
+
+    def run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call `func` unseen by the hooks; needing a tensor's value becomes a CaptureError."""
+        self.busy = True
+        try:
+            return func(*args, **kwargs)
+        except _VALUE_ERRORS as error:
+            raise CaptureError(self._value_needed()) from error
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+            if is_data_dependent(func):
+                raise CaptureError(self._value_needed()) from error
+            raise
+        finally:
+            self.busy = False
+
+    def _value_needed(self) -> str:
+        return (
+            f"{self.lines.current()}\n  this line needs the value of a tensor, but a program is compiled before any "
+            "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
+            "numpy(), and fixed-size masks instead of nonzero() or boolean indexing; in a mixture of experts choose a "
+            'batched implementation (transformers: model.set_experts_implementation("batched_mm"))'
+        )
+
+    def _record(self, call: Call, args: Any, kwargs: Any, value: Any, touched: list) -> fx.Node:
+        node = self.graph.create_node(call.kind, call.target, args, kwargs)
+        self.annotate(node, value)
+        self.steps.append(node)
+        if isinstance(value, torch.Tensor):
+            storage = storage_of(value)
+            argument = next((n for n, t, _ in touched if storage_of(t) == storage), None)
+            node.meta["alias_of"] = argument or self.storages.get(storage)
+            self.storages.setdefault(storage, node)
+        elif value is not None:
+            storages = {storage_of(t) for t in tensors_in(value)}
+            node.meta["alias_of"] = next((n for n, t, _ in touched if storage_of(t) in storages), None)
+        return node
+
+    def _fresh(self, result: Any, mutated: tuple[fx.Node, ...]) -> Any:
+        """An op that handed its argument back unchanged (`x.float()` on floats) gets a value of its own.
+
+        Otherwise later uses of the argument would read the op's result, which under autocast is not the same.
+        """
+        if isinstance(result, torch.Tensor):
+            known = self.node_of.get(id(result))
+            is_own = id(result) in self.held.names or known is not None
+            if is_own and not (mutated and (known in mutated or id(result) in self.held.names)):
+                return result.view_as(result)
+        elif type(result) in (tuple, list):
+            return type(result)(self._fresh(item, mutated) for item in result)
+        return result
+
+    def _is_random(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if self.draws is not None:
+            watch, self.draws = self.draws, None
+            return watch.seen
+        if call.kind == "call_module":
+            return is_random_module(self.held.modules[call.target])
+        return is_random(call, args, kwargs)
+
+    def _note_buffers(self, call: Call, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """Say which buffers the call writes: running statistics (invisible to version counters) and in-place writes."""
+        names: list[str] = []
+        if call.kind == "call_module":
+            module = self.held.modules[call.target]
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                names += [f"{call.target}.{name}" for name, buffer in module._buffers.items() if buffer is not None]
+        elif call.target in (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm):
+            node.meta["mutates"] = _running_statistics(call.target, args, kwargs)
+        for written in node.meta["mutates"]:
+            owner = written
+            while owner.meta["alias_of"] is not None:
+                owner = owner.meta["alias_of"]
+            if owner.op == "get_attr" and owner.target in self.held.buffers:
+                names.append(str(owner.target))
+        if names:
+            node.meta["updates_buffers"] = tuple(names)
+
+    def _executable(self, args: Any, kwargs: Any, real_args: tuple, real_kwargs: dict) -> tuple[tuple, dict]:
+        """The user's own arguments, unless one of them must not run as it is (real tensors, accelerator devices)."""
+        if not self.rebuild_args:
+            return real_args, real_kwargs
+        self.rebuild_args = False
+        return fx.map_arg(args, lambda n: n.meta["val"]), fx.map_arg(kwargs, lambda n: n.meta["val"])
+
+
+def _apply_of(kind: type) -> Callable[..., Any]:
+    """`kind.apply` as a function with the class's own name and home: code generators can import what it names."""
+
+    def apply(*args: Any) -> Any:
+        return kind.apply(*args)  # type: ignore[attr-defined]
+
+    apply.__name__, apply.__qualname__, apply.__module__ = "apply", f"{kind.__qualname__}.apply", kind.__module__
+    apply.__self__ = kind  # type: ignore[attr-defined]
+    return apply
+
+
+def _running_statistics(target: Any, args: Any, kwargs: Any) -> tuple[fx.Node, ...]:
+    """The running mean and variance that a functional norm in training mode writes."""
+    names = ["running_mean", "running_var"]
+    first = 3 if target is torch.batch_norm else 1
+    given = [kwargs.get(name, args[first + i] if len(args) > first + i else None) for i, name in enumerate(names)]
+    flag = "use_input_stats" if target is nn.functional.instance_norm else "training"
+    default = target is nn.functional.instance_norm
+    training = kwargs.get(flag, args[5] if len(args) > 5 else default)
+    return tuple(node for node in given if training and isinstance(node, fx.Node))

@@ -1,0 +1,125 @@
+"""Evaluation mode of a recorded graph: run the model once more in eval mode against the recording, without computing.
+
+In: a finished `Recorder`. Out: `eval_args`/`eval_kwargs` meta on the nodes whose arguments differ (dropout flags and
+probabilities), or the first place where evaluation does something else. Each call is matched with the next recorded
+one and handed the recorded fake result, so the second pass costs only the model's own Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .calls import Call
+from .recorder import Recorder
+from .writer import has_tensor, tensors_in
+
+
+class Misaligned(Exception):
+    """Evaluation mode left the recorded path."""
+
+
+class Replay(Recorder):
+    """A recorder that compares with an earlier recording instead of writing nodes.
+
+    `unused` are recorded nodes that nothing needs; evaluation may leave them out.
+    """
+
+    def __init__(self, recorded: Recorder, unused: set[fx.Node]):
+        super().__init__(recorded.held, recorded.fake_mode)
+        self.recorded, self.unused = recorded, unused
+        self.attributes, self.constant_of = recorded.attributes, recorded.constant_of
+        self.items, self.sizes, self.lines = recorded.items, recorded.sizes, recorded.lines
+        self.calls, self.leaves = recorded.calls, recorded.leaves
+        self.placeholders = {n.target: n for n in recorded.graph.nodes if n.op == "placeholder"}
+        self.position = 0
+
+    def placeholder(self, name: str, fake: torch.Tensor) -> None:
+        self.bind(self.placeholders[name], fake)
+
+    def add_plain(self, op: str, target: Any, args: tuple, value: Any) -> fx.Node:
+        raise Misaligned(f"{self.lines.current()} uses {target}, which training does not")
+
+    def bind(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self.node_of[id(result)] = node
+        for item, child in self.items.get(node, []):
+            self.bind(child, item)
+
+    def perform(
+        self, call: Call, args: Any, kwargs: Any, run: Callable[..., Any] | None,
+        real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Match a call with the next recorded one and return the recorded result."""
+        touched, self.touched = self.touched, []
+        step = self._next(call)
+        if run is None and step is not None:
+            return step
+        run = run or call.target
+        exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
+        if step is None:
+            result = self.run(run, exec_args, exec_kwargs)
+            if has_tensor(result) or any(tensor._version != version for _, tensor, version in touched):
+                raise Misaligned(f"{self.lines.current()}: evaluation calls {_name(call)}, training {self._expected()}")
+            return result
+        if call.target is torch._C._set_grad_enabled:
+            self.run(run, exec_args, exec_kwargs)
+        if not (_same(args, step.args) and _same(kwargs, step.kwargs)):
+            self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))
+        self.bind(step, step.meta["val"])
+        return step.meta["val"]
+
+    def _next(self, call: Call) -> fx.Node | None:
+        """The recorded step that this call repeats, past steps that evaluation may leave out."""
+        for position in range(self.position, len(self.recorded.steps)):
+            step = self.recorded.steps[position]
+            if step.op == call.kind and step.target == call.target:
+                self.position = position + 1
+                return step
+            if step not in self.unused:
+                return None
+        return None
+
+    def _expected(self) -> str:
+        left = [step for step in self.recorded.steps[self.position :] if step not in self.unused]
+        return f"{left[0].target} ({left[0].meta['source']})" if left else "nothing more"
+
+    def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
+        if _nodes(args, kwargs) != _nodes(step.args, step.kwargs):
+            raise Misaligned(f"{self.lines.current()}: {step.target} reads other values in evaluation than in training")
+        shapes = [[(t.shape, t.dtype) for t in tensors_in(value)] for value in (result, step.meta["val"])]
+        if shapes[0] != shapes[1]:
+            raise Misaligned(f"{self.lines.current()}: {step.target} gives other shapes in evaluation than in training")
+        step.meta["eval_args"], step.meta["eval_kwargs"] = args, kwargs
+
+    def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
+        """Check that nothing is left over and that the outputs are the recorded ones."""
+        if any(step not in self.unused for step in self.recorded.steps[self.position :]):
+            raise Misaligned(f"evaluation ends where training goes on with {self._expected()}")
+        found = {name: self.node_of.get(id(value)) for name, value in outputs.items()}
+        if found != expected:
+            raise Misaligned(f"evaluation returns {', '.join(found)}; training {', '.join(expected)}, or other values")
+
+
+def _name(call: Call) -> str:
+    return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal fx arguments; True and 1 differ, and a NaN equals itself."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, slice) and isinstance(b, slice):
+        return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
+
+
+def _nodes(*args: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(args, found.append)
+    return found

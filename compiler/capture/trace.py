@@ -1,0 +1,229 @@
+"""Capture: an `nn.Module` and a batch to an `OpGraph`. The public face of the tracers.
+
+In: any model, also on the meta device, and example inputs. Out: the whole training step, loss included, as a graph at
+the level of torch functions and leaf modules, traced on fake tensors: no weight is read, made or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ...ir.errors import CaptureError
+from ...passes.graph.cuda_autocast import autocast_as
+from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
+from .calls import SourceLines
+from .guard import Borrowed, LossFn, TraceOptions, borrowed
+from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
+from .recorder import Recorder
+from .replay import Misaligned, Replay
+from .writer import Unrecordable
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    tracer: str = "auto",
+    dynamic: bool = False,
+    autocast: torch.dtype | None = None,
+    device_kind: str = "cpu",
+    param_dtype: torch.dtype | None = None,
+    training: bool = True,
+    evaluation: bool = True,
+) -> OpGraph:
+    """Capture one training step of `model` on `example_inputs`.
+
+    example_inputs: dict, tuple or tensor; each leaf a tensor (real, fake or meta) or {"shape": [...], "dtype": "..."}.
+    loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
+    tracer: "recorder", "export", or "auto": the recorder, then torch.export if the recorder cannot represent a call.
+    dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
+    autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
+        without it may run so too, but a dtype that the model itself reads and casts back to stays what it was.
+    device_kind: "cpu" or "cuda", where the graph will run: autocast has other rules on each.
+    param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
+    training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
+    evaluation: also find out which arguments differ in evaluation mode.
+
+    The model is left exactly as it was. Raises CaptureError with the user's source line and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
+    if tracer not in ("auto", "recorder", "export"):
+        raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
+    options = TraceOptions(loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training)
+    if tracer == "export":
+        return _export(model, example_inputs, options)
+    try:
+        return _record(model, example_inputs, options)
+    except Unrecordable as error:
+        if tracer == "recorder":
+            raise
+        reason = error
+    try:
+        found = _export(model, example_inputs, options)
+    except CaptureError as error:
+        same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
+        also = "" if same else f"\nand torch.export could not capture the model either: {error}"
+        raise CaptureError(f"{reason}{also}") from reason.__cause__
+    found.fallback_reason = str(reason)
+    return found
+
+
+def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    if options.autocast is not None:
+        raise CaptureError("torch.export bakes the dtypes of autocast into its graph: trace without autocast")
+    from .export_tracer import export_trace  # torch.export takes a second to import and is rarely needed
+
+    return export_trace(model, example_inputs, options)
+
+
+def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv() if options.dynamic else None)
+    inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
+    with borrowed(model, fake_mode, options) as held, _dispatch(options):
+        recorder = Recorder(held, fake_mode)
+        outputs = _run(recorder, inputs, options.loss_fn)
+        nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
+        _store_reassigned_buffers(recorder)
+        recorder.graph.output(nodes)
+        unused, removable = _unused(recorder.graph)
+        eval_error = "it was not asked for" if options.training else None
+        if options.evaluation:
+            eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
+    _check_symbols(inputs)
+    _remove(recorder.graph, removable)
+    return OpGraph(
+        module=build_module(model, recorder.graph, recorder.constants),
+        inputs=inputs.tensors,
+        outputs=nodes,
+        model=model,
+        eval_error=eval_error,
+        missing_buffers=missing_buffers(model),
+        constants=recorder.constants,
+        symbols=inputs.symbols,
+        param_dtype=options.param_dtype,
+    )
+
+
+@contextmanager
+def _dispatch(options: TraceOptions) -> Iterator[None]:
+    """Symbolic sizes need torch's Python dispatcher, or some operators fix them silently."""
+    python = enable_python_dispatcher() if options.dynamic else nullcontext()
+    with python, autocast_as(options.device_kind, options.autocast):
+        yield
+
+
+def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dict[str, torch.Tensor]:
+    """Call the user's forward under the recorder; errors of the user's code name the user's line."""
+    model = recorder.held.model
+    args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None)
+    with torch.enable_grad():
+        for name, fake in inputs.tensors.items():
+            recorder.placeholder(name, fake)
+        for fake in inputs.tensors.values():
+            recorder.learn_sizes(fake)
+        try:
+            with recorder.recording():
+                output = model(*args, **kwargs)
+                return named_outputs(model, output, inputs, loss_fn)
+        except (CaptureError, Misaligned):
+            raise
+        except Exception as error:
+            line = SourceLines().of_traceback(error.__traceback__)
+            reason = f"{type(model).__name__}.forward failed: {type(error).__name__}: {error}"
+            raise Unrecordable(f"{line}\n  {reason}") from error
+
+
+def _align(
+    recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None, nodes: dict[str, fx.Node], unused: set[fx.Node]
+) -> str | None:
+    """Run in eval mode against the recording. Returns why it differs, or None."""
+    recorder.held.restart()
+    recorder.held.model.eval()
+    replay = Replay(recorder, unused)
+    try:
+        replay.finish(_run(replay, inputs, loss_fn), nodes)
+    except (Misaligned, CaptureError) as error:
+        for step in recorder.steps:
+            step.meta.pop("eval_args", None)
+            step.meta.pop("eval_kwargs", None)
+        return str(error)
+    return None
+
+
+def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that no output, in-place write or mode switch needs, and those of them that may be removed.
+
+    A dropped random draw would shift the generator for all later ones, so unused draws stay.
+    """
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        effect = node.op in ("output", "placeholder") or is_mode_switch(node)
+        if effect or node.meta["mutates"] or "updates_buffers" in node.meta or node in needed:
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    unused = {node for node in graph.nodes if node not in needed}
+    kept: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in unused and (node.meta["random"] or node in kept):
+            kept.add(node)
+            kept.update(node.all_input_nodes)
+    return unused, unused - kept
+
+
+def _remove(graph: fx.Graph, removable: set[fx.Node]) -> None:
+    for node in reversed(graph.nodes):
+        if node in removable:
+            graph.erase_node(node)
+    _merge_grad_switches(graph)
+
+
+def _merge_grad_switches(graph: fx.Graph) -> None:
+    """Drop gradient switches that are overridden before any op, or that change nothing."""
+    is_switch = torch._C._set_grad_enabled
+    nodes = list(graph.nodes)
+    for node, following in pairwise(nodes):
+        if node.target is is_switch and following.target is is_switch:
+            graph.erase_node(node)
+    enabled = True
+    for node in list(graph.nodes):
+        if node.target is is_switch:
+            if node.args[0] == enabled:
+                graph.erase_node(node)
+            enabled = bool(node.args[0])
+
+
+def _store_reassigned_buffers(recorder: Recorder) -> None:
+    """A buffer that forward replaced (`self.mean = 0.9 * self.mean + ...`) is written back at the end of the step."""
+    held: Borrowed = recorder.held
+    current = dict(held.model.named_buffers(remove_duplicate=False))
+    for name, fake in held.buffers.items():
+        new = current.get(name)
+        if new is None or new is fake:
+            continue
+        if new.shape != fake.shape or new.dtype != fake.dtype:
+            raise CaptureError(
+                f"forward replaces buffer {name!r} ({list(fake.shape)}, {fake.dtype}) by one of {list(new.shape)}, "
+                f"{new.dtype}; keep its shape and dtype, or use a plain local variable"
+            )
+        recorder.write_back(name, fake, new)
+
+
+def _check_symbols(inputs: TraceInputs) -> None:
+    for name, size in inputs.symbols.items():
+        fixed = size.node.shape_env.replacements.get(size.node._expr)
+        if fixed is not None and not fixed.free_symbols:
+            raise CaptureError(
+                f"size {name} was fixed to {fixed} by the model (a comparison or reshape with a number): "
+                "trace it without dynamic=True, or remove the dependence on that size"
+            )

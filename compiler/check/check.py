@@ -1,0 +1,181 @@
+"""The parity harness: the same steps by a plan and by plain PyTorch, and the largest difference between them.
+
+Compared are the loss of every step, every gradient of the first step (behind clipping), and every weight at the end.
+Plain PyTorch runs the captured op graph on one device, drawing the random numbers that the plan's stages draw, so that
+dropout agrees; and, where the model draws none, the user's own module besides.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ...ir.machine.hardware import Hardware
+from ...runtime.model_names import ties_of
+from ...runtime.optimizer.stage_optimizer import OptimizerSpec
+from ...runtime.processes.commands import split
+from ..capture.guard import LossFn
+from ..folder import Folder
+from ..job.job import Job
+from .eager import Eager, graph_runner, module_runner
+
+# A plan adds the same terms as eager, partly in another order. Relative: loss to itself, gradients by 2-norm over all.
+# Weights by 1-norm to how far they moved: Adam turns rounding noise in a gradient that is zero by symmetry (a key's
+# bias) into a step of full size, which a maximum would show and a mean over all weights does not.
+LIMITS = {"fp32": (1e-5, 1e-4, 2e-2), "bf16": (1e-2, 5e-2, 2e-1), "fp16": (1e-2, 5e-2, 2e-1)}
+GRADIENT_PROBE = OptimizerSpec("torch.optim:SGD", {"lr": 0.0, "momentum": 0.5})  # its first momentum is the gradient
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one kind of number; `where` is the step or parameter that has it."""
+
+    what: str  # "loss", "gradient", "weight"
+    against: str  # "captured graph" or "model itself"
+    largest: float
+    where: str
+    relative: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.relative <= self.limit
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found. `skipped`: why the model itself was not compared, if it was not."""
+
+    differences: list[Difference]
+    losses: list[float]  # of the plan
+    skipped: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(difference.passed for difference in self.differences)
+
+
+@dataclass
+class _Run:
+    """One side: losses of all steps, gradients of the first, weights before (of eager alone) and behind."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+
+
+def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None = None) -> CheckReport:
+    """Train on `batches` by the job's programs and by plain PyTorch, from the same weights.
+
+    job: fresh, of a model with the weights of `model`; it is closed behind its steps. model: real, not changed.
+    """
+    planned = _by_plan(job, batches)
+    ours = copy.deepcopy(model).train()
+    run, is_random = graph_runner(ours, job.plan, job.hardware, batches[0], job.folder.settings.seed, loss_fn)
+    precision = job.plan.precision
+    by_graph = _by_eager(job, ours, run, batches)
+    differences = list(_compare("captured graph", planned, by_graph, precision))
+    if is_random:
+        skipped = "it draws random numbers (dropout), which a plan draws per stage; check it with dropout off"
+        return CheckReport(differences, planned.losses, skipped)
+    theirs = copy.deepcopy(model).train()
+    by_module = _by_eager(job, theirs, module_runner(theirs, precision, loss_fn), batches)
+    return CheckReport([*differences, *_compare("model itself", planned, by_module, precision)], planned.losses)
+
+
+def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
+    probe = gradient_job(job)
+    try:
+        probe.step(batches[0])
+        gradients = dict(_momenta(probe))
+    finally:
+        probe.close()
+    try:
+        losses = [float(job.step(batch)) for batch in batches]
+        return _Run(losses, gradients, {}, _trained(job.state_dict(), job.model))
+    finally:
+        job.close()
+
+
+def gradient_job(job: Job) -> Job:
+    """The same programs with an optimizer that keeps each gradient and changes no weight."""
+    folder, face = job.folder, job.folder.interface
+    changed = Folder(
+        folder.plan,
+        job.hardware if face.state_bytes_per_param >= 4 else _roomier(job.hardware),
+        dataclasses.replace(face, state_bytes_per_param=max(4.0, face.state_bytes_per_param)),
+        folder.settings.model_copy(update={"optimizer": GRADIENT_PROBE.to_json()}),
+        folder.files,
+    )
+    return Job(job.model, changed, job.programs, ties=ties_of(job.model))
+
+
+def _roomier(hardware: Hardware) -> Hardware:
+    """For a user's optimizer without states, beside which the probe's do not fit: twice of every memory."""
+    devices = [d.model_copy(update={"memory_bytes": 2 * d.memory_bytes}) for d in hardware.devices]
+    hosts = [h.model_copy(update={"dram_bytes": 2 * h.dram_bytes}) for h in hardware.hosts]
+    return hardware.model_copy(update={"devices": devices, "hosts": hosts})
+
+
+def _momenta(job: Job) -> Iterator[tuple[str, Tensor]]:
+    ties = ties_of(job.model)
+    for stage, device in job.driver.setup.stage_devices.items():
+        _, tensors = job.driver.call("stage_state", device, {"stage": stage, "optimizer": True})
+        for key, tensor in split(tensors).get("states", {}).items():
+            name, _, state = key.rpartition("/")
+            if state == "momentum_buffer":
+                yield ties.get(name, name), tensor.float()
+
+
+def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return {n: state[n].float().clone() for n, p in model.named_parameters() if p.requires_grad and n in state}
+
+
+def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any]) -> _Run:
+    device = torch.device(job.hardware.devices[0].kind)
+    eager = Eager(
+        model.to(device),
+        run,
+        OptimizerSpec.from_json(job.folder.settings.optimizer),
+        micro_batches=job.plan.micro_batches,
+        precision=job.plan.precision,
+        max_grad_norm=job.plan.max_grad_norm,
+    )
+    losses = [eager.step(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)) for batch in batches]
+    end = {name: p.detach() for name, p in eager.masters.items()}
+    return _Run(losses, *({n: t.float().cpu() for n, t in row.items()} for row in (eager.gradients, eager.start, end)))
+
+
+def _compare(against: str, plan: _Run, eager: _Run, precision: str) -> Iterator[Difference]:
+    """Largest differences of losses, gradients and weights."""
+    loss_limit, gradient_limit, weight_limit = LIMITS[precision]
+    steps = [abs(a - b) for a, b in zip(plan.losses, eager.losses, strict=True)]
+    worst = max(range(len(steps)), key=steps.__getitem__)
+    relative = max(step / max(abs(loss), 1e-30) for step, loss in zip(steps, eager.losses))
+    yield Difference("loss", against, steps[worst], f"step {worst + 1}", relative, loss_limit)
+    largest, where = _largest(plan.gradients, eager.gradients)
+    off = _norm(plan.gradients[n] - g for n, g in eager.gradients.items())
+    share = off / max(_norm(eager.gradients.values()), 1e-30)
+    yield Difference("gradient", against, largest, where, share, gradient_limit)
+    largest, where = _largest(plan.end, eager.end)
+    moved = sum(float((eager.end[n] - w).abs().sum()) for n, w in eager.start.items())
+    apart = sum(float((plan.end[n] - w).abs().sum()) for n, w in eager.end.items())
+    yield Difference("weight", against, largest, where, apart / max(moved, 1e-30), weight_limit)
+
+
+def _largest(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of one number, and the parameter that has it."""
+    rows = [(float((found[name] - value).abs().max()), name) for name, value in wanted.items() if value.numel()]
+    return max(rows, default=(0.0, "none"))
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([t.double().square().sum() for t in tensors]).sum().sqrt())

@@ -1,0 +1,181 @@
+"""Plain PyTorch on one device, as the measure of a plan: same micro-batches, seeds, optimizer, precision.
+
+Two ways to run one micro-batch: the captured op graph node by node, drawing the random numbers that each stage of the
+plan draws (`graph_runner`), or the user's own module called as it is (`module_runner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from ...ir.machine.hardware import Hardware
+from ...passes.draft import Draft, Options
+from ...passes.graph.coarsen import Coarsen
+from ...passes.graph.opgraph import OpGraph
+from ...passes.graph.stages import COMPUTE_DTYPES
+from ...runtime.optimizer.gradients import LossScale
+from ...runtime.optimizer.stage_optimizer import OptimizerSpec
+from ...runtime.stage.runner import micro_batch_seed
+from ..capture.guard import LossFn
+from ..capture.trace import trace
+from ..job.batch import flatten, micro_batch_spec
+from ..pipeline import parse_pipeline
+from ..plan import Plan
+
+RunMicroBatch = Callable[[Any, int, int], Tensor]  # (micro-batch, its number, step) -> loss
+
+
+class Eager:
+    """Trains `model` (which it changes) in this process. `gradients` are those of its first step, in fp32."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: RunMicroBatch,
+        optimizer: OptimizerSpec,
+        *,
+        micro_batches: int,
+        precision: str = "fp32",
+        max_grad_norm: float | None = None,
+    ):
+        self.model, self.run = model, run
+        self.micro_batches, self.precision, self.max_grad_norm = micro_batches, precision, max_grad_norm
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = self.params
+        if precision != "fp32":
+            self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.params.items()}
+            low = getattr(torch, COMPUTE_DTYPES[precision])
+            for param in model.parameters():
+                param.data = param.data.to(low) if param.is_floating_point() else param.data
+        self.start = {name: p.detach().clone() for name, p in self.masters.items()}
+        self.optimizer = optimizer.build(self.masters)
+        self.scheduler = optimizer.build_scheduler(self.optimizer)
+        self.loss_scale = LossScale() if precision == "fp16" else LossScale(1.0)
+        self.step_count = 0
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, batch: Any) -> float:
+        """One training step on a global batch; its mean loss over the micro-batches."""
+        losses = []
+        for m in range(self.micro_batches):
+            loss = self.run(part_of(batch, m, self.micro_batches), m, self.step_count)
+            loss.backward(torch.full_like(loss, self.loss_scale.scale / self.micro_batches))
+            losses.append(loss.detach().float())
+        grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+        finite = self.precision != "fp16" or all(bool(g.isfinite().all()) for g in grads.values())
+        if finite:
+            self._update(grads)
+        if self.precision == "fp16":
+            self.loss_scale.update(finite)
+        for param in self.params.values():
+            param.grad = None
+        self.step_count += 1
+        return float(torch.stack(losses).mean())
+
+    def _update(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            self.masters[name].grad = grad.float() / self.loss_scale.scale if self.precision != "fp32" else grad
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm)
+        if not self.gradients:
+            self.gradients = {n: p.grad.detach().clone() for n, p in self.masters.items() if p.grad is not None}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.precision != "fp32":
+            for name, param in self.params.items():
+                param.data.copy_(self.masters[name].data)
+
+
+def part_of(batch: Any, micro_batch: int, count: int) -> Any:
+    """The micro-batch of a global batch: an equal slice of every tensor along its first dimension."""
+    return tree_map(lambda leaf: leaf.chunk(count)[micro_batch] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = None) -> RunMicroBatch:
+    """Calls the module itself."""
+
+    def run(batch: Any, micro_batch: int, step: int) -> Tensor:
+        with _autocast(precision, next(model.parameters()).device):
+            output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+            if loss_fn is not None:
+                return loss_fn(output, batch)
+            return output if isinstance(output, Tensor) else output["loss"]
+
+    return run
+
+
+def graph_runner(
+    model: nn.Module, plan: Plan, hardware: Hardware, example: Any, seed: int, loss_fn: LossFn | None = None
+) -> tuple[RunMicroBatch, bool]:
+    """Runs the captured op graph of `model`, whose own parameters it uses; and whether the graph draws random numbers.
+
+    To be made before `model` is cast to a lower precision.
+    """
+    low = None if plan.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[plan.precision])
+    inputs = micro_batch_spec(example, plan.micro_batches)
+    kind = hardware.devices[0].kind
+    graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+    stage_of = stages_of_nodes(graph, plan, hardware)
+    names = list(graph.inputs)
+
+    def run(batch: Any, micro_batch: int, step: int) -> Tensor:
+        leaves, _ = flatten(model, batch)
+        device = next(model.parameters()).device
+        seeds = {stage: micro_batch_seed(seed, step, stage, micro_batch) for stage in set(stage_of.values())}
+        with _autocast(plan.precision, device):
+            outputs = _Seeded(graph.module, stage_of, seeds, device).run(*(leaves[name] for name in names))
+        loss: Tensor = outputs["loss"]
+        return loss
+
+    return run, any(node.meta.get("random") for node in graph.nodes)
+
+
+def stages_of_nodes(graph: OpGraph, plan: Plan, hardware: Hardware) -> dict[fx.Node, str]:
+    """The stage that runs each node; nodes that every stage computes anew have none, and draw nothing."""
+    draft = Draft(graph, hardware, Options(micro_batches=plan.micro_batches, precision=plan.precision))
+    passes = parse_pipeline(plan.passes, hardware.num_devices)
+    next(p for p in passes if isinstance(p, Coarsen)).rewrite(draft, plan.decisions.blocks)
+    home = {block: f"stage{i}" for i, blocks in enumerate(plan.decisions.stages) for block in blocks}
+    return {node: home[block.name] for block in draft.blocks for node in block.nodes}
+
+
+class _Seeded(fx.Interpreter):
+    """Runs a graph; each stage draws from a stream of random numbers of its own."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        stage_of: Mapping[fx.Node, str],
+        seeds: Mapping[str, int],
+        device: torch.device,
+    ):
+        super().__init__(module)
+        self.stage_of, self.device = stage_of, device
+        self.states = {stage: torch.Generator(device).manual_seed(seed).get_state() for stage, seed in seeds.items()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        stage = self.stage_of.get(n) if n.meta.get("random") else None
+        if stage is None:
+            return super().run_node(n)
+        module: Any = torch.cuda if self.device.type == "cuda" else torch
+        outside = module.get_rng_state()
+        module.set_rng_state(self.states[stage])
+        try:
+            return super().run_node(n)
+        finally:
+            self.states[stage] = module.get_rng_state()
+            module.set_rng_state(outside)
+
+
+def _autocast(precision: str, device: torch.device) -> Any:
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, COMPUTE_DTYPES[precision]))

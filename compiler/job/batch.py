@@ -1,0 +1,147 @@
+"""The global batch: its leaves by name, its micro-batch's shapes, and whether a later batch is of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir.errors import BatchError, PlanError
+from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Shape and dtype of every tensor of one global batch; `size` is their common first dimension.
+
+    `flags` are its other leaves (numbers, switches, None) as text: capture makes them part of the programs.
+    """
+
+    leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    size: int
+    flags: dict[str, str]
+
+    @staticmethod
+    def of(model: nn.Module, example_inputs: Any) -> BatchShape:
+        """Raises `PlanError` unless all tensors share their first dimension."""
+        tensors, flags = flatten(model, example_inputs)
+        leaves = {name: _shape(value) for name, value in tensors.items()}
+        if not leaves:
+            raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
+        sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
+        first, size = next(iter(sizes.items()))
+        for name, found in sizes.items():
+            if found != size or found == 0:
+                raise PlanError(
+                    f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every "
+                    f"input is cut into micro-batches along its first dimension; expand {name!r} to {size} rows"
+                )
+        return BatchShape(leaves, size, flags)
+
+    def check_divisible(self, micro_batches: int) -> None:
+        if micro_batches < 1 or self.size % micro_batches:
+            near = sorted(
+                (m for m in range(1, self.size + 1) if self.size % m == 0), key=lambda m: abs(m - micro_batches)
+            )
+            raise PlanError(
+                f"micro_batches={micro_batches} does not divide the batch of {self.size}; nearest that do: "
+                f"{', '.join(map(str, sorted(near[:2])))}"
+            )
+
+    def check(
+        self, model: nn.Module, batch: Any, *, part_size: int | None = None, needed: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The batch's tensors by name. All may have `part_size` rows instead of `size`; what is not `needed` may be
+        absent.
+
+        Raises `BatchError` for other names, shapes, dtypes or flags than compiled.
+        """
+        found, flags = flatten(model, batch)
+        missing = [name for name in (self.leaves if needed is None else needed) if name not in found]
+        if missing:
+            raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
+        unknown = [name for name in found if name not in self.leaves]
+        if unknown:
+            raise BatchError(
+                f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}"
+            )
+        sizes = {value.shape[0] if value.dim() else 0 for value in found.values()}
+        size = part_size if part_size is not None and sizes == {part_size} else self.size
+        for name, value in found.items():
+            (_, *rest), dtype = self.leaves[name]
+            if tuple(value.shape) != (size, *rest) or value.dtype != dtype:
+                raise BatchError(
+                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
+                    + self._advice([*value.shape[1:]] == rest, part_size)
+                )
+        for name in sorted(self.flags.keys() | flags.keys()):
+            now, then = (given.get(name, "absent") for given in (flags, self.flags))
+            if now != then:
+                raise BatchError(
+                    f"batch[{name!r}] is {now}, compiled as {then}; what is no tensor is part of the programs: compile "
+                    "again for another value"
+                )
+        return found
+
+    def _advice(self, only_rows: bool, part_size: int | None) -> str:
+        if not only_rows:
+            return "pad or cut the batch, or compile again for the new shape"
+        part = "" if part_size in (None, self.size) else f", or the {part_size} of this rank's lane in all of them"
+        return (
+            f"allowed are {self.size} rows{part}. A last batch that is too short is to be dropped "
+            "(DataLoader(drop_last=True)) or filled up; job.sampler(dataset) makes batches of one size"
+        )
+
+
+def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:
+    """The same nest with each tensor replaced by the shape of one micro-batch."""
+    if is_spec(example_inputs) or isinstance(example_inputs, torch.Tensor):
+        shape, dtype = _shape(example_inputs)
+        return {"shape": [shape[0] // micro_batches, *shape[1:]], "dtype": str(dtype).removeprefix("torch.")}
+    if isinstance(example_inputs, Mapping):
+        return {key: micro_batch_spec(value, micro_batches) for key, value in example_inputs.items()}
+    if isinstance(example_inputs, (tuple, list)):
+        return rebuilt(example_inputs, [micro_batch_spec(value, micro_batches) for value in example_inputs])
+    return example_inputs
+
+
+def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Tensors by the placeholder names that capture gives them, and the text of every other leaf.
+
+    Raises `BatchError` for arrays of other libraries.
+    """
+    found: dict[str, Any] = {}
+    flags: dict[str, str] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if is_spec(value) or isinstance(value, torch.Tensor):
+            found[legal_name(name)] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(f"{name}.{key}" if name else str(key), item)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                walk(f"{name}.{i}", item)
+        elif is_tensor_like(value):
+            raise BatchError(f"batch[{name!r}] is a {type(value).__name__}; pass a torch.Tensor (torch.as_tensor)")
+        else:
+            flags[legal_name(name)] = repr(value)
+
+    if isinstance(batch, Mapping) and not is_spec(batch):
+        walk("", batch)
+    elif isinstance(batch, (tuple, list)):
+        for name, value in zip(entry_names(model, len(batch)), batch):
+            walk(name, value)
+    else:
+        walk(entry_names(model, 1)[0], batch)
+    return found, flags
+
+
+def _shape(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    dtype = value.get("dtype", "float32")
+    return tuple(value["shape"]), dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))

@@ -1,0 +1,424 @@
+"""`Job`: a compiled training run. Nothing starts before the first step (or whatever first needs the devices)."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import BatchError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.program import Program, place_of
+from ...runtime.device.file import device_file_name
+from ...runtime.optimizer.stage_optimizer import OptimizerSpec
+from ...runtime.processes.driver import Driver, loaded_names
+from ...runtime.processes.local import start_driver
+from ...runtime.processes.rehearse import rehearse
+from ...runtime.processes.setup import Setup
+from ...runtime.processes.torchrun import TorchrunDriver
+from ...runtime.simulate import Straggler, Timeline, find_stragglers, simulate
+from ...runtime.state import durable, pretrained
+from ...runtime.state.checkpoint import open_checkpoint
+from ...runtime.state.rng_state import restore_rng_state
+from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
+from ..folder import Folder
+from ..pipeline import PassRecord
+from ..report.explain import explain
+from ..search.what_helps import Help
+from .batch import BatchShape
+from .feed import Feed
+from .preflight import own_device, require_machine
+from .sampler import RankSampler
+from .state import (
+    Held,
+    load_checkpoint,
+    require_one_checkpoint,
+    save_checkpoint,
+    stage_states,
+    state_dict_of,
+    sync_model,
+)
+
+
+@dataclass
+class StepReport:
+    """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices."""
+
+    step: int
+    loss: float
+    seconds: float
+    predicted_s: float | None
+    busy_share: dict[str, dict[str, float]] = field(default_factory=dict)  # device name -> stream -> share
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+class Outputs(dict[str, Tensor]):
+    """Results by name, also as attributes: `out.loss`, `out["logits"]`."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no output {name!r}; there are {', '.join(self)}") from None
+
+
+class Job:
+    """See DESIGN: `step`, `evaluate`, `explain`, `simulate`, `code`, `write`, `save`, `resume`, `sync`, `close`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Folder,
+        programs: Sequence[Program],
+        *,
+        ties: Mapping[str, str],
+        records: Sequence[PassRecord] = (),
+        help_finder: Callable[[], list[Help]] | None = None,
+        directory: str | Path | None = None,
+    ):
+        self.model, self.folder, self.programs = model, folder, list(programs)
+        self.plan, self.hardware = folder.plan, folder.hardware
+        self.last: StepReport | None = None
+        self.step_count = 0
+        self._ties, self._records = dict(ties), records
+        self._help_finder = help_finder
+        self._helps: list[Help] | None = None
+        self._directory = Path(directory) if directory is not None else None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._driver: Driver | None = None
+        self._broken = ""  # why the devices hold half of something
+        self._ended = False  # closed behind a step: nothing that was trained is left
+        leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
+        shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
+        device = own_device() if TorchrunDriver.is_present() else None
+        self._feed = Feed(model, shape, folder.interface, device)
+
+    # --- what it is
+
+    def explain(self) -> str:
+        """Why this plan: stages, prediction, bounds, what would help, rivals.
+
+        What would help is planned anew, for up to half a minute, the first time that it is asked for.
+        """
+        if self._helps is None and self._help_finder is not None:
+            self._helps = self._help_finder()
+        return explain(self.plan, self.programs, self.hardware, self._records, self._helps)
+
+    def simulate(self) -> Timeline:
+        """One step on the described hardware, without running anything."""
+        return simulate(self.programs, self.hardware, precision=self.plan.precision)
+
+    def rehearse(self, time_scale: float = 1.0) -> Timeline:
+        """One step in real time, in the processes that would run it, with waits for all that is computed or moved.
+
+        Needs none of the hardware. With `time_scale` 10 everything takes ten times as long, and the result is given in
+        the hardware's seconds. Raises `PlanError` for another scale than a positive number.
+        """
+        with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+            return rehearse(self._setup(self.folder.write(directory)), time_scale)
+
+    def code(self, device: int = 0) -> str:
+        """The text of the file that a device runs."""
+        if device not in self.folder.files:
+            raise PlanError(f"device={device}; there are 0 to {len(self.folder.files) - 1}")
+        return self.folder.files[device]
+
+    def write(self, directory: str | Path) -> Path:
+        """Write the files; `penstock.load` runs them, also after an edit."""
+        return self.folder.write(directory)
+
+    # --- running
+
+    def step(self, batch: Any) -> Tensor:
+        """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
+
+        A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
+        loads nothing. Behind `close` it begins a new run, from the model's own weights. Raises `BatchError` for another
+        batch, on all ranks and before anything has run; `NonFiniteLoss` behind a whole step; `WorkerError` or
+        `BudgetExceeded` where the step broke off: then only `resume` or `close` is possible.
+        """
+        leaves = self._given("step", batch)
+        driver = self.driver
+        with self._breaking():
+            result = driver.step(leaves)
+        loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
+        self.step_count += 1
+        self._feed.trained()
+        self.last = self._report(float(loss), result.report)
+        if self.folder.settings.stop_on_nan and not math.isfinite(float(loss)) and not self.last.skipped:
+            raise NonFiniteLoss(
+                f"the loss of step {self.step_count} is {float(loss)}; the weights have taken that step, the last "
+                "checkpoint has not. Lower the learning rate, set max_grad_norm, or compile with stop_on_nan=False"
+            )
+        return loss
+
+    def evaluate(self, batch: Any) -> Outputs:
+        """Forward only, in evaluation mode: the loss and the model's outputs, for the whole batch."""
+        if self.folder.settings.evaluation is not None:
+            raise PlanError(
+                f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
+                "job.sync() and evaluate the model itself"
+            )
+        leaves = self._given("evaluate", batch)
+        driver = self.driver
+        with self._breaking():
+            result = driver.evaluate(leaves)
+        return Outputs({name: _joined(values) for name, values in result.values.items() if values})
+
+    @property
+    def rows(self) -> range:
+        """The rows of a global batch that this process may hand over: all, or on a rank of torchrun its lane's."""
+        return self._feed.rows
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs of a batch that this process's devices load in a step; a rank that has none may hand over None."""
+        device = self._feed.device
+        roles = self.programs if device is None else [self.programs[place_of(self.folder.interface, device)[1]]]
+        return sorted(set().union(*(loaded_names(program) for program in roles)))
+
+    def sampler(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        last: str = "carry",
+        start: int | None = None,
+    ) -> RankSampler:
+        """The `batch_sampler` of a `DataLoader` that reads this process's rows of every batch; see `RankSampler`.
+
+        Each `step` counts as one of its batches. `save` keeps its position, `resume` restores it, whether the sampler
+        is made before or after, on any number of ranks. `start`: begin at this position, in samples. `seed` of the
+        order: the job's own. A sampler made later takes its place. Raises `PlanError` for data sets without a length
+        and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
+        """
+        seed = self.folder.settings.seed if seed is None else seed
+        return self._feed.sample(dataset, shuffle, seed, last, start)
+
+    def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
+        """The batch's tensors. Where ranks hand over one each, all raise if one of them was given a wrong one."""
+        if self._feed.device is None:
+            leaves, _ = self._feed.read(function, batch, ())
+            self._ended &= function != "step"
+            return leaves
+        self._ended &= function != "step"
+        driver, refused = self.driver, None
+        leaves, kind = {}, ""
+        try:
+            leaves, kind = self._feed.read(function, batch, driver.inputs.get(function, ()))
+        except BatchError as error:
+            refused = error
+        driver.agree_on_batch(function, kind, refused)
+        self._feed.keep_to(function, kind)
+        return leaves
+
+    def timeline(self) -> Timeline:
+        """The last step as measured."""
+        return self.driver.timeline()
+
+    def stragglers(self) -> list[Straggler]:
+        """The devices that held up the last step, the costliest first: slower than their equals, or than the plan lets
+        one expect. Under torchrun all ranks must call it."""
+        return find_stragglers(self.timeline(), self.programs, self.hardware, precision=self.plan.precision)
+
+    @property
+    def driver(self) -> Driver:
+        """The running devices; at the first use they are started and given their weights.
+
+        Raises `WorkerError` where they broke off, `PlanError` where a run was ended by `close`.
+        """
+        if self._broken or (self._driver is not None and self._driver.closed):
+            raise WorkerError(
+                f"the devices broke off and may hold half a step ({self._broken or 'they were stopped'}). Go on from a "
+                "checkpoint with job.resume(directory), or start anew behind job.close()"
+            )
+        if self._ended:
+            raise PlanError(
+                "the job was closed, and what it had trained went with its devices: read, evaluate and save before "
+                "job.close(); go on from a checkpoint with job.resume(directory), or start anew with job.step(batch)"
+            )
+        if self._driver is None:
+            driver = self._start()
+            try:
+                source = self._source()
+                for spec in self.folder.interface.stages.values():
+                    driver.load_stage(spec.name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
+            except BaseException:
+                driver.close()
+                raise
+            self._driver = driver
+        return self._driver
+
+    def _start(self) -> Driver:
+        """The devices, without weights yet, at step 0. Raises `HardwareError` where this machine is not what the
+        plan is for: too few GPUs, too little DRAM, no directory for files."""
+        refused: PenstockError | None = None
+        try:
+            require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
+            if self._directory is None:
+                self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
+                self._directory = self.folder.write(self._scratch.name)
+        except HardwareError as error:
+            refused = error
+        except OSError as error:
+            refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")
+        self.step_count, self.last = 0, None
+        return start_driver(self._setup(self._directory or Path()), refused)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Behind an error in here the devices no longer agree on anything."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise
+
+    def _setup(self, directory: Path) -> Setup:
+        settings = self.folder.settings
+        return Setup(
+            files=[directory / device_file_name(device) for device in sorted(self.folder.files)],
+            interface=self.folder.interface,
+            hardware=self.hardware,
+            optimizer=OptimizerSpec.from_json(settings.optimizer),
+            precision=settings.precision,
+            seed=settings.seed,
+            timeout_s=settings.timeout_s,
+            ssd_dirs=settings.ssd_dirs,
+            ssd_verify=settings.ssd_verify,
+        )
+
+    def _source(self) -> WeightSource:
+        directory = self.folder.settings.weights
+        if directory is not None:
+            found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
+            for what, names in (
+                ("absent and start from their initialiser", found.fresh_names),
+                ("not used", found.unexpected_keys),
+            ):
+                if names:
+                    warnings.warn(f"weights {directory}: {len(names)} {what}: {', '.join(names[:6])}", stacklevel=2)
+            return found
+        if not self._has_source():
+            raise PlanError(
+                "the model is on the meta device; compile(..., weights=DIRECTORY) says where its weights are"
+            )
+        return LiveWeights(self.model)
+
+    def _has_source(self) -> bool:
+        return self.folder.settings.weights is not None or not any(p.is_meta for p in self.model.parameters())
+
+    # --- state
+
+    def states(self) -> Iterator[Held]:
+        """One stage at a time: its spec, weights (fp32) and buffers."""
+        return stage_states(self.driver, self.folder.interface)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained weights and buffers under the model's own names, tied names included."""
+        return state_dict_of(self.model, self._ties, self.states())
+
+    def sync(self) -> None:
+        """Give the user's own model the trained weights and buffers, in place; a meta model becomes real."""
+        sync_model(self.model, self._ties, self.states(), self._source() if self._has_source() else None)
+
+    def save_pretrained(self, directory: str | Path) -> Path:
+        """Weights as safetensors that `from_pretrained` loads, one stage in memory at a time.
+
+        Under torchrun the first rank writes; the others take part.
+        """
+        if self.driver.is_main:
+            source = self._source() if self._has_source() else None
+            return pretrained.save_pretrained(directory, self.states(), self.model, source=source)
+        for _ in self.states():
+            pass
+        return Path(directory)
+
+    def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
+        """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` and the position of `sampler`.
+
+        Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
+        """
+        found = self._feed.state(data or {})
+        return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, found)
+
+    def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
+        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`. With
+        `missing_ok` a script begins anew where nothing was saved yet: then nothing is done, and the result is empty.
+
+        Also behind an error or `close`: the devices are then started again. A checkpoint that is damaged or of another
+        model raises `CheckpointError`; where that shows only while devices read it, they need a whole one before they
+        can go on.
+        """
+        if missing_ok and not self._any_has(directory):
+            return {}
+        found = open_checkpoint(directory)
+        found.require(*self.folder.interface.stages.values())
+        if self._broken or (self._driver is not None and self._driver.closed):
+            self.close()
+        if self._driver is None:
+            self._driver = self._start()
+        self._broken, self._ended = "", False
+        with self._breaking():
+            require_one_checkpoint(self._driver, found)
+            load_checkpoint(self._driver, self.folder.interface, found, directory)
+        restore_rng_state(dict(found.progress.rng))
+        self.step_count = found.progress.step
+        self._feed.load(found.progress.data)
+        return dict(found.progress.data)
+
+    def _any_has(self, directory: str | Path) -> bool:
+        """Whether a checkpoint of that name is there, seen from any rank: one that does not see it must not begin anew
+        while others go on."""
+        here = durable.locate(directory) is not None
+        return any(self.driver.gather(here)) if TorchrunDriver.is_present() else here
+
+    def close(self) -> None:
+        """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
+
+        A later `step` begins a new run from the model's own weights, `resume` goes on from a checkpoint.
+        """
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            self._ended = self._ended or self.step_count > 0
+            driver.close()
+        self._broken = ""
+        self._feed.forget()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch, self._directory = None, None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _report(self, loss: float, report: Mapping[str, Any]) -> StepReport:
+        return StepReport(
+            step=self.step_count,
+            loss=loss,
+            predicted_s=self.plan.predicted.step_s if self.plan.predicted else None,
+            **report,
+        )
+
+
+def _at_least_fp32(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).mean(0) if values[0].dim() == 0 else torch.cat(values)

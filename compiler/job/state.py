@@ -1,0 +1,172 @@
+"""What the devices hold, moved to where a user wants it: a state dict, the user's own model, a checkpoint, and back.
+
+In: a driver whose devices are up. Stages travel one at a time, so that no more than one is in memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import CheckpointError
+from ...ir.program import Interface, StageSpec
+from ...runtime.model_names import named_tensors
+from ...runtime.processes.commands import Tensors, pack_state, unpack_state
+from ...runtime.processes.driver import Driver
+from ...runtime.stage.store import StageState, joined
+from ...runtime.state import checkpoint
+from ...runtime.state.checkpoint import Checkpoint
+from ...runtime.state.plain_json import encode
+from ...runtime.state.rng_state import rng_state
+from ...runtime.state.weights import WeightSource
+
+Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
+
+
+def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
+    """One stage at a time: its spec, weights (fp32) and buffers."""
+    for stage in driver.setup.stage_devices:
+        state = whole_state(driver, interface.stages[stage], with_optimizer=False)
+        yield interface.stages[stage], state.weights, state.buffers
+
+
+def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StageState:
+    """What persists of a stage: its first device's, or put together where its devices have a shard each."""
+    args = {"stage": spec.name, "optimizer": with_optimizer}
+    if spec.name not in driver.setup.spread:
+        return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
+    answers = [driver.call("stage_state", device, args) for device in driver.setup.spread[spec.name]]
+    return joined([unpack_state(*answer) for answer in answers], spec)
+
+
+def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:
+    """The keys of `model.state_dict()`; what no stage holds keeps the model's own value, unless that is on meta."""
+    found: dict[str, Tensor] = {}
+    for _, weights, buffers in states:
+        for name, tensor in (weights | buffers).items():
+            found.setdefault(ties.get(name, name), tensor)
+    state = {}
+    for name, own in model.state_dict().items():
+        tensor = found.get(ties.get(name, name), own)
+        if not tensor.is_meta:
+            state[name] = tensor
+    return state
+
+
+def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held], source: WeightSource | None) -> None:
+    """Copy the trained values into the model, in place; tensors on meta are replaced, tied ones by one tensor.
+
+    What no stage holds stays as it is; on meta it comes from `source`.
+    """
+    for _, weights, buffers in states:
+        for name, tensor in (weights | buffers).items():
+            _assign(model, ties, name, tensor)
+    if source is not None:
+        for name in [name for name, tensor in named_tensors(model).items() if tensor.is_meta and name not in ties]:
+            _assign(model, ties, name, source.read(name))
+
+
+def _assign(model: nn.Module, ties: Mapping[str, str], name: str, tensor: Tensor) -> None:
+    old = _get(model, name)
+    if not old.is_meta:
+        with torch.no_grad():
+            old.copy_(tensor)
+        return
+    made: Tensor = tensor.to(old.dtype, copy=True)
+    if isinstance(old, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=old.requires_grad)
+    canonical = ties.get(name, name)
+    for path in {name, canonical, *(alias for alias, first in ties.items() if first == canonical)}:
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, made)
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), leaf)
+    return found
+
+
+def save_checkpoint(
+    driver: Driver, interface: Interface, ties: Mapping[str, str], directory: str | Path, data: Mapping[str, Any]
+) -> Path:
+    """Every device writes its stages, the first one the manifest. An older checkpoint stays until this is complete."""
+    trained = sum(spec.trained_params for spec in interface.stages.values())
+    need_bytes = int((4 + interface.state_bytes_per_param) * trained)
+    begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
+    temporary = begun["temporary"]
+    try:
+        shards: list[Any] = []
+        groups: dict[str, Any] = {}
+        schedulers: dict[str, Any] = {}
+        for stage, device in driver.setup.stage_devices.items():
+            args = {"stage": stage, "temporary": temporary, "ties": dict(ties)}
+            tensors: Tensors = {}
+            if stage in driver.setup.spread:
+                header, tensors = pack_state(whole_state(driver, interface.stages[stage]))
+                args |= {"given": header}
+            answer, _ = driver.call("write_shard", device, args, tensors)
+            shards.append(answer["record"])
+            groups.update(answer["group"])
+            schedulers.update(answer["scheduler"] or {})
+        progress = _progress(driver, groups, schedulers, data)
+        args = {
+            "temporary": temporary,
+            "directory": str(directory),
+            "shards": shards,
+            "progress": encode(progress, "checkpoint"),
+            "ties": dict(ties),
+        }
+        done, _ = driver.call("commit_checkpoint", 0, args)
+        return Path(done["path"])
+    except BaseException:
+        if driver.is_main:  # a device that is gone could not tidy up
+            checkpoint.abort(Path(temporary))
+        raise
+
+
+def _progress(
+    driver: Driver, groups: Mapping[str, Any], schedulers: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    counters, _ = driver.call("counters", 0)
+    return {
+        "step": counters["step"],
+        "seed": counters["seed"],
+        "optimizer": dict(groups),
+        "scheduler": dict(schedulers),
+        "loss_scale": {"state": counters["loss_scale"]} if counters["loss_scale"] else {},
+        "data": dict(data),
+        "rng": rng_state(),
+    }
+
+
+def require_one_checkpoint(driver: Driver, found: Checkpoint) -> None:
+    """Raise `CheckpointError` where ranks see different checkpoints under one name, as on disks that are not shared."""
+    steps = driver.gather([found.progress.step, found.fingerprint])
+    if len({tuple(row) for row in steps}) > 1:
+        told = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(steps))
+        raise CheckpointError(
+            f"{found.path}: the ranks see different checkpoints of this name ({told}); it must lie in a directory that "
+            "all hosts share"
+        )
+
+
+def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:
+    """Every device takes its stages and counters from the checkpoint. Behind an error they hold a mixture."""
+    progress = found.progress
+    for stage, devices in driver.setup.stage_holders.items():
+        args = {
+            "stage": stage,
+            "directory": str(directory),
+            "group": dict(progress.optimizer),
+            "scheduler": dict(progress.scheduler) or None,
+        }
+        for device in devices:
+            driver.call("read_shard", device, args)
+    counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
+    for device in range(interface.world_size):
+        driver.call("load_counters", device, counters)

@@ -1,0 +1,108 @@
+"""Compiling under torchrun: the first rank plans, the others carry its plan out.
+
+A search under a time limit may end differently on machines of different speed, and on one host the ranks' searches
+would take each other's cores. Whatever refuses, on any rank, is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from ...ir import errors
+from ...ir.errors import PenstockError, PlanError
+from ...ir.machine.hardware import Hardware
+from ...runtime.processes.agreement import differences
+from ...runtime.processes.joint_hardware import joint_hardware
+from ...runtime.processes.ranks import Member, Ranks, Told
+from ...runtime.processes.store_thread import connect_store
+from ...runtime.processes.torchrun import TorchrunDriver
+from ..plan import Plan
+from .job import Job
+
+PLANNING_S = 3600.0  # a search has its own limit; a rank that dies meanwhile is noticed all the same
+SEARCHED = {"strategy": "auto", "micro_batches": "auto"}  # what the plan says in place of these arguments
+SAME = ("hardware", "strategy", "micro_batches", "precision", "max_grad_norm", "seed")
+P = ParamSpec("P")
+
+
+def planned_once(make: Callable[P, Job]) -> Callable[P, Job]:
+    """`penstock.compile` for ranks, too: under torchrun all of them must call it."""
+
+    @functools.wraps(make)
+    def planned(*args: P.args, **kwargs: P.kwargs) -> Job:
+        if not TorchrunDriver.is_present():
+            return make(*args, **kwargs)
+        bound = inspect.signature(make).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return _on_all_ranks(make, bound.arguments)
+
+    return planned
+
+
+def _meet(timeout_s: float) -> Ranks:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    node = os.environ.get("GROUP_RANK", "")
+    return Ranks(connect_store(PLANNING_S), rank, size, timeout_s, node=node, patience_s=PLANNING_S)
+
+
+def _on_all_ranks(make: Callable[..., Job], given: dict[str, Any]) -> Job:
+    ranks = _meet(float(given["timeout_s"]))
+    rank = ranks.rank
+    try:
+        differing = differences(ranks.exchange({name: _shown(given[name]) for name in SAME}), ranks.members)
+        if differing:
+            raise PlanError(f"{differing}. Nothing was planned")
+        if isinstance(given["hardware"], str) and given["hardware"] == "auto":
+            given["hardware"] = joint_hardware(ranks)
+        if given["plan"] is not None:
+            return make(**given)
+        job, failure = _attempt(make, given) if rank == 0 else (None, None)
+        said = ranks.exchange({"error": failure, "plan": None if job is None else job.plan.model_dump_json()})[0]
+        if rank != 0 and said["plan"] is not None:
+            plan = Plan.model_validate_json(said["plan"])
+            job, failure = _attempt(make, {**given, **SEARCHED, "plan": plan})
+        failures = ranks.exchange(failure)
+        _raise_first(failures, ranks.members)
+        assert job is not None
+        return job
+    except Told as told:
+        raise _error(told.failure.error) from None
+    finally:
+        ranks.leave()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Hardware):
+        return f"{value.name} {hashlib.sha256(value.model_dump_json().encode()).hexdigest()[:10]}"
+    return str(value)
+
+
+def _attempt(make: Callable[..., Job], given: dict[str, Any]) -> tuple[Job | None, dict[str, Any] | None]:
+    try:
+        return make(**given), None
+    except PenstockError as error:
+        known = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, dict))}
+        return None, {"type": type(error).__name__, "message": str(error), "details": known}
+
+
+def _raise_first(failures: list[dict[str, Any] | None], members: list[Member]) -> None:
+    """Raise what the first rank could not do; else what another could not, named."""
+    for failure, member in zip(failures, members, strict=True):
+        if failure is not None and member.rank == 0:
+            raise _error(failure)
+        if failure is not None:
+            raise _error(
+                {**failure, "message": f"{member} cannot carry out the first rank's plan: {failure['message']}"}
+            )
+
+
+def _error(failure: dict[str, Any]) -> PenstockError:
+    kind = getattr(errors, failure["type"], PlanError)
+    found: PenstockError = kind(failure["message"])
+    vars(found).update(failure["details"])
+    return found

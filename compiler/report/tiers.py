@@ -1,0 +1,36 @@
+"""Where what belongs to a stage lies, in words: its weights, its optimizer states, its activations."""
+
+from __future__ import annotations
+
+from ...ir import ops
+from ..plan import Activations, Decisions
+
+AGAIN = "computed again"
+PLACES = {ops.DEVICE: "on the device", ops.DRAM: "in DRAM", ops.SSD: "on SSD"}
+
+
+def weights_tier(decisions: Decisions, stage: str) -> str:
+    if decisions.sharding is not None:
+        where = PLACES[ops.SSD if decisions.ssd.stages.get(stage) == "all" else decisions.sharding.tier]
+        often = "once a step" if stage in decisions.sharding.held else "for each use"
+        return f"shards {where}, gathered {often}"
+    if stage not in decisions.fetch:
+        return "on the device"
+    if decisions.ssd.stages.get(stage) == "all":
+        return "SSD, read and fetched for each use"
+    return "DRAM, fetched for each use"
+
+
+def states_tier(decisions: Decisions, stage: str) -> str:
+    """Of masters and optimizer states; empty for a stage that is not trained."""
+    return PLACES.get(decisions.optimizer.get(stage, ""), "")
+
+
+def activations_tier(decisions: Decisions, stage: str) -> str:
+    """What becomes of saved tensors: "kept", "computed again", or what of them is kept and where that and the stage's
+    inputs lie until its backward."""
+    if stage not in decisions.rematerialise:
+        return "kept"
+    row = decisions.activations.get(stage, Activations())
+    again = f"computed again but for {len(row.classes)} classes {PLACES[row.classes_to]}" if row.classes else AGAIN
+    return again if row.inputs_to == ops.DEVICE else f"{again}, inputs {PLACES[row.inputs_to]}"

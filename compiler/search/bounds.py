@@ -1,0 +1,239 @@
+"""Lower bounds of a step, before any program exists: what no schedule of these stages on these devices can beat.
+
+- A device: the forwards that must come before its first stage, all it computes itself, and the backwards that must
+  come after.
+- A link: the weights that cannot stay on their devices come once for the forward and, but for one stage a device, once
+  more for the backward; their gradients leave (Mobius eq. 1); what stages send each other is added.
+- The host's optimizer: all parameters of stages that are stepped in DRAM.
+- Its SSDs: what DRAM cannot hold of weights and states is read, and if it is trained written, once a step at least.
+- The network of a host: of what devices in several lanes gather and add up, the part that is not there (MiCS 2.3).
+
+Where lanes share a machine, a lane has its part of it; lanes that share stages each move a piece of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.program import StageSpec, are_alike
+from ...passes.draft import Draft, Options
+from ...passes.mapping.mapping import equal_devices
+from .fit import lasting_parts
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that no schedule undercuts, and what forces them ("gpu0 compute", "rc0.0.down")."""
+
+    seconds: float
+    by: str
+
+
+def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False) -> Bound:
+    """For stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what lies on SSD
+    ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: a part of each backward may come behind
+    all that waits for the other."""
+    specs = [stage.spec for stage in draft.stages]
+    loads = _compute(draft, specs, split)
+    if not draft.lanes or are_alike(draft.whole, draft.lanes):  # else the first lane's part may not be what others have
+        loads += _traffic(draft, specs, swap, tier)
+    loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
+    return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
+
+
+def stage_seconds(spec: StageSpec, device: Device, precision: str) -> tuple[float, float]:
+    """Forward and backward of one micro-batch, saved tensors kept; as the simulator counts, without its overheads."""
+    for name, forward_s, _, backward_s in spec.seconds:
+        if name == device.name:
+            return forward_s, backward_s
+    return (
+        device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches),
+        device.compute_s(spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches),
+    )
+
+
+def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool) -> list[Bound]:
+    devices, precision = draft.hardware.devices, draft.options.precision
+    maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
+    before: list[float] = []  # seconds that pass before a stage's first forward can begin
+    after: list[float] = []  # and after its last backward, until the step can end
+    both = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
+    trained = _trained(specs, maker)
+    busy_s: dict[int, float] = defaultdict(float)
+    for i, spec in enumerate(specs):
+        read = {maker[value.name] for value in spec.inputs if value.name in maker}
+        before.append(max((before[j] + both[j][0] for j in read), default=0.0))
+        learns = {maker[v.name] for v in spec.inputs if v.name in maker and v.requires_grad}
+        after.append(max((after[j] + both[j][1] for j in learns if trained[j]), default=0.0) if trained[i] else 0.0)
+        busy_s[draft.devices[i]] += draft.options.micro_batches * (both[i][0] + both[i][1] * trained[i])
+    found = []
+    for d, own_s in busy_s.items():
+        mine = [i for i, at in enumerate(draft.devices) if at == d]
+        waits_s = min(before[i] for i in mine) + (0.0 if split else min(after[i] for i in mine))
+        found.append(Bound(waits_s + own_s, f"{devices[d].name} compute"))
+    return found
+
+
+def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
+    return [bool(s.trained_params or any(v.requires_grad and v.name in maker for v in s.inputs)) for s in specs]
+
+
+def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
+    hardware, shards = draft.hardware, draft.shards
+    moved: dict[str, float] = defaultdict(float)  # link to bytes
+    swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host to stages that lie there
+
+    def move(source: str, target: str, amount: float) -> None:
+        for link in hardware.path(source, target) if amount else ():
+            moved[link] += amount
+
+    for d, device in enumerate(hardware.devices):
+        mine = [spec for spec, at in zip(specs, draft.devices) if at == d]
+        if mine and (swap or _lasting_bytes(draft, mine) > device.budget_bytes):
+            again = [spec.weight_bytes for spec in mine if spec.rematerialisable and not swap]
+            twice = sum(again) - max(again, default=0)
+            move(f"dram{device.host}", device.name, (sum(spec.weight_bytes for spec in mine) + twice) / shards)
+            move(device.name, f"dram{device.host}", sum(spec.grad_bytes for spec in mine) / shards)
+            swapped[device.host] += mine
+    for value_bytes, source, target in _messages(specs, draft.devices):
+        move(hardware.devices[source].name, hardware.devices[target].name, value_bytes * draft.options.micro_batches)
+    rates = {name: link.bandwidth for name, link in hardware.links().items()}
+    found = [Bound(amount / rates[link], link) for link, amount in moved.items()]
+    for host, own in swapped.items():
+        count = sum(spec.trained_params for spec in own) / shards
+        found.append(Bound(count / hardware.hosts[host].optimizer_params_per_s, f"optimizer of host {host}"))
+        if tier is not None and hardware.hosts[host].ssds:
+            found.append(_disks(draft, own, host, tier))
+    return found
+
+
+def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
+    """Reads and writes of a host's SSDs take turns."""
+    parts = [(spec, lasting_parts(draft.options, spec)) for spec in specs]
+    frozen = sum(held["weights"] for spec, held in parts if not spec.trained_params) // draft.shards
+    whole = sum(sum(held.values()) for _, held in parts) // draft.shards
+    states = whole - sum(held["weights"] for _, held in parts) // draft.shards
+    beyond = max(0, whole - draft.hardware.dram_budget_bytes(host))
+    stored = {"auto": beyond, "states": states, "all": whole}[tier]
+    written = states if tier == "states" else max(0, stored - frozen)
+    return Bound(_disk_seconds(draft.hardware, [host], stored, written), f"ssd{host}")
+
+
+def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, written_bytes: float) -> float:
+    links = hardware.links()
+    read, write = (sum(links[f"ssd{host}.{way}"].bandwidth for host in hosts) for way in ("read", "write"))
+    return read_bytes / read + written_bytes / write
+
+
+def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
+    """What a device holds at the end of a step if nothing is swapped."""
+    each = each_bytes(draft.options)
+    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.shards)
+
+
+def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+    """What collectives over lanes send from host to host: shards of weights once at least, sums of gradients."""
+    network, lanes, shards = draft.whole.network, draft.lanes, draft.shards
+    if network is None or not lanes:
+        return []
+    host_of = [device.host for device in draft.whole.devices]
+    sent: dict[int, float] = defaultdict(float)  # host to bytes
+    for role in range(len(lanes[0])):
+        mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
+        weights, grads = sum(s.weight_bytes for s in mine), sum(s.grad_bytes for s in mine)
+        column = [host_of[lane[role]] for lane in lanes]
+        groups: list[tuple[list[int], float]]
+        groups = [(column[i : i + shards], weights + grads) for i in range(0, len(lanes), shards)]
+        groups += [(column[i::shards], 2 * grads / shards) for i in range(shards)]
+        for hosts, num_bytes in groups:
+            distinct = set(hosts)
+            for host in distinct if len(distinct) > 1 else ():
+                sent[host] += (len(distinct) - 1) / len(distinct) * num_bytes
+    return [Bound(num_bytes / network.bandwidth, f"nic{host}.up") for host, num_bytes in sent.items()]
+
+
+def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
+    """What goes round rings of devices that share stages, where these are all on one host: of the first such host."""
+    hardware, lanes, shards = draft.whole, draft.lanes, draft.shards
+    moved: dict[str, float] = defaultdict(float)  # link to bytes
+    first: int | None = None
+    for role in range(len(lanes[0])) if shards > 1 else ():
+        mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
+        each = (shards - 1) / shards * sum(spec.weight_bytes + spec.grad_bytes for spec in mine)
+        for begin in range(0, len(lanes), shards):
+            ring = sorted(lane[role] for lane in lanes[begin : begin + shards])
+            hosts = {hardware.devices[member].host for member in ring}
+            if len(hosts) > 1 or (first is not None and hosts != {first}):
+                continue
+            first = next(iter(hosts))
+            for i, member in enumerate(ring):
+                for link in hardware.path(hardware.devices[ring[i - 1]].name, hardware.devices[member].name):
+                    moved[link] += each
+    rates = hardware.links()
+    return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
+
+
+def each_bytes(options: Options) -> float:
+    """Masters and optimizer states of one trained parameter."""
+    return options.state_bytes_per_param + (4 if options.precision in ("bf16", "fp16") else 0)
+
+
+def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(bytes, source, target) of the values of one micro-batch that travel, once a device; gradients come back."""
+    at = {out.name: device for spec, device in zip(specs, devices) for out in spec.outputs}
+    found: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for spec, device in zip(specs, devices):
+        for value in spec.inputs:
+            source = at.get(value.name, device)
+            if source != device:
+                found[value.name, device] = (value.bytes, source, device)
+                if value.requires_grad:
+                    found[f"d_{value.name}", device] = (value.bytes, device, source)
+    return list(found.values())
+
+
+def device_seconds(hardware: Hardware, measured: bool, seconds: Callable[[Device], float]) -> list[float]:
+    """Per device; asked once for equal ones, unless times were `measured`, which are known by a device's name."""
+    groups = [[d] for d in range(hardware.num_devices)] if measured else equal_devices(hardware)
+    found = {d: took_s for members in groups for took_s in [seconds(hardware.devices[members[0]])] for d in members}
+    return [found[d] for d in range(hardware.num_devices)]
+
+
+def machine_bound(draft: Draft) -> Bound:
+    """What no plan for this machine and number of micro-batches undercuts: the computation of all blocks, split over
+    all devices without a rest, or one micro-batch through all of them on the fastest; of what devices and DRAM together
+    cannot hold, the way from SSD and back."""
+    hardware, precision = draft.whole, draft.options.precision
+    count = draft.options.micro_batches * max(1, len(draft.lanes))
+    per_device = device_seconds(
+        hardware,
+        any(stage.spec.seconds for stage in draft.stages),
+        lambda device: sum(sum(stage_seconds(stage.spec, device, precision)) for stage in draft.stages),
+    )
+    if not all(per_device):
+        return Bound(0.0, "nothing")
+    shared_s = count / sum(1.0 / seconds for seconds in per_device)
+    return max(
+        Bound(shared_s, "computation shared by all devices"),
+        Bound(min(per_device), "one micro-batch through all stages"),
+        *_machine_disks(draft),
+        key=lambda bound: bound.seconds,
+    )
+
+
+def _machine_disks(draft: Draft) -> list[Bound]:
+    """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
+    hardware, ties, width = draft.whole, draft.graph.ties(), each_bytes(draft.options)
+    hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
+    if not hosts:
+        return []
+    room = sum(device.budget_bytes for device in hardware.devices)
+    room += sum(hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts)))
+    params = {ties.get(param.name, param.name): param for stage in draft.stages for param in stage.spec.params}
+    frozen = sum(param.bytes for param in params.values() if not param.requires_grad)
+    trained = sum(param.bytes + width * param.numel for param in params.values() if param.requires_grad)
+    stored = max(0.0, frozen + trained - room)
+    return [Bound(_disk_seconds(hardware, hosts, stored, max(0, stored - frozen)), "SSDs")]

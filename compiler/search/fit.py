@@ -1,0 +1,132 @@
+"""Will it fit: every memory's peak against its budget, before anything starts. What would: see nearest.py."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+
+from ...ir import ops
+from ...ir.errors import DoesNotFit
+from ...ir.machine.hardware import Hardware
+from ...ir.program import MemoryProfile, StageSpec, dtype_bytes, print_node, profile_memory, shown
+from ...ir.units import format_bytes
+from ...passes.draft import Draft, Options
+from ...passes.graph.stages import COMPUTE_DTYPES
+from .host_memory import Need, host_needs, host_of
+
+
+def check_fit(draft: Draft) -> None:
+    """Raise `DoesNotFit` naming the memory, what fills it and the missing bytes."""
+    programs, hardware = shown(draft.programs, draft.whole)
+    for program in programs:
+        device = hardware.devices[program.device]
+        profile = profile_memory(program)
+        peak, budget = profile.peak_bytes[ops.DEVICE], device.budget_bytes
+        if peak > budget:
+            raise DoesNotFit(
+                _device_text(draft, device.name, profile, budget), memory=device.name, missing_bytes=peak - budget
+            )
+    for need in host_needs(programs, hardware):
+        budget = _budget_bytes(hardware, need.memory)
+        if need.peak_bytes > budget:
+            missing = need.peak_bytes - budget
+            raise DoesNotFit(_host_text(draft, need, budget), memory=need.memory, missing_bytes=missing)
+
+
+def _budget_bytes(hardware: Hardware, memory: str) -> int:
+    host = host_of(memory)
+    return hardware.dram_budget_bytes(host) if memory.startswith(ops.DRAM) else hardware.ssd_budget_bytes(host)
+
+
+def check_lasting(draft: Draft) -> None:
+    """Raise `DoesNotFit` where what stages keep across steps exceeds their hosts' DRAM, before any program exists.
+
+    A lower bound, for stages of one device each, or its part of them where lanes share them, and plans without SSDs: a
+    device whose stages do not fit together has all of them in DRAM.
+    """
+    hardware = draft.hardware
+    parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for index, device in enumerate(hardware.devices):
+        own = [stage.spec.shard(draft.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
+        if sum(lasting_bytes(draft.options, spec) + spec.grad_bytes for spec in own) > device.budget_bytes:
+            for spec in own:
+                for what, num_bytes in lasting_parts(draft.options, spec).items():
+                    parts[device.host][what] += num_bytes
+    for host, held in parts.items():
+        missing = sum(held.values()) - hardware.dram_budget_bytes(host)
+        if missing > 0:
+            need = Need(f"dram{host}", dict(held))
+            text = _host_text(draft, need, hardware.dram_budget_bytes(host))
+            raise DoesNotFit(text, memory=need.memory, missing_bytes=missing)
+
+
+def lasting_parts(options: Options, spec: StageSpec) -> dict[str, int]:
+    """Bytes of a stage across steps, each a little less than what a run rounds it up to."""
+    masters = 0 if options.precision == "fp32" else 4 * spec.trained_params
+    states = int(options.state_bytes_per_param * spec.trained_params)
+    return {"weights": spec.weight_bytes, "masters": masters, "states": states}
+
+
+def lasting_bytes(options: Options, spec: StageSpec) -> int:
+    return sum(lasting_parts(options, spec).values())
+
+
+def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> int:
+    """Raise `DoesNotFit` where what lasts between steps exceeds all memories together: no plan could help.
+
+    A lower bound that needs no trace: weights, masters and optimizer states, each tensor once. Returns the bytes that
+    neither devices nor DRAM have room for, so that they must lie on SSD.
+    """
+    width = dtype_bytes(COMPUTE_DTYPES[options.precision])
+    params = {id(p): p for p in model.parameters()}.values()
+    trained = sum(p.numel() for p in params if p.requires_grad)
+    parts = {
+        "weights": width * sum(p.numel() for p in params),
+        "masters": 0 if options.precision == "fp32" else 4 * trained,
+        "optimizer states": int(options.state_bytes_per_param * trained),
+    }
+    hosts = range(len(hardware.hosts))
+    budgets = {f"dram{host}": hardware.dram_budget_bytes(host) for host in hosts}
+    need = sum(parts.values())
+    beyond = need - sum(budgets.values()) - sum(device.budget_bytes for device in hardware.devices)
+    budgets |= {f"ssd{host}": hardware.ssd_budget_bytes(host) for host in hosts if hardware.hosts[host].ssds}
+    missing = beyond - sum(hardware.ssd_budget_bytes(host) for host in hosts)
+    if missing <= 0:
+        return max(0, beyond)
+    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
+    memories = ", ".join(f"{memory} {format_bytes(budget)} usable" for memory, budget in budgets.items())
+    raise DoesNotFit(
+        f"what lasts between steps needs {format_bytes(need)} ({text}); there is {memories}, and "
+        f"{format_bytes(sum(device.budget_bytes for device in hardware.devices))} on the devices: missing "
+        f"{format_bytes(missing)}. An optimizer with fewer states needs less (now "
+        f"{options.state_bytes_per_param:g} bytes per parameter).",
+        memory="ssd0" if "ssd0" in budgets else "dram0",
+        missing_bytes=missing,
+    )
+
+
+def _device_text(draft: Draft, name: str, profile: MemoryProfile, budget: int) -> str:
+    peak = profile.peak_bytes[ops.DEVICE]
+    at = profile.peak_at[ops.DEVICE]
+    held = {**profile.persistent.device, "fetched weights": profile.arena_bytes}
+    parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in held.items() if n)
+    where = f" at `{print_node(at)}`" if at is not None else ""
+    count = draft.programs[0].interface.total_micro_batches
+    return (
+        f"{name} has {format_bytes(budget)} and needs {format_bytes(peak)}, missing "
+        f"{format_bytes(peak - budget)}{where}; of that {parts or 'no weights'}. With {len(draft.stages)} stages and "
+        f"{count} micro-batches."
+    )
+
+
+def _host_text(draft: Draft, need: Need, budget: int) -> str:
+    text = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in need.parts.items())
+    if need.loading_bytes > need.step_bytes:
+        text = f"while weights are loaded {format_bytes(need.loading_bytes)}, in a step {text}"
+    there = f"has {format_bytes(budget)} usable" if budget else "is not there"
+    return (
+        f"{need.memory} {there} and needs {format_bytes(need.peak_bytes)}, missing "
+        f"{format_bytes(need.peak_bytes - budget)}: {text}. An optimizer with fewer states needs less (now "
+        f"{draft.options.state_bytes_per_param:g} bytes per parameter)."
+    )

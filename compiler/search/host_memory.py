@@ -1,0 +1,90 @@
+"""What the programs of a host need of its DRAM and its SSDs, by what it is for; in a step, and while weights load.
+
+Loading goes stage by stage. Beside what lasts, and what a GPU's pinned arena takes from the start, there is then one
+stage in fp32 as its source gives it, once more in the process of its device if that is another one, and the buffer in
+which a stage's file is laid out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import MemoryProfile, Program, homes_of, profile_memory
+from ...runtime.stage.file import staging_bytes
+
+ARENA = {ops.DRAM: "read and offloaded values", ops.SSD: "activations"}
+PASSING = "gradients on their way"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one memory at its peak in a step, by what they are for, and in all while weights are loaded."""
+
+    memory: str
+    parts: dict[str, int]
+    loading_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.step_bytes, self.loading_bytes)
+
+
+def host_of(memory: str) -> int:
+    """Index of the host that "dram0" or "ssd0" belongs to."""
+    return int(memory.removeprefix(ops.DRAM).removeprefix(ops.SSD))
+
+
+def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[Need]:
+    """Of each host's DRAM, and of its SSDs where its programs keep anything there; the devices' peaks added up."""
+    by_host: dict[int, list[tuple[Program, MemoryProfile]]] = defaultdict(list)
+    for program in programs:
+        by_host[hardware.devices[program.device].host].append((program, profile_memory(program)))
+    needs = []
+    for host, rows in by_host.items():
+        profiles = [profile for _, profile in rows]
+        loading = _loading_bytes(rows, hardware, copies=1 if len(programs) == 1 else 2)
+        needs.append(Need(f"dram{host}", _parts(profiles, ops.DRAM), loading))
+        if any(profile.peak_bytes[ops.SSD] for profile in profiles):
+            needs.append(Need(f"ssd{host}", _parts(profiles, ops.SSD)))
+    return needs
+
+
+def evaluation_lacks(programs: Sequence[Program], evaluation: Sequence[Program], hardware: Hardware) -> int:
+    """Bytes that the host shortest of DRAM lacks for evaluation: its results come beside what training keeps there."""
+    taken: dict[int, int] = defaultdict(int)
+    for step, evaluate in zip(programs, evaluation, strict=True):
+        own, other = profile_memory(step), profile_memory(evaluate)
+        values = other.peak_bytes[ops.DRAM] - other.persistent.total(ops.DRAM) - other.arenas[ops.DRAM]
+        arena = max(own.arenas[ops.DRAM], other.arenas[ops.DRAM])
+        taken[hardware.devices[step.device].host] += own.persistent.total(ops.DRAM) + arena + values
+    return max(0, *(num_bytes - hardware.dram_budget_bytes(host) for host, num_bytes in taken.items()))
+
+
+def _parts(profiles: Sequence[MemoryProfile], memory: str) -> dict[str, int]:
+    parts: dict[str, int] = defaultdict(int)
+    for profile in profiles:
+        held = {**profile.persistent.parts(memory), ARENA[memory]: profile.arenas[memory]}
+        held[PASSING] = profile.peak_bytes[memory] - sum(held.values())
+        for what, num_bytes in held.items():
+            parts[what] += num_bytes
+    return {what: num_bytes for what, num_bytes in parts.items() if num_bytes}
+
+
+def _loading_bytes(rows: Sequence[tuple[Program, MemoryProfile]], hardware: Hardware, copies: int) -> int:
+    largest = taken = 0
+    for program, profile in rows:
+        homes = homes_of(program)
+        staging = staging_bytes(program.interface, homes)
+        pinned = hardware.devices[program.device].kind == "cuda"
+        taken += profile.persistent.total(ops.DRAM) + (max(profile.arenas[ops.DRAM], staging) if pinned else staging)
+        for stage in homes:
+            largest = max(largest, 4 * sum(param.numel for param in program.interface.stages[stage].params))
+    return taken + copies * largest

@@ -1,0 +1,188 @@
+"""Layouts of a machine worth a try: how many devices share each stage, how many make a pipeline; the rest are replicas.
+
+N devices have as many layouts as pairs of divisors. Of a small machine all are looked at, of a large one those whose
+groups are natural units: a device or a few, the devices of a root complex, of a host, of a few hosts, one of each host,
+all. Each has a lower bound, and an estimate by which they are put in order: computation with the bubble of its
+pipeline, gathers and sums over the links they cross, and the way to DRAM where states do not fit (MiCS 3.2: the fewer
+share, the less goes between hosts, as long as the states fit).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...ir.machine.hardware import Hardware
+from ...ir.program import WRITTEN_OUT
+from ...passes.draft import Draft
+from ...passes.graph.blocks import block_time_s, compute_dtype
+from ...passes.sharding.mesh import Mesh
+from ..plan_layout import Layout
+from .bounds import device_seconds, each_bytes
+
+SHARED_STAGES = 32  # of a lane that shares them: enough that each is a small part of a device
+MOST_TURNS = 1024  # stages times micro-batches of a lane
+NOT_UNDER = 0.1  # of transfers that could lie under computation, what does not
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Of a layout with a number of micro-batches: what no plan undercuts, and a guess of the step. Seconds."""
+
+    layout: Layout
+    count: int
+    bound_s: float
+    estimate_s: float
+
+
+def layouts(hardware: Hardware, most_depth: int) -> list[Layout]:
+    """Layouts of several lanes that divide the devices; none of one device. `most_depth`: so many blocks there are."""
+    count = hardware.num_devices
+    sizes = _sizes(hardware)
+    found = []
+    for shards, depth in itertools.product(sizes, sizes):
+        each = shards * depth
+        if depth > most_depth or each > count or count % each or depth == count:
+            continue
+        found.append(Layout(shards, depth))
+        if shards > 1 and depth > 1 and not _on_one_host(hardware, each):
+            found.append(Layout(shards, depth, "pipeline"))
+    return found
+
+
+def _sizes(hardware: Hardware) -> list[int]:
+    count, hosts = hardware.num_devices, len(hardware.hosts)
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    if count <= WRITTEN_OUT:
+        return divisors
+    here = sum(device.host == 0 for device in hardware.devices)
+    below = sum((device.host, device.root_complex) == (0, 0) for device in hardware.devices)
+    natural = {1, 2, 4, below, here, 2 * here, 4 * here, hosts, count}
+    return [n for n in divisors if n in natural]
+
+
+def _on_one_host(hardware: Hardware, each: int) -> bool:
+    """Whether neighbours in the machine's order, so many at a time, are on one host."""
+    hosts = [device.host for device in hardware.devices]
+    return all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+
+
+def shared_stages(layout: Layout) -> int:
+    """Of a lane whose stages others share, as many as `SHARED_STAGES` or a few more, the same number on each device."""
+    return -(-SHARED_STAGES // layout.depth) * layout.depth
+
+
+class Yardstick:
+    """What a model takes of a machine's devices, as far as it depends on no layout. `draft`: with blocks."""
+
+    def __init__(self, draft: Draft):
+        self.draft, self.hardware = draft, draft.hardware
+        options, graph = draft.options, draft.graph
+        params = {id(p): p for p in graph.parameters().values()}.values()
+        trained = [p for p in params if p.requires_grad]
+        self.weight_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in params)
+        self.grad_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained)
+        numel = sum(p.numel() for p in trained)
+        self.lasting_bytes = self.weight_bytes + self.grad_bytes + each_bytes(options) * numel
+        self.kept_bytes = sum(block.cost.kept_bytes for block in draft.blocks)  # of one micro-batch
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Per device, one micro-batch through all blocks, forward and backward."""
+        blocks, precision = self.draft.blocks, self.draft.options.precision
+        measured = any(block.seconds for block in blocks)
+        return device_seconds(self.hardware, measured, lambda d: sum(block_time_s(b, d, precision) for b in blocks))
+
+    def stages(self, layout: Layout) -> int:
+        """Of a lane: one a device, more where several share them, so that one is a small part of a device."""
+        return min(len(self.draft.blocks), shared_stages(layout) if layout.shards > 1 else layout.depth)
+
+    def outlook(self, layout: Layout, count: int) -> Outlook | None:
+        """With `count` micro-batches, of which those of the draft may be a divisor; None where the lanes cannot share
+        them out, or a lane would be longer than what is planned in a second or two."""
+        lanes = Mesh(layout.shards, layout.depth, layout.nearest).plan(self.draft)["lanes"]
+        if count % len(lanes):
+            return None
+        each, smaller = count // len(lanes), self.draft.options.micro_batches / count
+        if each * self.stages(layout) > MOST_TURNS:
+            return None
+        together_s = max(smaller / sum(1.0 / self.seconds[d] for d in lane) for lane in lanes)
+        slowest_s = max(max(self.seconds[d] for d in lane) for lane in lanes) * smaller
+        room = layout.shards * max(sum(self.hardware.devices[d].budget_bytes for d in lane) for lane in lanes)
+        beyond = max(0.0, 1 - room / self.lasting_bytes)  # what must come from DRAM
+        dram_s = self._from_dram_s(len(lanes) / layout.shards)
+        bound_s = max(each * together_s, min(self.seconds) * smaller, beyond * dram_s)
+        together_s = max(together_s, slowest_s / layout.depth)
+        guesses = []
+        for held, rounds in ((each, 1), (min(each, layout.depth), each)):  # fill and drain, or 1F1B
+            compute_s = (each + layout.depth - 1) * together_s * (1 + self._again(layout, held, smaller))
+            moving_s = rounds * (3 * (beyond > 0) * dram_s + self._gathers_s(layout, lanes))
+            guesses.append(max(compute_s, moving_s) + NOT_UNDER * min(compute_s, moving_s))
+        return Outlook(layout, count, bound_s, min(guesses) + self._sums_s(layout, lanes))
+
+    def _again(self, layout: Layout, held: int, smaller: float) -> float:
+        """The part of the computation that is done again, since the saved tensors of `held` micro-batches do not fit
+        beside what lasts: at most a forward, a third of it."""
+        parts = layout.shards * layout.depth
+        room = min(d.budget_bytes for d in self.hardware.devices) - self.lasting_bytes / parts
+        kept = self.kept_bytes * smaller / layout.depth * held
+        return min(1.0, max(0.0, 1 - room / kept)) / 3 if kept else 0.0
+
+    def _from_dram_s(self, replicas: float) -> float:
+        """All weights once into the devices of every replica, over all root complexes."""
+        hosts = self.hardware.hosts
+        rate = sum(complex_.bandwidth_down for host in hosts for complex_ in host.root_complexes)
+        return replicas * self.weight_bytes / rate
+
+    def _gathers_s(self, layout: Layout, lanes: Sequence[Sequence[int]]) -> float:
+        """Of weights for forward and backward, and the scattered sum of gradients."""
+        members = [lane[0] for lane in lanes[: layout.shards]]
+        each_bytes = (2 * self.weight_bytes + self.grad_bytes) / layout.depth
+        return self._ring_s(members, each_bytes, 3 * self.stages(layout) / layout.depth)
+
+    def _sums_s(self, layout: Layout, lanes: Sequence[Sequence[int]]) -> float:
+        members = [lane[0] for lane in lanes[:: layout.shards]]
+        each_bytes = 2 * self.grad_bytes / layout.depth / layout.shards
+        return self._ring_s(members, each_bytes, 2 * self.stages(layout) / layout.depth)
+
+    def _ring_s(self, members: Sequence[int], num_bytes: float, times: float) -> float:
+        """Bytes round a ring so many times, while all other devices of a host do the same in rings of theirs."""
+        if len(members) == 1:
+            return 0.0
+        devices, network = self.hardware.devices, self.hardware.network
+        hosts = {devices[member].host for member in members}
+        first, part = devices[members[0]], (len(members) - 1) / len(members)
+        here = [device for device in devices if device.host == first.host]
+        if len(hosts) > 1 and network is not None:
+            rings = len(here) / (len(members) / len(hosts))
+            return rings * part * num_bytes / network.bandwidth + times * (len(members) - 1) * network.latency_s
+        nvlink = self.hardware.hosts[first.host].nvlink_bandwidth
+        if nvlink is not None:
+            return part * num_bytes / nvlink
+        shared = sum(device.root_complex == first.root_complex for device in here)
+        root = self.hardware.hosts[first.host].root_complexes[first.root_complex].bandwidth_up
+        return part * num_bytes / min(first.d2h_bandwidth, root / shared)
+
+
+def outlooks(draft: Draft, counts: Sequence[int]) -> list[Outlook]:
+    """What layouts of a draft with blocks promise with these numbers of micro-batches, the best first."""
+    yardstick, shapes = Yardstick(draft), layouts(draft.hardware, len(draft.blocks))
+    rows = [yardstick.outlook(layout, count) for count in counts for layout in shapes]
+    return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
+
+
+def varied(rows: Sequence[Outlook], most: int) -> list[Outlook]:
+    """The best, and the best of every depth and of every number of shards before more of those; each layout once, with
+    the number of micro-batches that suits it."""
+    best = list({row.layout: row for row in reversed(rows)}.values())[::-1]
+    best.sort(key=lambda row: row.estimate_s)
+    first: dict[tuple[str, int], Outlook] = {}
+    for row in best:
+        first.setdefault(("depth", row.layout.depth), row)
+        first.setdefault(("shards", row.layout.shards), row)
+    whole = [row for row in best if row.layout.shards == 1 and row.layout.depth > 1]  # pipelines with whole stages
+    each = sorted(first.values(), key=lambda row: row.estimate_s)
+    chosen = list(dict.fromkeys([*best[:3], *whole[:1], *each, *best]))
+    return sorted(chosen[:most], key=lambda row: row.estimate_s)

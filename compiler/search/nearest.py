@@ -1,0 +1,129 @@
+"""Nothing fits: what is the nearest thing that does? Found by trying, so that following the advice works.
+
+In order of what it costs the user: another strategy, more and smaller micro-batches, more memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from ...ir import ops
+from ...ir.errors import DoesNotFit, PenstockError
+from ...ir.machine.hardware import Hardware
+from ...ir.machine.overrides import STOCK_SSD
+from ...ir.program import shown
+from ...ir.units import format_seconds, parse_bytes, short_bytes
+from .host_memory import host_needs, host_of
+from .search import HOST_MEMORIES, LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
+from .trial import Candidate
+
+BOUNDLESS_BYTES = 1 << 60
+TRIES = 12
+STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk adds where there was none
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """`change`: arguments of `compile`, or of `Hardware.with_`, with which it fits, as `step_s` seconds a step."""
+
+    change: dict[str, Any]
+    step_s: float
+
+    def __str__(self) -> str:
+        words = ", ".join(f'{name}="{v}"' if isinstance(v, str) else f"{name}={v}" for name, v in self.change.items())
+        where = "" if self.change.keys() & {"strategy", "micro_batches"} else "this hardware with "
+        return f"Tried, and fits: {where}{words}, {format_seconds(self.step_s)} a step."
+
+
+def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
+    """The same error with the nearest plan that fits in its text and in its `nearest`."""
+    wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
+    found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
+    if found is None:
+        return miss
+    message = f"{str(miss).rstrip('.')}. {found}"
+    return DoesNotFit(message, memory=miss.memory, missing_bytes=miss.missing_bytes, nearest=found.change)
+
+
+def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
+    has_ssds = any(host.ssds for host in hardware.hosts)
+    if miss.memory.startswith("dram") and has_ssds:
+        if wishes.strategy != "auto" or wishes.decided is not None:
+            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+            yield _searched(trace, hardware, free, {"strategy": "auto"})
+        yield _grown(miss, trace, hardware, wishes)
+    if miss.memory.startswith("ssd"):
+        yield _grown(miss, trace, hardware, wishes)
+    if not miss.memory.startswith(HOST_MEMORIES):  # DRAM holds what no strategy makes smaller
+        if wishes.strategy != "auto" or wishes.decided is not None:
+            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+            yield _searched(trace, hardware, free, {"strategy": "auto"})
+        first = wishes.micro_batches or wishes.batch_size
+        more = range(first + 1, wishes.batch_size + 1)
+        for count in (m for m in more if wishes.batch_size % m == 0):
+            if len(trace(first).nodes) <= LARGE_GRAPH_NODES:
+                smaller = dataclasses.replace(wishes, micro_batches=count, decided=None)
+                yield _searched(trace, hardware, smaller, {"micro_batches": count})
+    yield _more_memory(trace, hardware, wishes)
+
+
+def _searched(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str, Any]) -> Nearest | None:
+    try:
+        return Nearest(change, search(trace, hardware, wishes).best.timeline.step_s)
+    except PenstockError:
+        return None
+
+
+def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """Devices grow by what is missing until something fits with boundless DRAM, which then shrinks to what it needs."""
+    wider = hardware.with_(dram=BOUNDLESS_BYTES)
+    change: dict[str, Any] = {}
+    for _ in range(TRIES):
+        tried = attempt_smallest(trace, wider, wishes)
+        if isinstance(tried, Candidate):
+            if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
+                change["dram"] = short_bytes(dram_bytes)
+            return Nearest(change, tried.timeline.step_s)
+        if not isinstance(tried, DoesNotFit):
+            return None
+        largest = max(wider.devices, key=lambda device: device.memory_bytes)
+        more_bytes = ceil(tried.missing_bytes / largest.usable_fraction) or largest.memory_bytes // 8
+        change["memory"] = short_bytes(largest.memory_bytes + more_bytes)
+        wider = wider.with_(memory=change["memory"])
+    return None
+
+
+def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
+    """More SSDs, or where these are not short more DRAM beside them, by what is missing until something fits."""
+    change: dict[str, Any] = {}
+    tried: Candidate | PenstockError = miss
+    for _ in range(TRIES):
+        wider = hardware.with_(**change) if change else hardware
+        if isinstance(tried, Candidate):
+            return Nearest(change, tried.timeline.step_s)
+        if not isinstance(tried, DoesNotFit) or not tried.memory.startswith(HOST_MEMORIES) or not tried.missing_bytes:
+            return None
+        host = wider.hosts[host_of(tried.memory)]
+        if tried.memory.startswith("ssd"):
+            like = host.ssds[0].budget_bytes if host.ssds else STOCK_BYTES
+            change["ssds"] = len(host.ssds) + max(1, ceil(tried.missing_bytes / like))
+        else:
+            more_bytes = ceil(tried.missing_bytes / host.dram_usable_fraction)
+            change["dram"] = short_bytes(host.dram_bytes + more_bytes)
+        tried = attempt_smallest(trace, hardware.with_(**change), wishes)
+    return None
+
+
+def _dram_needs(candidate: Candidate) -> dict[int, int]:
+    """Bytes by host."""
+    needs = host_needs(*shown(candidate.draft.programs, candidate.draft.whole))
+    return {host_of(need.memory): need.peak_bytes for need in needs if need.memory.startswith(ops.DRAM)}
+
+
+def _dram_bytes(candidate: Candidate, hardware: Hardware) -> int:
+    """What every host must have for the candidate."""
+    return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(candidate).items())

@@ -1,0 +1,52 @@
+"""The chosen candidate as a plan: its decisions, what the simulator expects of it, and its rivals."""
+
+from __future__ import annotations
+
+from ...ir.program import profile_memory, shown
+from ...passes.draft import Draft
+from ...runtime.simulate import Timeline
+from ..pipeline import pipeline_text
+from ..plan import Decisions, Plan, Prediction
+from .bounds import machine_bound
+from .host_memory import host_needs
+from .search import Found
+
+
+def make_plan(found: Found, model: str, strategy: str) -> Plan:
+    """The chosen candidate as a document."""
+    best = found.best
+    return Plan(
+        model=model,
+        hardware=best.draft.whole.name,
+        strategy=strategy,
+        passes=pipeline_text(best.passes),
+        micro_batches=best.draft.programs[0].interface.total_micro_batches,
+        precision=best.draft.options.precision,  # type: ignore[arg-type]
+        max_grad_norm=best.draft.options.max_grad_norm,
+        decisions=Decisions(**best.decisions),
+        predicted=predict(best.draft, best.timeline),
+        rivals=found.rivals,
+        notes=dict(best.draft.notes),
+    )
+
+
+def predict(draft: Draft, timeline: Timeline) -> Prediction:
+    programs, hardware = shown(draft.programs, draft.whole)
+    name, share = timeline.bottleneck()
+    bound = machine_bound(draft)
+    needs = host_needs(programs, hardware)
+    return Prediction(
+        step_s=timeline.step_s,
+        peak_bytes=dict(timeline.peak_bytes),
+        budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
+        parts={need.memory: need.parts for need in needs},
+        loading_bytes={need.memory: need.loading_bytes for need in needs if need.loading_bytes},
+        moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
+        busy={
+            f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
+        },
+        bottleneck=f"{name}, busy {share:.0%}",
+        arena_bytes=[profile_memory(program).arena_bytes for program in programs],
+        bound_s=bound.seconds,
+        bound_by=bound.by,
+    )

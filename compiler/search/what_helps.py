@@ -1,0 +1,214 @@
+"""What would help: the same model planned again for machines that have more of one thing.
+
+Each machine gets the chosen pipeline, and the same pipeline with partition-balanced in a few sizes and another mapping:
+a quick look that takes seconds. Nothing here says that an even better plan does not exist, so a gain is a lower bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...ir.errors import PassError, PenstockError
+from ...ir.machine.hardware import Device, Hardware, Host
+from ...passes.sharding.mesh import Mesh
+from ..pipeline import parse_pipeline
+from ..plan import Plan
+from ..plan_layout import Layout
+from ..profile.profile import for_machines_like
+from .candidates import (
+    ONE_LANE,
+    TO_SSD,
+    Recipe,
+    balanced,
+    device_orders,
+    lane_scouts,
+    mappings,
+    micro_batch_counts,
+    stage_counts,
+)
+from .search import Sweep, Trace, Wishes, why_not
+
+FASTER = 2.0
+MORE_DRAM_BYTES = 64 * 10**9
+HELP_S = 25.0  # of computation for all machines together; each gets its share, and one candidate in any case
+
+
+@dataclass(frozen=True)
+class Help:
+    """`step_s` on the changed machine, the plan's own where nothing better was found; None with a `reason`."""
+
+    change: str
+    step_s: float | None
+    reason: str = ""
+
+
+def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> list[Help]:
+    """Plan again for each changed machine. Takes `HELP_S` of computation, or as long as a candidate for each takes."""
+    machines = list(changed_machines(hardware))
+    if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
+        machines = [(change, machine) for change, machine in machines if not change.startswith("computation")]
+        options = dataclasses.replace(wishes.options, profiler=for_machines_like(wishes.options.profiler, hardware))
+        wishes = dataclasses.replace(wishes, options=options)
+    until_s = time.process_time() + HELP_S
+    found = []
+    for i, (change, machine) in enumerate(machines):
+        if machine is None:
+            found.append(Help(change, None, "there is no such change to this machine"))
+            continue
+        share_s = (until_s - time.process_time()) / (len(machines) - i)
+        found.append(_planned(change, trace, machine, dataclasses.replace(wishes, search_s=share_s), plan))
+    return found
+
+
+def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan: Plan) -> Help:
+    assert plan.predicted is not None
+    mesh = plan.decisions.mesh
+    more_devices = machine.num_devices > (sum(map(len, mesh.lanes)) if mesh else len(plan.predicted.arena_bytes))
+    nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
+    sweep = Sweep(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
+    try:
+        for count in dict.fromkeys((plan.micro_batches, *nearest)):
+            sweep.look(count, recipes(plan, sweep, count))
+        step_s = sweep.result().best.step_s
+    except PenstockError as error:
+        return Help(change, None, why_not(error))
+    return Help(change, step_s if more_devices else min(step_s, plan.predicted.step_s))  # else the old plan runs there
+
+
+def recipes(plan: Plan, sweep: Sweep, count: int) -> Iterator[Recipe]:
+    """The chosen pipeline first, then its relatives, with as many stages as this machine wants."""
+    yield Recipe(named=plan.passes)
+    machine = sweep.hardware
+    passes = parse_pipeline(plan.passes, machine.num_devices)
+    mesh = next((p for p in passes if isinstance(p, Mesh)), None)
+    layout = ONE_LANE if mesh is None else Layout(mesh.shards, mesh.depth, mesh.nearest)
+    if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
+        layout = Layout(plan.decisions.mesh.shards, mesh.depth, mesh.nearest)
+    by_decision = {p.decides: p.name for p in passes}
+    names = set(by_decision.values())
+    tiers = Recipe(activations="choose-activations" in names, reservoir=TO_SSD in names, layout=layout)
+    usual = tiers.but(partition=by_decision["stages"], mapping=by_decision["devices"], schedule=by_decision["schedule"])
+    yield usual
+    try:
+        lane = sweep.bench(count).lane(layout)
+    except PassError:  # the lanes of this machine cannot share out so many micro-batches
+        return
+    if layout.depth:
+        yield from lane_scouts(lane, tiers)
+    for stages, order in itertools.product(stage_counts(lane, usual.activations), device_orders(lane.hardware)[:2]):
+        yield usual.but(partition=balanced(stages, usual, order))
+    for mapping in mappings(lane.hardware) if lane.hardware.num_devices > 1 else ():
+        yield usual.but(mapping=mapping)
+
+
+def changed_machines(hardware: Hardware) -> Iterator[tuple[str, Hardware | None]]:
+    """A few words and the machine that has more of one thing; None where it cannot have more."""
+    if len(hardware.hosts) > 1:
+        yield "twice as many hosts", _twice_the_hosts(hardware)
+        assert hardware.network is not None
+        yield f"network {FASTER:g}x as fast", _with(hardware, network=_scaled(hardware.network, "bandwidth"))
+    else:
+        yield "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device", _one_more_device(hardware)
+    yield "one more root complex", _one_more_root_complex(hardware)
+    more = [host.model_copy(update={"dram_bytes": host.dram_bytes + MORE_DRAM_BYTES}) for host in hardware.hosts]
+    yield "64 GB more DRAM", _with(hardware, hosts=more)
+    if any(host.ssds for host in hardware.hosts):
+        yield "one more SSD", _one_more_ssd(hardware)
+        yield f"SSDs {FASTER:g}x as fast", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts])
+    yield f"links to DRAM {FASTER:g}x as fast", faster_links(hardware)
+    yield f"computation {FASTER:g}x as fast", _with(hardware, devices=[_faster(d) for d in hardware.devices])
+    rates = [h.model_copy(update={"optimizer_params_per_s": h.optimizer_params_per_s * FASTER}) for h in hardware.hosts]
+    yield f"optimizer on the host {FASTER:g}x as fast", _with(hardware, hosts=rates)
+
+
+def faster_links(hardware: Hardware) -> Hardware:
+    hosts = [
+        host.model_copy(
+            update={"root_complexes": [_scaled(r, "bandwidth_up", "bandwidth_down") for r in host.root_complexes]}
+        )
+        for host in hardware.hosts
+    ]
+    devices = [_scaled(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
+    return _with(hardware, hosts=hosts, devices=devices)
+
+
+def _one_more_device(hardware: Hardware) -> Hardware:
+    """Another one like the last, under the root complex of its host with the fewest."""
+    like = hardware.devices[-1]
+    names = {device.name for device in hardware.devices}
+    stem = like.name.rstrip("0123456789")
+    name = next(name for i in range(len(names) + 1) if (name := f"{stem}{i}") not in names)
+    homes = [device.root_complex for device in hardware.devices if device.host == like.host]
+    emptiest = min(range(len(hardware.hosts[like.host].root_complexes)), key=homes.count)
+    more = like.model_copy(update={"name": name, "root_complex": emptiest})
+    return _with(hardware, devices=[*hardware.devices, more])
+
+
+def _twice_the_hosts(hardware: Hardware) -> Hardware:
+    """All of them once more, with their devices."""
+    count, names = len(hardware.hosts), {device.name for device in hardware.devices}
+    devices = []
+    for number, device in enumerate(hardware.devices):
+        name = f"{device.name.rstrip('0123456789')}{hardware.num_devices + number}"
+        name = name if name not in names else f"{device.name}_again"
+        devices.append(device.model_copy(update={"name": name, "host": device.host + count}))
+    return _with(hardware, hosts=[*hardware.hosts, *hardware.hosts], devices=[*hardware.devices, *devices])
+
+
+def _one_more_ssd(hardware: Hardware) -> Hardware:
+    """In every host that has one, like its last."""
+    more = [
+        [*host.ssds, host.ssds[-1].model_copy(update={"directory": None})] if host.ssds else []
+        for host in hardware.hosts
+    ]
+    return _with(hardware, hosts=[h.model_copy(update={"ssds": ssds}) for h, ssds in zip(hardware.hosts, more)])
+
+
+def _faster_disks(host: Host) -> Host:
+    uplink = host.ssd_uplink_bandwidth
+    faster = {"ssds": [_scaled(ssd, "read_bandwidth", "write_bandwidth") for ssd in host.ssds]}
+    return host.model_copy(update=faster | {"ssd_uplink_bandwidth": None if uplink is None else FASTER * uplink})
+
+
+def _one_more_root_complex(hardware: Hardware) -> Hardware | None:
+    """On the host whose complexes are shared by most, its devices spread evenly; None where each has its own."""
+    sizes = [sum(device.host == i for device in hardware.devices) for i in range(len(hardware.hosts))]
+    shares = [size / len(host.root_complexes) for size, host in zip(sizes, hardware.hosts)]
+    at = shares.index(max(shares))
+    if shares[at] <= 1:
+        return None
+    host = hardware.hosts[at]
+    count = len(host.root_complexes) + 1
+    hosts = list(hardware.hosts)
+    hosts[at] = host.model_copy(update={"root_complexes": [*host.root_complexes, host.root_complexes[-1]]})
+    return _with(hardware, hosts=hosts, devices=_spread(hardware.devices, at, sizes[at], count))
+
+
+def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Device]:
+    """Neighbours stay under one root complex."""
+    place = iter(range(size))
+    return [
+        device.model_copy(update={"root_complex": next(place) * count // size}) if device.host == at else device
+        for device in devices
+    ]
+
+
+def _faster(device: Device) -> Device:
+    rates = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
+    faster = _scaled(device, "memory_bandwidth")
+    return faster.model_copy(update={"peak_flops": rates, "op_overhead_s": device.op_overhead_s / FASTER})
+
+
+def _scaled(part: Any, *names: str) -> Any:
+    return part.model_copy(update={name: getattr(part, name) * FASTER for name in names})
+
+
+def _with(hardware: Hardware, **changes: Any) -> Hardware:
+    """A new document: what a Hardware remembers of its links must not come along."""
+    fields = {name: getattr(hardware, name) for name in type(hardware).model_fields}
+    return Hardware.model_validate({**fields, **changes})

@@ -1,0 +1,61 @@
+"""A machine in a few lines of text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ..units import format_bytes, format_flops, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from .hardware import Device, Hardware, Host
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    """Devices grouped when equal, then hosts, network, source; one line each."""
+    lines = [f"{hardware.name}: {hardware.num_devices} devices on {len(hardware.hosts)} host(s)"]
+    kinds = Counter(_describe_device(device) for device in hardware.devices)
+    lines += [f"  {count} x {text}" for text, count in kinds.items()]
+    hosts = Counter(_describe_host(host, _complex_sizes(hardware, i)) for i, host in enumerate(hardware.hosts))
+    lines += [f"  {f'{count} hosts: ' if count > 1 else ''}{text}" for text, count in hosts.items()]
+    if hardware.network is not None:
+        network = hardware.network
+        lines.append(f"  network {format_rate(network.bandwidth)} a host, {format_seconds(network.latency_s)}")
+    if hardware.throttled:
+        lines.append("  transfers are held down to these rates")
+    lines.append(f"  figures: {hardware.source}")
+    return "\n".join(lines)
+
+
+def _complex_sizes(hardware: Hardware, host: int) -> list[int]:
+    """Number of devices under each root complex of a host."""
+    under = Counter(device.root_complex for device in hardware.devices if device.host == host)
+    return [under[number] for number in range(len(hardware.hosts[host].root_complexes))]
+
+
+def _describe_device(device: Device) -> str:
+    rates = ", ".join(f"{dtype} {format_flops(device.achieved_flops(dtype))}" for dtype in device.peak_flops)
+    return (
+        f"{device.kind}: {format_bytes(device.budget_bytes)} usable of {format_bytes(device.memory_bytes)}, "
+        f"memory {format_rate(device.memory_bandwidth)}, {rates} achieved, "
+        f"links {format_rate(device.h2d_bandwidth)} in and {format_rate(device.d2h_bandwidth)} out"
+    )
+
+
+def _describe_host(host: Host, complex_sizes: list[int]) -> str:
+    parts = [
+        f"DRAM {format_bytes(host.dram_bytes)} at {format_rate(host.dram_bandwidth)}",
+        f"{host.cpu_cores} cores, AdamW {host.optimizer_params_per_s / 1e9:.2f} G parameters/s",
+        f"root complexes {'+'.join(map(str, complex_sizes))} at {format_rate(host.root_complexes[0].bandwidth_down)}",
+    ]
+    if host.nvlink_bandwidth is not None:
+        parts.append(f"device to device {format_rate(host.nvlink_bandwidth)}")
+    elif host.p2p:
+        parts.append("peer to peer")
+    if host.ssds:
+        read, write = (sum(s.read_bandwidth for s in host.ssds), sum(s.write_bandwidth for s in host.ssds))
+        size = format_bytes(sum(s.size_bytes for s in host.ssds))
+        at = ", ".join(ssd.directory for ssd in host.ssds if ssd.directory is not None)
+        rates = f"read {format_rate(read)}, write {format_rate(write)}"
+        parts.append(f"{len(host.ssds)} SSD{f' in {at}' if at else ''}, {size}, {rates}")
+    return "; ".join(parts)

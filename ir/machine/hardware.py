@@ -1,0 +1,397 @@
+"""The description of a machine: hosts, devices, memories and the links between them, as a checked document.
+
+A document is YAML or JSON whose keys are the fields below. Amounts are plain numbers (bytes, seconds, bytes/s,
+FLOP/s) or text with a unit ("24GB", "13.1GB/s", "142TFLOPS", "10us").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+
+from .. import units
+from ..errors import HardwareError
+from .describe import describe_hardware
+from .links import Link, build_graph, build_links, find_path, unknown_memory
+from .overrides import overridden
+from .presets import cpu_document, preset_document, preset_names
+from .validation import close_names, explain_validation
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
+
+Bytes = Annotated[
+    int, BeforeValidator(units.parse_bytes), Field(gt=0), PlainSerializer(units.spell_bytes, when_used="json")
+]
+Rate = Annotated[
+    float, BeforeValidator(units.parse_rate), Field(gt=0), PlainSerializer(units.RATE.spell, when_used="json")
+]
+Flops = Annotated[
+    float, BeforeValidator(units.parse_flops), Field(gt=0), PlainSerializer(units.FLOPS.spell, when_used="json")
+]
+Seconds = Annotated[
+    float, BeforeValidator(units.parse_seconds), Field(ge=0), PlainSerializer(units.SECONDS.spell, when_used="json")
+]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _for_every_dtype(value: object) -> object:
+    return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.value, key.start_mark) for key, _ in node.value]
+        for index, (key, mark) in enumerate(keys):
+            if key in [earlier for earlier, _ in keys[:index]]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
+        return super().construct_mapping(node, deep)
+
+
+class Part(BaseModel):
+    """Common rules of all parts: immutable, and no key beyond those listed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Ssd(Part):
+    """One disk. Reads and writes take turns on it.
+
+    `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its
+    life (TBW on its datasheet).
+    """
+
+    size_bytes: Bytes
+    read_bandwidth: Rate
+    write_bandwidth: Rate
+    latency_s: Seconds = 100e-6
+    usable_fraction: Fraction = 0.9
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    endurance_bytes: Bytes | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        return int(self.size_bytes * self.usable_fraction)
+
+
+class RootComplex(Part):
+    """A PCIe root port (or the one uplink of a switch) that the devices below it share, per direction."""
+
+    bandwidth_up: Rate  # towards DRAM
+    bandwidth_down: Rate  # towards the devices
+
+
+class Host(Part):
+    """One machine: DRAM, CPU, root complexes, disks.
+
+    `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM.
+    `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
+    devices it is the loopback between two worker processes.
+    """
+
+    dram_bytes: Bytes
+    dram_usable_fraction: Fraction = 0.9
+    dram_bandwidth: Rate
+    cpu_cores: Annotated[int, Field(gt=0)]
+    optimizer_params_per_s: Annotated[float, Field(gt=0)]
+    root_complexes: Annotated[list[RootComplex], Field(min_length=1)]
+    ssds: list[Ssd] = []
+    ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction
+    p2p: bool = False
+    nvlink_bandwidth: Rate | None = None
+    nvlink_latency_s: Seconds = 5e-6
+    ordered_fetches: bool = False  # those of the stage that runs first come first: see `turns`
+    price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
+    price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
+
+
+class Network(Part):
+    """What joins the hosts: rate per host and direction, and the time of an empty message."""
+
+    bandwidth: Rate
+    latency_s: Seconds = 20e-6
+
+
+class Device(Part):
+    """A GPU, or a CPU worker process that stands for one with a memory budget of its own.
+
+    `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype.
+    `op_overhead_s` is the fixed cost of one torch call. `threads` matters to CPU devices only.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    kind: Literal["cuda", "cpu"]
+    host: Annotated[int, Field(ge=0)] = 0
+    root_complex: Annotated[int, Field(ge=0)] = 0
+    memory_bytes: Bytes
+    usable_fraction: Fraction = 0.94
+    peak_flops: Annotated[dict[Dtype, Flops], Field(min_length=1)]
+    achieved_fraction: Annotated[dict[Dtype, Fraction], BeforeValidator(_for_every_dtype)]
+    memory_bandwidth: Rate
+    h2d_bandwidth: Rate
+    d2h_bandwidth: Rate
+    link_latency_s: Seconds = 20e-6
+    op_overhead_s: Seconds = 8e-6
+    threads: Annotated[int, Field(gt=0)] = 1
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a plan may use of the memory."""
+        return int(self.memory_bytes * self.usable_fraction)
+
+    def achieved_flops(self, dtype: str = "fp32") -> float:
+        """FLOP/s of large matrix products in `dtype`. Raises HardwareError when the device has no rate for it."""
+        for dtypes in (self.peak_flops, self.achieved_fraction):
+            if dtype not in dtypes:
+                raise HardwareError(f"{self.name} has no rate for dtype {dtype!r}; it has {', '.join(dtypes)}")
+        return self.peak_flops[dtype] * self.achieved_fraction[dtype]  # type: ignore[index]
+
+    def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1) -> float:
+        """Seconds of many calls one behind the other: arithmetic, traffic to memory, overhead of `launches` calls.
+
+        They add up, as those that only read and write do not run under the matrix products of the others.
+        """
+        arithmetic_s = flops / self.achieved_flops(dtype)
+        return arithmetic_s + num_bytes / self.memory_bandwidth + launches * self.op_overhead_s
+
+
+class Hardware(Part):
+    """One or more hosts with their devices. Unequal devices are simply different entries."""
+
+    name: str
+    source: str  # where the figures come from
+    hosts: Annotated[list[Host], Field(min_length=1)]
+    devices: Annotated[list[Device], Field(min_length=1)]
+    network: Network | None = None
+    throttled: bool = False  # the runtime holds transfers of CPU devices down to the rates written here
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_wrong(cls, document: Any, check: ModelWrapValidatorHandler[Hardware]) -> Hardware:
+        try:
+            hardware = check(document)
+        except ValidationError as error:
+            raise HardwareError(explain_validation(error, cls)) from None
+        hardware._check_references()
+        return hardware
+
+    def _check_references(self) -> None:
+        seen: dict[str, int] = {}
+        for index, device in enumerate(self.devices):
+            at = f"devices[{index}]"
+            if device.host >= len(self.hosts):
+                raise HardwareError(f"{at}.host: found {device.host}, allowed: 0 to {len(self.hosts) - 1}")
+            last = len(self.hosts[device.host].root_complexes) - 1
+            if device.root_complex > last:
+                found = f"found {device.root_complex}, allowed on host {device.host}: 0 to {last}"
+                raise HardwareError(f"{at}.root_complex: {found}")
+            if device.name in seen:
+                raise HardwareError(f"{at}.name: {device.name!r} is already the name of devices[{seen[device.name]}]")
+            if device.name in self._own_memories:
+                raise HardwareError(f"{at}.name: {device.name!r} is the name of a host's memory; choose another")
+            seen[device.name] = index
+        if len(self.hosts) > 1 and self.network is None:
+            raise HardwareError(f"network: missing for {len(self.hosts)} hosts; give bandwidth and latency_s")
+
+    # -- memories, links, routes -----------------------------------------------------------------------------------
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def device_by_name(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _own_memories(self) -> dict[str, tuple[int, int]]:
+        """Memories that belong to a host, arrays of disks included: name to (host, budget in bytes)."""
+        found = {}
+        for index, host in enumerate(self.hosts):
+            found[f"dram{index}"] = (index, int(host.dram_bytes * host.dram_usable_fraction))
+            if host.ssds:
+                found[f"ssd{index}"] = (index, sum(ssd.budget_bytes for ssd in host.ssds))
+            for number, ssd in enumerate(host.ssds):
+                found[f"ssd{index}.{number}"] = (index, ssd.budget_bytes)
+        return found
+
+    def memories(self) -> dict[str, int]:
+        """Every device, DRAM and single disk by name, with its budget in bytes."""
+        arrays = {f"ssd{index}" for index in range(len(self.hosts))}
+        own = {name: budget for name, (_, budget) in self._own_memories.items() if name not in arrays}
+        return {device.name: device.budget_bytes for device in self.devices} | own
+
+    def budget_bytes(self, memory: str) -> int:
+        """What a plan may use of a memory: "gpu0", "dram0", "ssd0.1", or "ssd0" for all disks of host 0."""
+        if memory in self.device_by_name:
+            return self.device_by_name[memory].budget_bytes
+        if memory not in self._own_memories:
+            raise unknown_memory(self, memory)
+        return self._own_memories[memory][1]
+
+    def dram_budget_bytes(self, host: int = 0) -> int:
+        return self.budget_bytes(f"dram{host}")
+
+    def ssd_budget_bytes(self, host: int = 0) -> int:
+        """Of all disks of a host together; 0 where it has none."""
+        return sum(ssd.budget_bytes for ssd in self.hosts[host].ssds)
+
+    def ssd_directories(self, host: int = 0) -> list[str]:
+        """Where a run may put its files on a host's disks, as far as the document says."""
+        return [ssd.directory for ssd in self.hosts[host].ssds if ssd.directory is not None]
+
+    def host_of(self, memory: str) -> int:
+        """Index of the host that a memory belongs to. Raises HardwareError for an unknown name."""
+        if memory in self.device_by_name:
+            return self.device_by_name[memory].host
+        if memory not in self._own_memories:
+            raise unknown_memory(self, memory)
+        return self._own_memories[memory][0]
+
+    @cached_property
+    def _links(self) -> dict[str, Link]:
+        return build_links(self)
+
+    def links(self) -> dict[str, Link]:
+        """Every directed link by name. Do not change the dictionary."""
+        return self._links
+
+    def path(self, src: str, dst: str) -> list[str]:
+        """Links that a transfer between two memories occupies: dram0 to gpu1 is ["rc0.0.down", "gpu1.down"]."""
+        return find_path(self, src, dst)
+
+    def bandwidth(self, src: str, dst: str) -> float:
+        """Bytes/s of a transfer that has its whole path to itself."""
+        return min((self._links[name].bandwidth for name in self.path(src, dst)), default=float("inf"))
+
+    def latency_s(self, src: str, dst: str) -> float:
+        """Seconds that an empty transfer takes."""
+        return sum(self._links[name].latency_s for name in self.path(src, dst))
+
+    def graph(self) -> nx.MultiDiGraph:
+        """A new networkx graph: memories and switches as nodes, links as edges keyed by name."""
+        return build_graph(self)
+
+    # -- ways to get one -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_any(cls, hardware: Hardware | str | Path | Mapping[str, Any]) -> Hardware:
+        """A Hardware as it is, "auto" (detect this machine), a document's path, a mapping, or a preset's name."""
+        if isinstance(hardware, Hardware):
+            return hardware
+        if isinstance(hardware, Mapping):
+            return cls.model_validate(dict(hardware))
+        if isinstance(hardware, Path) or (
+            isinstance(hardware, str) and (hardware.endswith((".yaml", ".yml", ".json")) or "/" in hardware)
+        ):
+            return cls.load(hardware)
+        if not isinstance(hardware, str):
+            raise HardwareError(
+                f"hardware: found a {type(hardware).__name__}, allowed: Hardware, a preset's name, a path, 'auto'"
+            )
+        return cls.detect() if hardware == "auto" else cls.preset(hardware)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read a YAML or JSON document. Raises HardwareError naming the file, and the line or key at fault."""
+        try:
+            document = yaml.load(Path(path).read_text(), Loader=_StrictLoader)
+        except (OSError, UnicodeDecodeError) as error:
+            raise HardwareError(f"cannot read the hardware document {path}: {error}") from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise HardwareError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from error
+        if not isinstance(document, dict):
+            keys = ", ".join(cls.model_fields)
+            raise HardwareError(f"{path}: found a {type(document).__name__}, allowed: a mapping with the keys {keys}")
+        try:
+            return cls.model_validate(document)
+        except HardwareError as error:
+            raise HardwareError(f"{path}: {error}") from None
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Hardware:
+        """A machine of the papers or a common one, by name; overrides as in `with_`."""
+        document = preset_document(name)
+        if document is None:
+            raise HardwareError(f"no hardware preset {name!r}{close_names(name, preset_names())}")
+        hardware = cls.model_validate(document)
+        return hardware.with_(**overrides) if overrides else hardware
+
+    @classmethod
+    def detect(cls, measure: bool = False) -> Hardware:
+        """Describe this machine; with `measure`, time its links, disks, matrix products and optimizer (20 s)."""
+        from ...runtime.measure.detect import detect_hardware
+
+        return detect_hardware(measure=measure)
+
+    @classmethod
+    def cpu(
+        cls,
+        num_devices: int = 2,
+        memory: str | int = "64MB",
+        dram: str | int = "2GB",
+        ssd: str | int | None = None,
+        h2d: str | float | None = None,
+        d2h: str | float | None = None,
+        link: str | float | None = None,
+        threads: int = 1,
+        ssd_dir: str | Path | None = None,
+        hosts: int = 1,
+        network: str | float | None = None,
+    ) -> Hardware:
+        """CPU devices with a memory budget each, all of it usable, on which every plan runs for real.
+
+        Giving any of `h2d`, `d2h` (device to DRAM and back), `link` (device to device) or `network` (between hosts)
+        makes the runtime hold transfers down to these rates. The devices are divided over `hosts` in their order; each
+        host has a DRAM of that size, and with `ssd` a disk of that size, whose files lie in `ssd_dir`.
+        """
+        if ssd is None and ssd_dir is not None:
+            raise HardwareError(f'ssd_dir={str(ssd_dir)!r}, but ssd=None: say how much of it, such as ssd="20GB"')
+        document = cpu_document(num_devices, memory, dram, ssd, h2d, d2h, link, threads, hosts=hosts, network=network)
+        if ssd_dir is not None:
+            document["hosts"][0]["ssds"][0]["directory"] = str(ssd_dir)
+        return cls.model_validate(document)
+
+    def with_(self, **overrides: Any) -> Hardware:
+        """A copy with some figures replaced: every host's (`dram="4TB"`, `p2p=True`), every device's
+        (`memory="48GB"`), `ssds` (a number of disks, or a list), `root_complex_bandwidth`, `num_devices` on one
+        host, or a key of the document. Raises HardwareError for a name that is none of these.
+        """
+        return type(self).model_validate(overridden(self, overrides))
+
+    # -- ways to show one ------------------------------------------------------------------------------------------
+
+    def to_yaml(self) -> str:
+        """The document; loading it gives an equal Hardware."""
+        document = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_yaml())
+
+    def describe(self) -> str:
+        """A few lines of text: devices, hosts, disks, network, source."""
+        return describe_hardware(self)

@@ -1,0 +1,134 @@
+"""Where bytes travel: the directed links of a machine, and which of them a transfer occupies.
+
+Memories are named: a device by its own name ("gpu0"), "dram0" the DRAM of host 0, "ssd0.1" the second SSD of
+host 0, "ssd0" all SSDs of host 0 striped (its links stand for the whole array: address the array or the single
+disks, not both). Every route passes the DRAM of the hosts at its ends, except NVLink and peer-to-peer copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import HardwareError
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from .hardware import Hardware, Host
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one physical connection.
+
+    `simplex` names a medium that several links take turns on (an SSD's reads and writes): the shares
+    rate / bandwidth of all links on one medium add up to at most 1. Where flows share, each gets as much as the others
+    times its `weight`, the product over its links: amounts of other kinds than bytes are compared by it.
+    """
+
+    name: str
+    tail: str
+    head: str
+    bandwidth: float  # bytes/s
+    latency_s: float
+    simplex: str | None = None
+    weight: float = 1.0
+
+
+def build_links(hardware: Hardware) -> dict[str, Link]:
+    """All links of the machine by name."""
+    found: list[Link] = []
+    for index, host in enumerate(hardware.hosts):
+        for number, complex_ in enumerate(host.root_complexes):
+            rc, dram = f"rc{index}.{number}", f"dram{index}"
+            found.append(Link(f"{rc}.up", rc, dram, complex_.bandwidth_up, 0.0))
+            found.append(Link(f"{rc}.down", dram, rc, complex_.bandwidth_down, 0.0))
+        found += _ssd_links(index, host)
+        if hardware.network is not None:
+            nic, dram = f"nic{index}", f"dram{index}"
+            rate, half_latency_s = hardware.network.bandwidth, hardware.network.latency_s / 2
+            found.append(Link(f"{nic}.up", dram, "network", rate, half_latency_s))
+            found.append(Link(f"{nic}.down", "network", dram, rate, half_latency_s))
+    for device in hardware.devices:
+        rc, host = f"rc{device.host}.{device.root_complex}", hardware.hosts[device.host]
+        found.append(Link(f"{device.name}.up", device.name, rc, device.d2h_bandwidth, device.link_latency_s))
+        found.append(Link(f"{device.name}.down", rc, device.name, device.h2d_bandwidth, device.link_latency_s))
+        if host.nvlink_bandwidth is not None:
+            name, switch, latency_s = f"{device.name}.nvlink", f"nvlink{device.host}", host.nvlink_latency_s / 2
+            found.append(Link(f"{name}.up", device.name, switch, host.nvlink_bandwidth, latency_s))
+            found.append(Link(f"{name}.down", switch, device.name, host.nvlink_bandwidth, latency_s))
+    return {link.name: link for link in found}
+
+
+def _ssd_links(index: int, host: Host) -> list[Link]:
+    if not host.ssds:
+        return []
+    hub = f"dram{index}" if host.ssd_uplink_bandwidth is None else f"ssdbus{index}"
+    found = []
+    for number, ssd in enumerate(host.ssds):
+        name = f"ssd{index}.{number}"
+        found.append(Link(f"{name}.read", name, hub, ssd.read_bandwidth, ssd.latency_s, simplex=name))
+        found.append(Link(f"{name}.write", hub, name, ssd.write_bandwidth, ssd.latency_s, simplex=name))
+    array, latency_s = f"ssd{index}", max(ssd.latency_s for ssd in host.ssds)
+    read, write = (sum(s.read_bandwidth for s in host.ssds), sum(s.write_bandwidth for s in host.ssds))
+    found.append(Link(f"{array}.read", array, hub, read, latency_s, simplex=array))
+    found.append(Link(f"{array}.write", hub, array, write, latency_s, simplex=array))
+    if host.ssd_uplink_bandwidth is not None:
+        found.append(Link(f"{hub}.up", hub, f"dram{index}", host.ssd_uplink_bandwidth, 0.0))
+        found.append(Link(f"{hub}.down", f"dram{index}", hub, host.ssd_uplink_bandwidth, 0.0))
+    return found
+
+
+def find_path(hardware: Hardware, src: str, dst: str) -> list[str]:
+    """Names of the links that a transfer from memory `src` to memory `dst` occupies, in order; [] when equal.
+
+    Raises HardwareError when either is not a memory of this machine.
+    """
+    src_host, dst_host = hardware.host_of(src), hardware.host_of(dst)
+    if src == dst:
+        return []
+    devices = hardware.device_by_name
+    if src in devices and dst in devices and src_host == dst_host:
+        host = hardware.hosts[src_host]
+        if host.nvlink_bandwidth is not None:
+            return [f"{src}.nvlink.up", f"{dst}.nvlink.down"]
+        if host.p2p and devices[src].root_complex == devices[dst].root_complex:
+            return [f"{src}.up", f"{dst}.down"]
+    between = [] if src_host == dst_host else [f"nic{src_host}.up", f"nic{dst_host}.down"]
+    return _to_dram(hardware, src, src_host) + between + _from_dram(hardware, dst, dst_host)
+
+
+def _to_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
+    if memory in hardware.device_by_name:
+        return [f"{memory}.up", f"rc{host}.{hardware.device_by_name[memory].root_complex}.up"]
+    if memory.startswith("ssd"):
+        uplink = [] if hardware.hosts[host].ssd_uplink_bandwidth is None else [f"ssdbus{host}.up"]
+        return [f"{memory}.read", *uplink]
+    return []
+
+
+def _from_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
+    if memory in hardware.device_by_name:
+        return [f"rc{host}.{hardware.device_by_name[memory].root_complex}.down", f"{memory}.down"]
+    if memory.startswith("ssd"):
+        uplink = [] if hardware.hosts[host].ssd_uplink_bandwidth is None else [f"ssdbus{host}.down"]
+        return [*uplink, f"{memory}.write"]
+    return []
+
+
+def build_graph(hardware: Hardware) -> nx.MultiDiGraph:
+    """Memories (with their budget in bytes) and switches as nodes, links as edges keyed by name."""
+    import networkx as nx  # here, because a worker needs none and starts sooner without
+
+    graph = nx.MultiDiGraph(name=hardware.name)
+    for memory, budget_bytes in hardware.memories().items():
+        graph.add_node(memory, budget_bytes=budget_bytes)
+    for link in hardware.links().values():
+        graph.add_edge(link.tail, link.head, key=link.name, bandwidth=link.bandwidth, latency_s=link.latency_s)
+    return graph
+
+
+def unknown_memory(hardware: Hardware, memory: str) -> HardwareError:
+    """The error for a memory name that the machine does not have."""
+    return HardwareError(f"{hardware.name} has no memory {memory!r}; it has {', '.join(hardware.memories())}")

@@ -1,0 +1,70 @@
+"""Replacing figures of a whole machine by keyword: dram="4TB", ssds=2, num_devices=8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import HardwareError
+from .validation import close_names
+
+if TYPE_CHECKING:
+    from .hardware import Hardware
+
+_SHORT = {"dram": "dram_bytes", "memory": "memory_bytes"}
+_TOP_LEVEL = ("name", "source", "network", "throttled", "hosts", "devices")
+# A data-centre disk on PCIe 4, for machines that had none. Intel P5510 datasheet: 6.5 and 3.4 GB/s, one drive write a
+# day over five years.
+STOCK_SSD = {
+    "size_bytes": "3.84TB", "read_bandwidth": "6.5GB/s", "write_bandwidth": "3.4GB/s", "endurance_bytes": "7.008PB",
+}  # fmt: skip
+
+
+def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The machine's document with `overrides` applied, not checked yet."""
+    document = hardware.model_dump()
+    host_keys = set(type(hardware.hosts[0]).model_fields) - {"root_complexes", "ssds"}
+    device_keys = set(type(hardware.devices[0]).model_fields) - {"name", "host", "root_complex"}
+    for word, value in overrides.items():
+        key = _SHORT.get(word, word)
+        if key == "num_devices":
+            document["devices"] = _resized(document["devices"], value, len(document["hosts"]))
+        elif key == "ssds":
+            for host in document["hosts"]:
+                host["ssds"] = _disks(host["ssds"], value)
+        elif key == "root_complex_bandwidth":
+            for host in document["hosts"]:
+                complex_ = {"bandwidth_up": value, "bandwidth_down": value}
+                host["root_complexes"] = [complex_] * len(host["root_complexes"])
+        elif key in host_keys or key in device_keys:
+            for part in document["hosts" if key in host_keys else "devices"]:
+                part[key] = value
+        elif key in _TOP_LEVEL:
+            document[key] = value
+        else:
+            known = [*_SHORT, "num_devices", "ssds", "root_complex_bandwidth", *host_keys, *device_keys, *_TOP_LEVEL]
+            raise HardwareError(f"cannot override {word!r}{close_names(word, known)}")
+    if "source" not in overrides:
+        changes = ", ".join(f"{word}={value!r}" for word, value in overrides.items())
+        document["source"] = f"{document['source'].rstrip('. ')}; changed: {changes}"
+    return document
+
+
+def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:
+    """The first `count` devices, or all and more of the same in the same order over the root complexes."""
+    if not isinstance(count, int) or count < 1:
+        raise HardwareError(f"num_devices: found {count!r}, allowed: a whole number of 1 or more")
+    if num_hosts > 1:
+        raise HardwareError(f"num_devices: this machine has {num_hosts} hosts; write its devices in a document instead")
+    taken, prefix = {device["name"] for device in devices}, devices[0]["name"].rstrip("0123456789")
+    free = (name for i in range(count + len(devices)) if (name := f"{prefix}{i}") not in taken)
+    more = [{**devices[i % len(devices)], "name": next(free)} for i in range(len(devices), count)]
+    return devices[:count] + more
+
+
+def _disks(disks: list[dict[str, Any]], value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if value < 0:
+        raise HardwareError(f"ssds: found {value}, allowed: 0 or more disks, or a list of them")
+    like = {**(disks[0] if disks else STOCK_SSD), "directory": None}  # no two disks have a directory in common
+    return [*disks[:value], *(like for _ in range(value - len(disks)))]

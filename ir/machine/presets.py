@@ -1,0 +1,361 @@
+"""Known machines by name, as plain documents for `Hardware`.
+
+`PARTS` holds datasheet figures of GPUs; a family name such as `rtx4090x4-2rc` puts a number of one part into a
+server. The machines of the papers are written out one by one. Every document states where its figures come from.
+
+What datasheets do not say is assumed by a few rules, the same for all machines:
+- PCIe x16 moves 13.1, 26 and 52 GB/s per direction for generation 3, 4 and 5 (83% of the wire rate; Mobius
+  measured 13.1 on generation 3).
+- All GPUs under one root complex share one x16 uplink, through a switch or split lanes.
+- DRAM reaches 80% of its channels' rate; AdamW on the CPU moves 28 bytes a parameter at 60% of that.
+- A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import HardwareError
+from ..units import parse_bytes
+from .overrides import STOCK_SSD
+
+Document = dict[str, Any]
+PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
+# PCIe 4 x4 M.2: rates and 1200 TBW of the Samsung 980 PRO 2 TB datasheet.
+CONSUMER_SSD = {
+    "size_bytes": "2TB", "read_bandwidth": "7GB/s", "write_bandwidth": "5GB/s", "endurance_bytes": "1.2PB",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """Datasheet figures of one GPU: GiB of memory, dense TFLOPS, GB/s."""
+
+    gib: float
+    fp32: float
+    half: float
+    memory_gb_s: float
+    pcie: int
+    achieved_half: float  # of peak for large matrix products
+    source: str
+    nvlink_gb_s: float | None = None  # per direction
+    bf16: bool = True
+    server: str | None = None  # key of SERVERS: sold as a whole machine, not as a card
+
+
+_WHITEPAPER = "fp16 rate with fp32 accumulation from the architecture whitepaper"
+_ASSUMED = "achieved fractions assumed"
+_A100 = "NVIDIA A100 SXM datasheet; achieved: a transformer block reaches 200 TFLOPS in Fuyou"
+PARTS = {
+    "rtx2080ti": GpuPart(11, 13.4, 53.8, 616, 3, 0.80, f"NVIDIA Turing whitepaper; {_ASSUMED}", bf16=False),
+    "rtx3090": GpuPart(24, 35.6, 71, 936, 4, 0.85, f"NVIDIA GA102 whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
+    "rtx3090ti": GpuPart(24, 40, 80, 1008, 4, 0.85, f"NVIDIA RTX 3090 Ti datasheet ({_WHITEPAPER}); {_ASSUMED}"),
+    "rtx4090": GpuPart(
+        24, 82.6, 165.2, 1008, 4, 0.99,
+        f"NVIDIA Ada whitepaper ({_WHITEPAPER}); achieved: a transformer block reaches 164 TFLOPS in Fuyou",
+    ),
+    "rtx5090": GpuPart(32, 104.8, 209.5, 1792, 5, 0.85, f"NVIDIA RTX Blackwell whitepaper ({_WHITEPAPER}); {_ASSUMED}"),
+    "rtx4060-laptop": GpuPart(8, 14.6, 29.1, 256, 4, 0.80, f"NVIDIA RTX 4060 Laptop figures at 2.37 GHz; {_ASSUMED}"),
+    "v100-16gb": GpuPart(
+        16, 15.7, 125, 900, 3, 0.70, f"NVIDIA V100 SXM2 datasheet; {_ASSUMED}", 150, bf16=False, server="dgx1"
+    ),
+    "v100-32gb": GpuPart(
+        32, 15.7, 125, 900, 3, 0.70, f"NVIDIA V100 SXM2 datasheet; {_ASSUMED}", 150, bf16=False, server="dgx1"
+    ),
+    "a100-40gb": GpuPart(40, 19.5, 312, 1555, 4, 0.65, _A100, 300, server="dgxa100-40gb"),
+    "a100-80gb": GpuPart(80, 19.5, 312, 2039, 4, 0.65, _A100, 300, server="dgxa100-80gb"),
+    "h100": GpuPart(80, 67, 989, 3350, 5, 0.65, f"NVIDIA H100 SXM datasheet; {_ASSUMED}", 450, server="dgxh100"),
+    "h200": GpuPart(
+        141e9 / 2**30, 67, 989, 4800, 5, 0.65, f"NVIDIA H200 SXM datasheet; {_ASSUMED}", 450, server="dgxh200"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerPart:
+    """A server of 8 GPUs: DRAM bytes as text, DRAM channel rate in GB/s, cores, disks, PCIe switches."""
+
+    dram: str
+    channels_gb_s: float
+    cores: int
+    ssds: int
+    switches: int
+    source: str
+
+
+SERVERS = {
+    "dgx1": ServerPart("512GB", 153.6, 40, 4, 4, "NVIDIA DGX-1 datasheet"),
+    "dgxa100-40gb": ServerPart("1TB", 409.6, 128, 4, 4, "NVIDIA DGX A100 320GB datasheet"),
+    "dgxa100-80gb": ServerPart("2TB", 409.6, 128, 8, 4, "NVIDIA DGX A100 640GB datasheet"),
+    "dgxh100": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H100 datasheet"),
+    "dgxh200": ServerPart("2TB", 614.4, 112, 8, 8, "NVIDIA DGX H200 datasheet"),
+}
+
+
+def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: int | None = None) -> Document:
+    """One device of a known part, on a slot of generation `pcie` (the part's own by default)."""
+    part = PARTS[part_name]
+    link = PCIE_X16[pcie or part.pcie]
+    peak = {"fp32": part.fp32 * 1e12, "fp16": part.half * 1e12}
+    achieved = {"fp32": 0.85, "fp16": part.achieved_half}
+    if part.bf16:
+        peak["bf16"], achieved["bf16"] = peak["fp16"], part.achieved_half
+    return {
+        "name": f"gpu{index}", "kind": "cuda", "host": host, "root_complex": root_complex,
+        "memory_bytes": round(part.gib * 2**30), "peak_flops": peak, "achieved_fraction": achieved,
+        "memory_bandwidth": part.memory_gb_s * 1e9, "h2d_bandwidth": link, "d2h_bandwidth": link,
+    }  # fmt: skip
+
+
+def host(dram: str, channels_gb_s: float, cores: int, root_complexes: int, link: float, **more: Any) -> Document:
+    """One host; `channels_gb_s` is the rate of its DRAM channels together, `link` that of each root complex."""
+    dram_bandwidth = 0.8 * channels_gb_s * 1e9
+    return {
+        "dram_bytes": dram, "dram_bandwidth": dram_bandwidth, "cpu_cores": cores,
+        "optimizer_params_per_s": 0.6 * dram_bandwidth / 28,
+        "root_complexes": [{"bandwidth_up": link, "bandwidth_down": link} for _ in range(root_complexes)],
+    } | more  # fmt: skip
+
+
+def machine(
+    name: str, source: str, part: str, topology: list[int], one_host: Document, pcie: int | None = None
+) -> Document:
+    """One host with `topology[r]` GPUs of one part under root complex r."""
+    places = [complex_ for complex_, count in enumerate(topology) for _ in range(count)]
+    devices = [gpu(part, index, complex_, pcie=pcie) for index, complex_ in enumerate(places)]
+    return {"name": name, "source": f"{source}; {PARTS[part].source}", "hosts": [one_host], "devices": devices}
+
+
+# -- the papers' machines ----------------------------------------------------------------------------------------------
+
+
+def _mobius(name: str, topology: list[int], **more: Any) -> Document:
+    source = (
+        "Mobius (ASPLOS 2023) section 4: 2 Xeon Gold 6130, 1.5 TB, PCIe 3, at most 13.1 GB/s measured, no P2P; "
+        "DRAM 12 channels of DDR4-2666"
+    )
+    server = host("1.5TB", 256, 32, len(topology), PCIE_X16[3], **more)
+    return machine(name, source, "rtx3090ti", topology, server, pcie=3)
+
+
+def _mobius_v100() -> Document:
+    source = (
+        "Mobius (ASPLOS 2023) section 4: EC2 p3.8xlarge, NVLink 300 GB/s both directions together; "
+        "DRAM, cores and price from AWS; 4 channels of DDR4-2400"
+    )
+    server = host("244GiB", 76.8, 16, 2, PCIE_X16[3], p2p=True, nvlink_bandwidth=150e9, price_dollars_per_hour=12.24)
+    return machine("mobius-v100", source, "v100-16gb", [2, 2], server)
+
+
+def _fuyou(name: str, part: str, price_dollars: float) -> Document:
+    source = (
+        "Fuyou (2024) table 3: Xeon Gold 5320, 768 GB, PCIe 4, 12 Intel P5510; 2 CPUs, as in the server of its table "
+        "5, with 8 channels each at the 2933 MT/s that they support; prices of table 5; "
+        "disk rates and endurance from the P5510 datasheet"
+    )
+    server = host("768GB", 375.4, 52, 1, PCIE_X16[4], ssds=[STOCK_SSD] * 12, price_dollars=price_dollars)
+    document = machine(name, source, part, [1], server)
+    if part == "a100-80gb":  # the paper's card is the PCIe model, whose HBM is a little slower
+        document["devices"][0]["memory_bandwidth"] = 1935e9
+    return document
+
+
+def _ftpipe() -> Document:
+    source = (
+        "FTPipe (ATC 2021) section 5: 8 RTX 2080 Ti on PCIe 3; the host is not described: "
+        "two root complexes of 4, 512 GB and 12 channels of DDR4-2666 assumed"
+    )
+    return machine("ftpipe-2080ti", source, "rtx2080ti", [4, 4], host("512GB", 256, 32, 2, PCIE_X16[3]))
+
+
+def _mics(name: str, part: str, num_hosts: int, one_host: Document, network: str, source: str) -> Document:
+    """Hosts of 8 GPUs, two to a PCIe switch."""
+    devices = [gpu(part, 8 * h + i, i // 2, h, pcie=3) for h in range(num_hosts) for i in range(8)]
+    return {
+        "name": name, "source": f"{source}; {PARTS[part].source}", "hosts": [one_host] * num_hosts,
+        "devices": devices, "network": {"bandwidth": network, "latency_s": "30us"},
+    }  # fmt: skip
+
+
+def _mics_p3dn(num_hosts: int) -> Document:
+    source = (
+        "MiCS (VLDB 2022) section 5: EC2 p3dn.24xlarge, 100 Gb/s, NVLink at the 128 GB/s measured inside a node; "
+        "DRAM, cores, disks and price from AWS"
+    )
+    ssd = {"size_bytes": "900GB", "read_bandwidth": "2GB/s", "write_bandwidth": "1GB/s"}
+    one = host(
+        "768GiB", 256, 48, 4, PCIE_X16[3], p2p=True, nvlink_bandwidth=128e9, ssds=[ssd] * 2,
+        price_dollars_per_hour=31.212,
+    )  # fmt: skip
+    return _mics(f"mics-p3dn:{num_hosts}", "v100-32gb", num_hosts, one, "100Gb/s", source)
+
+
+def _mics_p4d(num_hosts: int) -> Document:
+    source = (
+        "MiCS (VLDB 2022) section 5: EC2 p4d.24xlarge, 400 Gb/s; NVLink at 80% of its 300 GB/s per direction assumed; "
+        "DRAM, cores, disks and price from AWS; PCIe 3 hosts"
+    )
+    ssd = {"size_bytes": "1TB", "read_bandwidth": "2GB/s", "write_bandwidth": "1GB/s"}
+    one = host(
+        "1152GiB", 281.6, 48, 4, PCIE_X16[3], p2p=True, nvlink_bandwidth=240e9, ssds=[ssd] * 8,
+        price_dollars_per_hour=32.77,
+    )  # fmt: skip
+    return _mics(f"mics-p4d:{num_hosts}", "a100-40gb", num_hosts, one, "400Gb/s", source)
+
+
+_PAPERS: dict[str, Callable[[], Document]] = {
+    "mobius-8gpu": lambda: _mobius("mobius-8gpu", [4, 4], price_dollars=20_000),
+    "mobius-v100": _mobius_v100,
+    "fuyou-4090": lambda: _fuyou("fuyou-4090", "rtx4090", 14_098 + 1_600 + 12 * 308),
+    "fuyou-a100": lambda: _fuyou("fuyou-a100", "a100-80gb", 14_098 + 14_177 + 12 * 308),
+    "ftpipe-2080ti": _ftpipe,
+}
+
+
+# -- common machines ---------------------------------------------------------------------------------------------------
+
+
+def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -> Document:
+    """A workstation or server with gaming cards."""
+    if count < complexes:
+        raise HardwareError(f"hardware preset {name!r}: {count} GPU(s) cannot sit under {complexes} root complexes")
+    slot = pcie or PARTS[part].pcie
+    topology = [count // complexes + (i < count % complexes) for i in range(complexes)]
+    channels_gb_s = {3: 85.3, 4: 204.8, 5: 307.2}[slot] if count > 2 else {3: 42.7, 4: 51.2, 5: 89.6}[slot]
+    source = (
+        f"{count} cards on PCIe {slot} x16, {complexes} root complex(es) assumed; 64 GB DRAM a card, "
+        f"{channels_gb_s:g} GB/s of DRAM channels and one 2 TB M.2 disk assumed"
+    )
+    cores = 16 if count <= 2 else 32
+    server = host(f"{64 * count}GB", channels_gb_s, cores, complexes, PCIE_X16[slot], ssds=[CONSUMER_SSD])
+    return machine(name, source, part, topology, server, pcie=slot)
+
+
+def _server(name: str, part_name: str, count: int) -> Document:
+    """A data-centre server, or the share of one that `count` of its 8 GPUs come with."""
+    if count > 8:
+        raise HardwareError(f"hardware preset {name!r}: such a server holds at most 8 GPUs")
+    part, share = PARTS[part_name], count / 8
+    server = SERVERS[part.server or ""]
+    complexes = max(1, round(server.switches * share))
+    ssds = [STOCK_SSD] * max(1, round(server.ssds * share))
+    one = host(
+        str(parse_bytes(server.dram) * count // 8), server.channels_gb_s * share, max(1, round(server.cores * share)),
+        complexes, PCIE_X16[part.pcie], ssds=ssds, p2p=True,
+        nvlink_bandwidth=0.8 * (part.nvlink_gb_s or 0) * 1e9 if count > 1 else None,
+    )  # fmt: skip
+    topology = [count // complexes + (i < count % complexes) for i in range(complexes)]
+    source = f"{server.source}, {count} of 8 GPUs with their share of the host; NVLink at 80% of its rate"
+    return machine(name, source, part_name, topology, one)
+
+
+def _laptop() -> Document:
+    source = "a laptop with 16 GB of dual-channel DDR5-4800, 8 cores, RTX 4060 Laptop on PCIe 4 x8, one M.2 disk"
+    ssd = {**CONSUMER_SSD, "size_bytes": "1TB", "endurance_bytes": "600TB"}  # of the same datasheet
+    one = host("16GB", 76.8, 8, 1, PCIE_X16[4] / 2, ssds=[ssd], dram_usable_fraction=0.7)
+    document = machine("laptop-16gb", source, "rtx4060-laptop", [1], one)
+    document["devices"][0] |= {"h2d_bandwidth": PCIE_X16[4] / 2, "d2h_bandwidth": PCIE_X16[4] / 2}
+    return document
+
+
+_COMMON: dict[str, Callable[[], Document]] = {
+    "laptop-16gb": _laptop,
+    "cpu-only": lambda: cpu_document(2, "4GB", "16GB", "100GB", name="cpu-only"),
+}
+_FAMILY = re.compile(r"(?P<part>[a-z0-9-]+?)x(?P<count>\d+)(-(?P<complexes>[12])rc)?(-pcie(?P<pcie>[345]))?")
+_TOPOLOGY = re.compile(r"mobius-topo(?P<sizes>\d+(\+\d+)*)")
+_CLUSTER = re.compile(r"mics-(?P<kind>p3dn|p4d):(?P<hosts>\d+)")
+
+
+def preset_names() -> list[str]:
+    """Names worth listing; families accept other counts too (`rtx4090x3-2rc-pcie3`, `mobius-topo2+6`)."""
+    topologies = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3"]
+    clusters = ["mics-p3dn:2", "mics-p3dn:8", "mics-p4d:2", "mics-p4d:8"]
+    cards = [
+        f"{part}x{count}{complexes}{slot}"
+        for part, slots in (("rtx3090", [""]), ("rtx4090", [""]), ("rtx5090", ["", "-pcie4"]))
+        for count in (1, 2, 4, 8)
+        for complexes in ("", "-2rc")
+        for slot in slots
+        if count > 1 or not complexes
+    ]
+    servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200") for n in (1, 8)]
+    return [*topologies, *_PAPERS, *clusters, *cards, *servers, *_COMMON]
+
+
+def preset_document(name: str) -> Document | None:
+    """The document of a preset, None when no preset has that name."""
+    if build := {**_PAPERS, **_COMMON}.get(name):
+        return build()
+    if match := _TOPOLOGY.fullmatch(name):
+        return _mobius(name, _counts(name, match["sizes"].split("+")))
+    if match := _CLUSTER.fullmatch(name):
+        (num_hosts,) = _counts(name, [match["hosts"]])
+        return (_mics_p3dn if match["kind"] == "p3dn" else _mics_p4d)(num_hosts)
+    match = _FAMILY.fullmatch(name)
+    if match is None or match["part"] not in PARTS:
+        return None
+    (count,) = _counts(name, [match["count"]])
+    if PARTS[match["part"]].server is None:
+        pcie = int(match["pcie"]) if match["pcie"] else None
+        return _cards(name, match["part"], count, int(match["complexes"] or 1), pcie)
+    return None if match["complexes"] or match["pcie"] else _server(name, match["part"], count)
+
+
+def _counts(name: str, texts: Iterable[str]) -> list[int]:
+    counts = [int(text) for text in texts]
+    if not all(0 < count <= 4096 for count in counts):
+        raise HardwareError(f"hardware preset {name!r}: counts must be 1 to 4096, found {counts}")
+    return counts
+
+
+def cpu_document(
+    num_devices: int,
+    memory: str | int,
+    dram: str | int,
+    ssd: str | int | None = None,
+    h2d: str | float | None = None,
+    d2h: str | float | None = None,
+    link: str | float | None = None,
+    threads: int = 1,
+    name: str = "cpu",
+    hosts: int = 1,
+    network: str | float | None = None,
+) -> Document:
+    """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order; any of the rates
+    throttles transfers."""
+    if not 1 <= hosts <= max(1, num_devices):
+        raise HardwareError(f"hosts={hosts}: found {num_devices} devices, allowed: 1 to {num_devices}, one on each")
+    if network is not None and hosts == 1:
+        raise HardwareError(f"network={network!r}, but hosts=1: nothing goes over it; say how many, such as hosts=2")
+    source = "rates of one core of a 2020s server CPU as a guess; detect with measure=True for this machine's own"
+    copy = 10e9  # bytes/s of one thread copying
+    down = next((rate for rate in (h2d, d2h) if rate is not None), copy)
+    up = next((rate for rate in (d2h, h2d) if rate is not None), copy)
+    devices = [
+        {
+            "name": f"cpu{index}", "kind": "cpu", "host": index * hosts // num_devices, "memory_bytes": memory,
+            "usable_fraction": 1.0, "achieved_fraction": 1.0,
+            "peak_flops": {"fp32": 80e9 * threads, "bf16": 160e9 * threads, "fp16": 20e9 * threads},
+            "memory_bandwidth": 2 * copy, "h2d_bandwidth": down,
+            "d2h_bandwidth": up, "link_latency_s": 20e-6, "op_overhead_s": 5e-6, "threads": threads,
+        }
+        for index in range(num_devices)
+    ]  # fmt: skip
+    cores = -(-max(1, num_devices) // hosts) * threads
+    one_host: Document = {
+        "dram_bytes": dram, "dram_usable_fraction": 1.0, "dram_bandwidth": 40e9,
+        "cpu_cores": cores, "optimizer_params_per_s": 1.5e9 * cores,
+        "root_complexes": [{"bandwidth_up": 20e9, "bandwidth_down": 20e9}],
+        "nvlink_bandwidth": 2e9 if link is None else link, "nvlink_latency_s": 100e-6,
+    }  # fmt: skip
+    if ssd is not None:
+        one_host["ssds"] = [{"size_bytes": ssd, "read_bandwidth": "1GB/s", "write_bandwidth": "0.5GB/s"}]
+    throttled = any(rate is not None for rate in (h2d, d2h, link, network))
+    document = {"name": name, "source": source, "hosts": [one_host] * hosts, "devices": devices, "throttled": throttled}
+    if hosts > 1:
+        document["network"] = {"bandwidth": 1e9 if network is None else network, "latency_s": 100e-6}
+    return document

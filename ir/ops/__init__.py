@@ -1,0 +1,13 @@
+"""The instruction set: `ops.fetch` is a record, `ops.ALL` has every record by its name."""
+
+from __future__ import annotations
+
+from .compute import *
+from .devices import *
+from .names import *
+from .record import Context, Op, Value, Work
+from .split import *
+from .table import ALL
+from .transfers import *
+from .update import *
+from .versions import *

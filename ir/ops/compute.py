@@ -1,0 +1,191 @@
+"""The ops that compute: forward and backward of a stage for one micro-batch, and sums of two tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .names import COMPUTE, DEVICE
+from .record import Context, Op, Value, Work, match, tensor, want
+from .transfers import check_micro_batch
+
+if TYPE_CHECKING:
+    from ..program import SavedSpec, StageSpec
+
+__all__ = ["add", "aligned_class", "backward", "evaluate", "forward"]
+
+Keep = bool | Sequence[str]  # everything, nothing, or these classes of saved tensors
+
+
+def _stage_operands(ctx: Context, stage: str, weights: Value, inputs: tuple[Value, ...], micro_batch: int) -> StageSpec:
+    spec = ctx.stage(stage)
+    check_micro_batch(ctx, micro_batch)
+    want(weights, "weights", "weights", DEVICE)
+    if weights.stage != stage:
+        raise ValueError(f"{stage} runs on its own weights, found those of {weights.stage}")
+    if len(inputs) != len(spec.inputs):
+        raise ValueError(f"{stage} takes {len(spec.inputs)} inputs, found {len(inputs)}")
+    for value, wanted in zip(inputs, spec.inputs):
+        match(value, wanted, f"input {wanted.name} of {stage}")
+    return spec
+
+
+def _saved(spec: StageSpec, classes: Sequence[str]) -> list[SavedSpec]:
+    """Of the stage's classes of saved tensors those named. Raises `ValueError` for another name or one named twice."""
+    known = {saved.name: saved for saved in spec.saved}
+    for name in classes:
+        if name not in known:
+            raise ValueError(f"{spec.name} has no class {name!r} of saved tensors; it has {', '.join(known) or 'none'}")
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"a class of saved tensors of {spec.name} is named twice")
+    return [known[name] for name in classes]
+
+
+def _forward(
+    ctx: Context, stage: str, weights: Value, *inputs: Value, micro_batch: int, keep: Keep = True
+) -> tuple[Value, ...]:
+    """`keep`: what backward shall find: all that autograd saves, nothing, or these classes of saved tensors."""
+    spec = _stage_operands(ctx, stage, weights, inputs, micro_batch)
+    outputs = tuple(tensor(o) for o in spec.outputs)
+    if keep is True:
+        return (*outputs, Value("kept", spec.kept_bytes, DEVICE, stage=stage))
+    if keep is False or not keep:
+        return outputs
+    num_bytes = sum(aligned_class(saved) for saved in _saved(spec, keep))
+    return (*outputs, Value("kept", num_bytes, DEVICE, stage=stage, classes=tuple(keep)))
+
+
+def aligned_class(saved: SavedSpec) -> int:
+    """Bytes of a class in a buffer that holds several."""
+    return -(-saved.bytes // 512) * 512
+
+
+def _forward_work(
+    ctx: Context, stage: str, weights: Value, *inputs: Value, micro_batch: int, keep: Keep = True
+) -> Work:
+    s = ctx.stage(stage)
+    return Work(
+        COMPUTE,
+        flops=s.forward_flops,
+        traffic_bytes=s.forward_traffic_bytes,
+        launches=s.launches,
+        workspace_bytes=s.forward_workspace_bytes if keep is True else s.light_workspace_bytes,
+        seconds=tuple((name, again_s if keep is True else forward_s) for name, forward_s, again_s, _ in s.seconds),
+    )
+
+
+forward = Op("forward", (COMPUTE,), _forward, _forward_work)
+
+
+def _evaluate(ctx: Context, stage: str, weights: Value, *inputs: Value, micro_batch: int) -> tuple[Value, ...]:
+    spec = _stage_operands(ctx, stage, weights, inputs, micro_batch)
+    return tuple(tensor(o) for o in (*spec.outputs, *spec.extra_outputs))
+
+
+evaluate = Op(
+    "evaluate",
+    (COMPUTE,),
+    _evaluate,
+    lambda ctx, stage, weights, *inputs, micro_batch: _forward_work(
+        ctx, stage, weights, *inputs, micro_batch=micro_batch, keep=False
+    ),
+)
+
+
+def _backward(
+    ctx: Context,
+    stage: str,
+    weights: Value,
+    kept: Value | None,
+    inputs: list[Value],
+    douts: list[Value | float | None],
+    grads: Value | None = None,
+    *,
+    micro_batch: int,
+) -> tuple[Value, ...]:
+    """`kept` None rematerialises from `inputs`; classes that it holds are not computed again. `douts`: per output its
+    gradient, a factor for the loss, or None."""
+    spec = _stage_operands(ctx, stage, weights, tuple(inputs), micro_batch)
+    if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
+        raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
+    if (kept is None or kept.classes) and not spec.rematerialisable:
+        raise ValueError(f"{stage} cannot be rematerialised: a second forward would change its buffers' results")
+    if len(douts) != len(spec.outputs):
+        raise ValueError(f"{stage} has {len(spec.outputs)} outputs, found {len(douts)} gradients")
+    for dout, out in zip(douts, spec.outputs):
+        if isinstance(dout, Value):
+            match(dout, out, f"gradient of {out.name} of {stage}")
+        elif isinstance(dout, float) and out.name != spec.loss:
+            raise ValueError(f"only the loss takes a factor; {out.name} of {stage} does not")
+    if grads is not None and want(grads, "grads", "grads", DEVICE).stage != stage:
+        raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
+    if grads is not None and grads.group:
+        raise ValueError("gradients that were scattered cannot grow")
+    dinputs = tuple(tensor(i) for i in spec.inputs if i.requires_grad)
+    return (*dinputs, Value("grads", spec.grad_bytes, DEVICE, stage=stage))
+
+
+def _backward_work(
+    ctx: Context,
+    stage: str,
+    weights: Value,
+    kept: Value | None,
+    inputs: list[Value],
+    douts: list[Any],
+    grads: Value | None = None,
+    *,
+    micro_batch: int,
+) -> Work:
+    s = ctx.stage(stage)
+    again = kept is None or bool(kept.classes)
+    there = _saved(s, kept.classes) if kept is not None else []
+    spared_flops = sum(saved.flops for saved in there)  # what need not be computed again
+    return Work(
+        COMPUTE,
+        flops=s.backward_flops + (s.forward_flops - spared_flops if again else 0.0),
+        traffic_bytes=s.backward_traffic_bytes + (s.forward_traffic_bytes if again else 0.0),
+        launches=(3 if again else 2) * s.launches,
+        workspace_bytes=max(s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0)
+        + (max(0, s.kept_bytes - sum(saved.bytes for saved in there if saved.is_saved)) if again else 0),
+        seconds=tuple(
+            (name, backward_s + (s.again_s(name, again_s, spared_flops) if again else 0.0))
+            for name, _, again_s, backward_s in s.seconds
+        ),
+    )
+
+
+backward = Op(
+    "backward",
+    (COMPUTE,),
+    _backward,
+    _backward_work,
+    donates=("grads",),
+    paper="rematerialisation: Mobius 3.1, FTPipe 4.3",
+)
+
+
+def _add(ctx: Context, left: Value, right: Value) -> Value:
+    """Of two tensors, or of two sums of gradients that were scattered over the same group."""
+    if isinstance(left, Value) and left.kind == "grads" and left.group:
+        if left != right:
+            raise ValueError(f"gradients of {left.stage}, scattered over {left.group!r}, cannot take up others")
+        return left
+    want(left, "tensor", "left", DEVICE)
+    want(right, "tensor", "right", DEVICE)
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        raise ValueError(f"shapes differ: {left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}")
+    return left
+
+
+def _numel(value: Value) -> int:
+    return math.prod(value.shape) if value.kind == "tensor" else value.bytes // 4
+
+
+add = Op(
+    "add",
+    (COMPUTE,),
+    _add,
+    lambda ctx, left, right: Work(COMPUTE, flops=_numel(left), traffic_bytes=3 * left.bytes, launches=1),
+    donates=("left",),
+)

@@ -1,0 +1,150 @@
+"""The ops between devices: messages, and collectives over named groups."""
+
+from __future__ import annotations
+
+from .names import COMM, DEVICE, RECV, SEND
+from .record import Context, Op, Value, Work, tensor, want
+
+__all__ = ["all_gather", "all_reduce", "recv", "reduce_scatter", "send"]
+
+
+def _send(ctx: Context, value: Value, *, dst: int, tag: str) -> None:
+    want(value, "tensor", "what is sent", DEVICE)
+    _peer(ctx, dst)
+
+
+def _peer(ctx: Context, device: int) -> None:
+    if not 0 <= device < ctx.interface.num_devices or device == ctx.device:
+        raise ValueError(f"device {device} is no other device of 0 to {ctx.interface.num_devices - 1}")
+
+
+send = Op(
+    "send",
+    (SEND,),
+    _send,
+    lambda ctx, value, *, dst, tag: Work(
+        SEND, moved_bytes=value.bytes, source=DEVICE, target=f"device{dst}", peer=dst, tag=tag
+    ),
+    effect=True,
+)
+
+
+def _recv(ctx: Context, like: str, *, src: int, tag: str) -> Value:
+    """`like` names the stage output whose shape and dtype arrive: the value itself, or its gradient."""
+    _peer(ctx, src)
+    stage, _, output = like.partition(".")
+    names = [o.name for o in ctx.stage(stage).outputs]
+    if output not in names:
+        raise ValueError(f"{stage} has no output {output!r}; it has {', '.join(names)}")
+    return tensor(ctx.stage(stage).output(output))
+
+
+recv = Op(
+    "recv",
+    (RECV,),
+    _recv,
+    lambda ctx, like, *, src, tag: Work(
+        RECV,
+        moved_bytes=_recv(ctx, like, src=src, tag=tag).bytes,
+        source=f"device{src}",
+        target=DEVICE,
+        peer=src,
+        tag=tag,
+    ),
+)
+
+
+def _all_reduce(ctx: Context, *values: Value, group: str) -> tuple[Value, ...]:
+    """Sum over the group's members. Grads: only the tied parameter that the group names, else all; norms: the whole."""
+    members = [stage for stage, _ in ctx.group(group)]
+    if len(members) != len(values):
+        raise ValueError(f"group {group} has {len(members)} members on device {ctx.device}, found {len(values)} values")
+    for value, stage in zip(values, members):
+        if value.kind not in ("grads", "norm") or (value.kind == "grads" and stage not in ("", value.stage)):
+            raise ValueError(f"group {group} reduces the gradients of {stage} here, found {value.kind} {value.stage}")
+    return tuple(values)
+
+
+def _all_reduce_work(ctx: Context, *values: Value, group: str) -> Work:
+    stage, name = ctx.group(group)[0]
+    num_bytes = values[0].bytes
+    if name:
+        params = ctx.interface.part_of(stage, values[0].group).params
+        num_bytes = next(p.bytes for p in params if p.name == name)
+    memory = values[0].memory
+    return Work(COMM, moved_bytes=num_bytes, source=memory, target=memory, group=group, rounds=2)
+
+
+all_reduce = Op(
+    "all_reduce",
+    (COMM,),
+    _all_reduce,
+    _all_reduce_work,
+    effect=True,
+    donates=("values",),
+    paper="FTPipe 4.4: tied weights across stages",
+)
+
+
+def _all_gather(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Value:
+    """A stage's whole weights, out of the shards of all members. `hierarchical` says how, not what: first between
+    hosts, each member with those at its place there, then inside each host."""
+    if want(shard, "shard", "shard", DEVICE).group != group:
+        raise ValueError(f"the shard is of group {shard.group!r}, not of {group!r}")
+    return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
+
+
+def _once_round(group: str, num_bytes: int, workspace_bytes: int, hierarchical: bool = False) -> Work:
+    return Work(
+        COMM, moved_bytes=num_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1,
+        workspace_bytes=workspace_bytes, hierarchical=hierarchical,
+    )  # fmt: skip
+
+
+def _gather_work(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Work:
+    """All shards arrive one behind the other, before their pieces are put in place."""
+    whole = ctx.stage(shard.stage).weight_bytes
+    return _once_round(group, whole, shard.bytes * ctx.interface.size(group), hierarchical)
+
+
+all_gather = Op(
+    "all_gather",
+    (COMM,),
+    _all_gather,
+    _gather_work,
+    paper="Mobius eq. 2, MiCS 3.2, 3.3: every device keeps a part of each stage and has it whole while it runs",
+)
+
+
+def _scatter_work(
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
+) -> Work:
+    """What is sent, member by member, is replaced by what arrives; there is room for one more."""
+    part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
+    return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes, hierarchical)
+
+
+def _reduce_scatter(
+    ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
+) -> Value:
+    """The sum of the members' gradients of a stage, of which each keeps its own shard's part; added to `total`, what
+    came of earlier micro-batches. `hierarchical` says how: first inside each host, then between hosts."""
+    if want(grads, "grads", "grads", DEVICE).group:
+        raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
+    ctx.group(group)
+    if total is not None:
+        want(total, "grads", "total", DEVICE)
+        if (total.stage, total.group) != (grads.stage, group):
+            found = f"of {total.stage}, " + (f"scattered over {total.group!r}" if total.group else "whole")
+            raise ValueError(f"total must be gradients of {grads.stage}, scattered over {group!r}; found {found}")
+    return Value("grads", ctx.interface.part_of(grads.stage, group).grad_bytes, stage=grads.stage, group=group)
+
+
+reduce_scatter = Op(
+    "reduce_scatter",
+    (COMM,),
+    _reduce_scatter,
+    _scatter_work,
+    donates=("grads", "total"),
+    paper="Mobius eq. 2, MiCS 3.4",
+)

@@ -1,0 +1,148 @@
+"""What an op is: its record, the type of a value, and the work that it stands for.
+
+A record holds the op's name, the streams it may occupy, whether it acts on something besides its results, which
+operands it takes over, its inference (operand types to result types; raises on bad operands) and its work (how much
+of which resource). The signature of `infer` is the op's signature. All three runtimes implement exactly these names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .names import DEVICE, MESH_GROUPS
+
+if TYPE_CHECKING:
+    from ..program import Interface, StageSpec, TensorSpec
+
+@dataclass(frozen=True)
+class Value:
+    """The type of one value: what it is, how many bytes, and in which memory it lives.
+
+    `owned` is False for what stays across steps (resident weights): it is never freed by a program. `group` names the
+    devices over which a shard, or the gradients of one, are spread; this is one member's piece. `classes`: of what a
+    forward kept, the classes of saved tensors, where it did not keep everything. `part`: of gradients, where those of
+    parameters that stages share lie apart, "own" or "shared".
+    """
+
+    # tensor | weights | part or shard (of weights) | kept | grads | norm | states (optimizer states and fp32 masters of
+    # a stage) | all (its weights, masters and states)
+    kind: str
+    bytes: int
+    memory: str = DEVICE
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stage: str = ""
+    requires_grad: bool = False
+    owned: bool = True
+    group: str = ""
+    classes: tuple[str, ...] = ()
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one op occupies: a stream, and an amount of exactly one resource.
+
+    `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
+    "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of
+    `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a
+    collective, in which `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring
+    of members; `hierarchical`: first between hosts, each member with those at its place there, then inside each host
+    (MiCS 3.3).
+    """
+
+    stream: str
+    flops: float = 0.0
+    traffic_bytes: float = 0.0
+    launches: int = 0
+    moved_bytes: int = 0
+    source: str = ""
+    target: str = ""
+    params: int = 0
+    workspace_bytes: int = 0
+    workspace_memory: str = DEVICE
+    peer: int = -1
+    tag: str = ""
+    group: str = ""
+    rounds: int = 0
+    hierarchical: bool = False
+    seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where an op's names are looked up."""
+
+    interface: Interface
+    device: int
+
+    def stage(self, name: str) -> StageSpec:
+        if name not in self.interface.stages:
+            raise ValueError(f"no stage {name!r}; there are {', '.join(self.interface.stages)}")
+        return self.interface.stages[name]
+
+    def group(self, name: str) -> list[tuple[str, str]]:
+        """This device's members of a group: (stage, parameter)."""
+        if self.interface.lanes and name in MESH_GROUPS:
+            return [("", "")]
+        if name not in self.interface.groups:
+            raise ValueError(f"no group {name!r}; there are {', '.join(self.interface.groups) or 'none'}")
+        found = [(stage, param) for device, stage, param in self.interface.groups[name] if device == self.device]
+        if not found:
+            raise ValueError(f"device {self.device} has no member in group {name!r}")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """See the module's text. Instances are the targets of a program's graph nodes."""
+
+    name: str
+    streams: tuple[str, ...]
+    infer: Callable[..., Any]
+    work: Callable[..., Work]
+    effect: bool = False
+    donates: tuple[str, ...] = ()
+    paper: str = ""
+    signature: inspect.Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = inspect.signature(self.infer)
+        object.__setattr__(self, "signature", own.replace(parameters=list(own.parameters.values())[1:]))
+        object.__setattr__(self, "__name__", self.name)
+        object.__setattr__(self, "__qualname__", self.name)
+        object.__setattr__(self, "__module__", __package__)  # where a graph finds it
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Operands and fields by name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"op {self.name!r} is a record; a runtime executes it")
+
+    def __repr__(self) -> str:
+        return f"ops.{self.name}"
+
+
+def want(value: Any, kind: str, what: str, memory: str | None = None) -> Value:
+    if not isinstance(value, Value) or value.kind != kind:
+        raise ValueError(f"{what} must be {kind}, found {value.kind if isinstance(value, Value) else value!r}")
+    if memory is not None and value.memory != memory:
+        raise ValueError(f"{what} must lie in {memory}, it lies in {value.memory}")
+    return value
+
+
+def tensor(spec: TensorSpec, requires_grad: bool | None = None) -> Value:
+    grad = spec.requires_grad if requires_grad is None else requires_grad
+    return Value("tensor", spec.bytes, DEVICE, spec.shape, spec.dtype, requires_grad=grad)
+
+
+def match(value: Any, spec: TensorSpec, what: str) -> None:
+    want(value, "tensor", what, DEVICE)
+    if (value.shape, value.dtype) != (spec.shape, spec.dtype):
+        raise ValueError(f"{what} is {spec.dtype}{list(spec.shape)}, found {value.dtype}{list(value.shape)}")

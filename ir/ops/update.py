@@ -1,0 +1,131 @@
+"""The ops that update weights: norms of gradients, clipping, the optimizer."""
+
+from __future__ import annotations
+
+from .names import COMPUTE, CPU, DEVICE, DRAM
+from .record import Context, Op, Value, Work, want
+
+__all__ = ["clip", "norm", "redo", "step"]
+
+
+def _where(value: Value) -> str:
+    return COMPUTE if value.memory == DEVICE else CPU
+
+
+def _norm(ctx: Context, *grads: Value) -> Value:
+    """The sum of squares of this device's gradients, each tied parameter counted by its owner only."""
+    for value in grads:
+        want(value, "grads", "grads")
+    return Value("norm", 8, _memory_of(grads))
+
+
+def _memory_of(grads: tuple[Value, ...]) -> str:
+    """Where gradients that lie in several memories come together: DRAM, as a host thread sees a device's, too."""
+    return DEVICE if grads and all(value.memory == DEVICE for value in grads) else DRAM
+
+
+norm = Op(
+    "norm",
+    (COMPUTE, CPU),
+    _norm,
+    lambda ctx, *grads: Work(
+        COMPUTE if _memory_of(grads) == DEVICE else CPU, traffic_bytes=sum(g.bytes for g in grads), launches=1
+    ),
+)
+
+
+def _clip(ctx: Context, grads: Value, norm: Value, *, max_norm: float) -> Value:
+    """Divide by the loss scale, and by norm / max_norm where that exceeds 1 (as torch's clip_grad_norm_)."""
+    want(norm, "norm", "norm")
+    return want(grads, "grads", "grads")
+
+
+clip = Op(
+    "clip",
+    (COMPUTE, CPU),
+    _clip,
+    lambda ctx, grads, norm, *, max_norm: Work(_where(grads), traffic_bytes=2 * grads.bytes, launches=1),
+    donates=("grads",),
+)
+
+
+def _step(
+    ctx: Context,
+    stage: str,
+    grads: Value,
+    norm: Value | None = None,
+    states: Value | None = None,
+    *,
+    speculative: bool = False,
+) -> Value | None:
+    """Update the stage's weights where its gradients lie; with `norm`, skip the step when that is not finite (fp16).
+
+    With `states`, which came from SSD, these are updated, and what the op gives is written back. `speculative`: before
+    the norm of all gradients is known, as if nothing were to be clipped; a `redo` must follow.
+    """
+    if want(grads, "grads", "grads").stage != stage:
+        raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
+    if speculative and norm is not None:
+        raise ValueError("a speculative step is one before the norm is known")
+    if states is None:
+        return None
+    if states.kind not in ("states", "all") or states.memory != DRAM or states.stage != stage:
+        raise ValueError(f"{stage} is stepped on its own states in DRAM, found {states.kind} of {states.stage}")
+    if grads.memory != DRAM:
+        raise ValueError(f"states of {stage} came from SSD, so its gradients must lie in DRAM")
+    if grads.group != states.group:
+        raise ValueError(f"states of {stage} are of group {states.group!r}, its gradients of {grads.group!r}")
+    return states
+
+
+def _step_work(
+    ctx: Context,
+    stage: str,
+    grads: Value,
+    norm: Value | None = None,
+    states: Value | None = None,
+    *,
+    speculative: bool = False,
+) -> Work:
+    spec, face = ctx.interface.part_of(stage, grads.group), ctx.interface
+    share = 1.0 if not grads.part or not spec.grad_bytes else grads.bytes / spec.grad_bytes
+    per_step = share * ((8 + 4) * spec.trained_params + 2 * face.state_bytes(spec))
+    return Work(
+        _where(grads),
+        params=round(share * spec.trained_params),
+        traffic_bytes=per_step,
+        launches=len(spec.params) if _where(grads) == COMPUTE else 0,
+        workspace_bytes=4 * round(share * spec.trained_params) if face.master else 0,  # the gradients in fp32
+        workspace_memory=grads.memory,
+    )
+
+
+step = Op(
+    "step",
+    (COMPUTE, CPU),
+    _step,
+    _step_work,
+    effect=True,
+    donates=("states",),
+    paper="ZeRO-Offload: the optimizer runs where its states lie; Fuyou 4.3: under the backward of the stages before",
+)
+
+
+def _redo(ctx: Context, stage: str, grads: Value, norm: Value, *, max_norm: float) -> None:
+    """Behind a speculative step: where that norm had to be clipped, or is not finite, the stage goes back to what it
+    was, and is stepped again on the clipped gradients, or not at all."""
+    if want(grads, "grads", "grads", DRAM).stage != stage:
+        raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
+    want(norm, "norm", "norm")
+
+
+redo = Op(
+    "redo",
+    (CPU,),
+    _redo,
+    lambda ctx, stage, grads, norm, *, max_norm: Work(
+        CPU, workspace_bytes=ctx.interface.all_bytes(ctx.interface.part_of(stage, grads.group)), workspace_memory=DRAM
+    ),
+    effect=True,
+    paper="SuperOffload: step, validate, roll back",
+)

@@ -1,0 +1,112 @@
+"""What all programs of one plan share: its stages, batch, groups of devices and lanes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .. import ops
+from .stage import PAGE, STATE_ROOM, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What all programs of one plan share and their texts refer to by name.
+
+    `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
+    takes part with the whole value, one without a stage with any stage; "world" is every device.
+    `lanes`: where several copies of the computation share the micro-batches, the machine's devices of each, in the
+    order of the programs; `num_devices` and `micro_batches` are then those of one, and devices that `SHARDS` or
+    `REPLICAS` joins are in other lanes, so that these groups have no rows. `shards`: so many lanes, one behind the
+    other, share each stage's weights. See `lanes.py`.
+    `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
+    the shapes of its parameters; `master`: fp32 copies exist beside the weights.
+    `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
+    """
+
+    stages: dict[str, StageSpec]
+    batch: dict[str, TensorSpec]  # of one micro-batch
+    num_devices: int = 1
+    micro_batches: int = 1
+    groups: dict[str, tuple[tuple[int, str, str], ...]] = field(default_factory=dict)
+    state_bytes_per_param: float = 8.0
+    master: bool = False
+    states: dict[str, int] = field(default_factory=dict)
+    lanes: tuple[tuple[int, ...], ...] = ()
+    shards: int = 1
+    asynchronous: bool = False
+
+    @property
+    def replicas(self) -> int:
+        return len(self.lanes) // self.shards if self.lanes else 1
+
+    @property
+    def total_micro_batches(self) -> int:
+        """Of all lanes together."""
+        return self.micro_batches * max(1, len(self.lanes))
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the machine that take part."""
+        return self.num_devices * max(1, len(self.lanes))
+
+    def size(self, group: str) -> int:
+        """How many devices a group has."""
+        if self.lanes and group in ops.MESH_GROUPS:
+            return self.shards if group == ops.SHARDS else self.replicas
+        return len(self.members(group))
+
+    def state_bytes(self, spec: StageSpec) -> int:
+        """Optimizer states of a stage."""
+        return self.states.get(spec.name, int(self.state_bytes_per_param * spec.trained_params))
+
+    def states_bytes(self, spec: StageSpec) -> int:
+        """A buffer of a stage's fp32 masters, if there are any, and its optimizer states, with room to align each."""
+        trained = [p for p in spec.params if p.requires_grad]
+        masters = 4 * spec.trained_params if self.master else 0
+        return aligned(masters + self.state_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
+
+    def all_bytes(self, spec: StageSpec) -> int:
+        """A buffer of a stage's weights, and behind them its masters and states."""
+        return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
+
+    def masters_say_all(self, spec: StageSpec) -> bool:
+        """Whether weights follow from masters. A frozen parameter has none, so that its weight is to be read, too."""
+        return self.master and all(param.requires_grad for param in spec.params)
+
+    def members(self, group: str) -> list[int]:
+        """The devices of a group, each once, in its order."""
+        return list(dict.fromkeys(device for device, _, _ in self.groups[group]))
+
+    def part_of(self, stage: str, group: str) -> StageSpec:
+        """The stage as a member of the group keeps it: whole where there is no group, else a shard."""
+        spec = self.stages[stage]
+        return spec.shard(self.size(group)) if group else spec
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Interface:
+        raw = json.loads(text)
+
+        def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+
+        def params(rows: list[dict[str, Any]]) -> tuple[ParamSpec, ...]:
+            return tuple(ParamSpec(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+
+        for stage in raw["stages"].values():
+            for key in ("inputs", "outputs", "extra_outputs"):
+                stage[key] = tensors(stage[key])
+            for key in ("params", "buffers"):
+                stage[key] = params(stage[key])
+            for key in ("seconds", "taking"):
+                stage[key] = tuple((name, *parts) for name, *parts in stage[key])
+            stage["saved"] = tuple(SavedSpec(**{**row, "calls": tuple(row["calls"])}) for row in stage["saved"])
+        raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
+        raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}
+        raw["lanes"] = tuple(tuple(lane) for lane in raw["lanes"])
+        raw["groups"] = {name: tuple((d, s, p) for d, s, p in rows) for name, rows in raw["groups"].items()}
+        return Interface(**raw)

@@ -1,0 +1,236 @@
+"""Lanes: several copies of one computation, each on devices of its own and on an equal share of the micro-batches.
+
+A plan for many devices is made, printed and verified for one lane: its programs name devices by their place in the
+lane, count micro-batches in it, and speak of devices in other lanes as groups only (`SHARDS`, `REPLICAS`). Lanes are
+all alike, so a ring of waits over several lanes would be a ring in one: what is proven of one holds for all. `bind`
+writes the programs out for every device of the machine; that is what runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .. import ops
+from ..machine.hardware import Hardware
+from .interface import Interface
+from .program import Program, infer_all
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Names of links that hold the number of a host, and of a root complex or a disk: rc0.1.up, nic0.down, ssd0.read.
+NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
+WRITTEN_OUT = 16  # devices
+DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
+WORLD = "world"  # all that have a part of one copy of the weights
+Row = tuple[int, str, str]
+
+
+def bind(programs: Sequence[Program]) -> list[Program]:
+    """One program for every device, in order, out of those of a lane: with the machine's devices, the batch's
+    micro-batches, and groups that have members. Where there are no lanes, the programs as they are."""
+    face = programs[0].interface
+    if not face.lanes:
+        return list(programs)
+    whole = bound_interface(face)
+    found = [bind_one(p, lane, whole) for lane in range(len(face.lanes)) for p in programs]
+    return sorted(found, key=lambda program: program.device)
+
+
+def bind_one(program: Program, lane: int, whole: Interface | None = None) -> Program:
+    """A lane's program as the lane of that number runs it. `whole`: see `bound_interface`."""
+    face, role = program.interface, program.device
+    if not face.lanes:
+        return program
+    devices = face.lanes[lane]
+    bound = program.copy()
+    bound.device, bound.interface = devices[role], whole or bound_interface(face)
+    for node in bound.ops():
+        node.kwargs = {name: _bound(face, lane, role, name, value) for name, value in node.kwargs.items()}
+    infer_all(bound)
+    return bound
+
+
+def _bound(face: Interface, lane: int, role: int, name: str, value: Any) -> Any:
+    if value is None or isinstance(value, fx.Node):
+        return value
+    if name in ("dst", "src"):
+        return face.lanes[lane][value]
+    if name == "micro_batch":
+        return lane * face.micro_batches + value
+    return group_name(face, lane, role, value) if name == "group" else value
+
+
+def group_name(face: Interface, lane: int, role: int, group: str) -> str:
+    """What a group of a lane's program is called among those of the whole machine."""
+    replica, place = divmod(lane, face.shards)
+    if group == ops.SHARDS:
+        return f"{group}.{role}.{replica}"
+    if group == ops.REPLICAS:
+        return f"{group}.{role}.{place}"
+    return f"{group}.{replica if group == WORLD else lane}"
+
+
+def bound_interface(face: Interface) -> Interface:
+    """The same for the whole machine: no lanes, all devices, all micro-batches, every group with its members."""
+    groups: dict[str, list[Row]] = {}
+    for lane, devices in enumerate(face.lanes):
+        for role in range(len(devices)):
+            for group in ops.MESH_GROUPS:
+                name = group_name(face, lane, role, group)
+                if name not in groups:
+                    groups[name] = [(member, "", "") for member in members_of(face, lane, role, group)]
+        for group, rows in face.groups.items():
+            bound = groups.setdefault(group_name(face, lane, 0, group), [])
+            bound += [(devices[role], stage, param) for role, stage, param in rows]
+    return replace(
+        face,
+        num_devices=face.world_size,
+        micro_batches=face.total_micro_batches,
+        groups={name: tuple(rows) for name, rows in groups.items()},
+        lanes=(),
+        shards=1,
+    )
+
+
+def members_of(face: Interface, lane: int, role: int, group: str) -> list[int]:
+    """The devices of the machine that a group of `ops.MESH_GROUPS`, or `WORLD`, joins with a lane's device, in the
+    group's order."""
+    first, place = lane - lane % face.shards, lane % face.shards
+    if group == WORLD:
+        return [device for other in face.lanes[first : first + face.shards] for device in other]
+    among = range(first, first + face.shards) if group == ops.SHARDS else range(place, len(face.lanes), face.shards)
+    return [face.lanes[other][role] for other in among]
+
+
+def device_mesh(face: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
+    """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
+    members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `Link` makes those
+    that the plan needs."""
+    from torch.distributed.device_mesh import DeviceMesh  # here, because planning does without
+
+    lanes = face.lanes or (tuple(range(face.num_devices)),)
+    rows = torch.tensor(lanes).view(face.replicas, face.shards, face.num_devices)
+    return DeviceMesh(kind, rows, mesh_dim_names=DIMENSIONS, _init_backend=False, _rank=device)
+
+
+def place_of(face: Interface, device: int) -> tuple[int, int]:
+    """Lane and role of a device of the machine."""
+    if not face.lanes:
+        return 0, device
+    return next((lane, row.index(device)) for lane, row in enumerate(face.lanes) if device in row)
+
+
+def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
+    """What a machine is for one of its lanes: the devices of the first, and of everything that several lanes share its
+    part. A device has no more memory than the smallest that stands in its place in any lane.
+
+    Lanes share a host's DRAM, cores, disks, network and root complexes by the number of their devices there.
+    """
+    own = [hardware.devices[index] for index in lanes[0]]
+    used = [hardware.devices[index] for lane in lanes for index in lane]
+    on_host, on_complex = Counter(d.host for d in used), Counter((d.host, d.root_complex) for d in used)
+    hosts = list(dict.fromkeys(device.host for device in own))
+    found, place = [], dict[tuple[int, int], tuple[int, int]]()
+    for number, index in enumerate(hosts):
+        here = [device for device in own if device.host == index]
+        part, host = len(here) / on_host[index], hardware.hosts[index]
+        complexes: list[Any] = []
+        for complex_ in dict.fromkeys(device.root_complex for device in here):
+            place[index, complex_] = number, len(complexes)
+            share = sum(d.root_complex == complex_ for d in here) / on_complex[index, complex_]
+            complexes.append(_scaled(host.root_complexes[complex_], share, "bandwidth_up", "bandwidth_down"))
+        disks = [_scaled(ssd, part, "size_bytes", "read_bandwidth", "write_bandwidth") for ssd in host.ssds]
+        shared = ("dram_bytes", "dram_bandwidth", "optimizer_params_per_s", "cpu_cores", "ssd_uplink_bandwidth")
+        found.append(_scaled(host, part, *shared, root_complexes=complexes, ssds=disks))
+    network = hardware.network
+    if network is not None:
+        beside = max(sum(any(hardware.devices[i].host == host for i in lane) for lane in lanes) for host in hosts)
+        network = _scaled(network, 1 / beside, "bandwidth")
+    devices = []
+    for role, device in enumerate(own):
+        smallest = min((hardware.devices[lane[role]] for lane in lanes), key=lambda d: d.budget_bytes)
+        number, complex_ = place[device.host, device.root_complex]
+        memory = {"memory_bytes": smallest.memory_bytes, "usable_fraction": smallest.usable_fraction}
+        devices.append(device.model_copy(update={"host": number, "root_complex": complex_, **memory}))
+    return Hardware(
+        name=hardware.name,
+        source=hardware.source,
+        hosts=found,
+        devices=devices,
+        network=network,
+        throttled=hardware.throttled,
+    )
+
+
+def whole_link(hardware: Hardware, lanes: Sequence[Sequence[int]], lane: Sequence[int], link: str) -> str:
+    """What a link of the first lane's part of a machine (`slice_of`) is called for a lane in the whole of it, where
+    hosts and root complexes are counted anew."""
+    own = [hardware.devices[index] for index in lane]
+    owner, _, rest = link.partition(".")
+    for role, index in enumerate(lanes[0]):
+        if hardware.devices[index].name == owner:
+            return f"{own[role].name}.{rest}"
+    hosts = list(dict.fromkeys(device.host for device in own))
+    found = NUMBERED.fullmatch(link)
+    assert found is not None, f"link {link} is neither a device's nor a host's"
+    host = hosts[int(found["host"])]
+    complex_ = found["complex"]
+    if complex_ is not None and found["kind"] == "rc":
+        complex_ = str(list(dict.fromkeys(d.root_complex for d in own if d.host == host))[int(complex_)])
+    return f"{found['kind']}{host}{'' if complex_ is None else '.' + complex_}{found['rest']}"
+
+
+def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
+    """A copy with a share of these amounts; whole numbers stay whole, and at least 1."""
+    update = dict(others)
+    for name in names:
+        amount = getattr(part, name)
+        if amount is not None:
+            update[name] = max(1, int(amount * share)) if isinstance(amount, int) else amount * share
+    return part.model_copy(update=update)
+
+
+def written_out(face: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
+    """Whether all lanes are simulated and shown one by one: on few devices, or where they are not alike."""
+    return hardware.num_devices <= most or not are_alike(hardware, face.lanes)
+
+
+def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_OUT) -> tuple[list[Program], Hardware]:
+    """Programs that stand for all of a plan, and the machine whose devices they are of: every device's own, or those of
+    a lane with its part of the machine, where there are more than `most` devices and lanes are alike."""
+    face = programs[0].interface
+    if not face.lanes or written_out(face, hardware, most):
+        return bind(programs), hardware
+    return list(programs), slice_of(hardware, face.lanes)
+
+
+def lane_of(face: Interface, hardware: Hardware) -> Hardware:
+    """What the programs of a lane have of a machine."""
+    return slice_of(hardware, face.lanes) if face.lanes else hardware
+
+
+def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
+    """Whether the machine looks the same from every lane: its devices, their hosts and root complexes, and how many
+    devices of other lanes are there too."""
+    own = {index: hardware.devices[index] for lane in lanes for index in lane}
+    kinds = {i: device.model_dump_json(exclude={"name", "host", "root_complex"}) for i, device in own.items()}
+    hosts = {h: hardware.hosts[h].model_dump_json(exclude={"root_complexes"}) for h in {d.host for d in own.values()}}
+    on_host = Counter((own[index].host, len({own[i].host for i in lane})) for lane in lanes for index in lane)
+    on_complex = Counter((device.host, device.root_complex) for device in own.values())
+    outlooks = set()
+    for lane in lanes:
+        order = list(dict.fromkeys(own[index].host for index in lane))
+        ports = list(dict.fromkeys((own[index].host, own[index].root_complex) for index in lane))
+        rows = tuple((kinds[i], ports.index((own[i].host, own[i].root_complex))) for i in lane)
+        below = tuple((hardware.hosts[h].root_complexes[c].model_dump_json(), on_complex[h, c]) for h, c in ports)
+        places = tuple((hosts[h], on_host[h, len(order)]) for h in order)
+        outlooks.add((rows, below, places, tuple(order.index(h) for h, _ in ports)))
+    return len(outlooks) == 1

@@ -1,0 +1,276 @@
+"""Memory of a program, counted in issue order: the same rules for the verifier, the passes and the runtimes.
+
+Each memory holds, added up:
+- what persists across steps (`persistent_bytes`): on a device resident weights with their optimizer states, and
+  buffers; in DRAM and on SSD the weights and states that live there;
+- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device fetched and gathered
+  weights, scattered gradients, and what is staged while either is on its way between devices; in DRAM what was read or
+  offloaded, on SSD activations that were written;
+- every other live value, and the workspace of the op that runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from .. import ops
+from ..errors import BudgetExceeded
+from ..units import format_bytes
+from .first_fit import FirstFit
+from .interface import Interface
+from .program import Program, donated, values_of, work_of
+from .stage import PAGE, aligned
+
+ARENA_OPS = {
+    ops.DEVICE: (ops.fetch, ops.all_gather, ops.reduce_scatter),
+    ops.DRAM: (ops.offload, ops.read),
+    ops.SSD: (ops.write,),
+}
+ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, beside gradients of a shard
+STAGED = (ops.all_gather, ops.reduce_scatter)  # their workspace lies in the arena, too
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """Bytes that one device's program holds across steps, per memory and by what they are."""
+
+    device: dict[str, int]
+    dram: dict[str, int]
+    ssd: dict[str, int]
+
+    def parts(self, memory: str) -> dict[str, int]:
+        return {ops.DEVICE: self.device, ops.DRAM: self.dram, ops.SSD: self.ssd}[memory]
+
+    def total(self, memory: str) -> int:
+        return sum(self.parts(memory).values())
+
+
+@dataclass
+class Home:
+    """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: of
+    the weights only a shard is here. `undo`: a second copy of what an update changes."""
+
+    weights: str
+    states: str | None = None
+    group: str = ""
+    undo: bool = False
+
+
+def homes_of(program: Program) -> dict[str, Home]:
+    """Where each stage of a program persists, as its ops say. See `op_transfers`."""
+    homes: dict[str, Home] = {}
+    for node in program.ops():
+        if node.target in (ops.resident, ops.fetch, ops.read) and isinstance(node.args[0], str):
+            stage, _, what = node.args[0].partition(".")
+            memory = {ops.resident: ops.DEVICE, ops.fetch: ops.DRAM, ops.read: ops.SSD}[node.target]  # type: ignore[index]
+            if what != "states":
+                homes.setdefault(stage, Home(memory, group=str(node.kwargs.get("group") or "")))
+        elif node.target is ops.step and node.args[0] in homes:
+            home = homes[str(node.args[0])]
+            home.states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
+            home.undo = bool(node.kwargs.get("speculative"))
+    return homes
+
+
+def persistent_bytes(program: Program) -> Persistent:
+    """What stays: per stage its weights, fp32 master copies, optimizer states and buffers, where the program has them.
+
+    What a speculative update must be able to go back to lies there a second time.
+    """
+    return bytes_of_homes(program.interface, homes_of(program))
+
+
+def bytes_of_homes(face: Interface, homes: Mapping[str, Home]) -> Persistent:
+    """What stays of stages that persist there, on one device and in its host's memories."""
+    where = {memory: _empty() for memory in ops.MEMORIES}
+    for stage, home in homes.items():
+        spec = face.part_of(stage, home.group)
+        own = where[home.weights]
+        own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
+        where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
+        if home.states is None:
+            continue
+        own = where[home.states]
+        masters, states = 4 * spec.trained_params if face.master else 0, face.state_bytes(spec)
+        if home.states == ops.SSD:  # pages of files, whose ends are padded
+            states = face.states_bytes(spec) - masters
+        own["masters"] += masters
+        own["states"] += states
+        if home.undo and home.states == ops.SSD:
+            own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
+            if home.weights == ops.DRAM and not face.master:  # which are the masters
+                where[ops.DRAM]["undo"] += spec.weight_bytes
+        elif home.undo:
+            own["undo"] += states + 4 * spec.trained_params
+    return Persistent(where[ops.DEVICE], where[ops.DRAM], where[ops.SSD])
+
+
+def _empty() -> dict[str, int]:
+    return {"weights": 0, "masters": 0, "states": 0, "undo": 0, "buffers": 0}
+
+
+class ArenaPlan(NamedTuple):
+    """Of a memory's arena: the offset of each value that has a place there, the bytes of all, and the offset of what an
+    op of `STAGED` stages."""
+
+    offsets: dict[fx.Node, int]
+    bytes: int
+    staging: dict[fx.Node, int]
+
+
+def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
+    """The places in a memory's arena (first fit, in issue order)."""
+    offsets: dict[fx.Node, int] = {}
+    staging: dict[fx.Node, int] = {}
+    arena = FirstFit(512 if memory == ops.DEVICE else PAGE)
+    for node in program.ops():
+        if takes_place(node, memory):
+            offsets[node] = arena.take(node, place_bytes(node))
+        elif node.target is ops.free:
+            for value in node.all_input_nodes:
+                for place in places_of(value):
+                    arena.give(place)
+        if memory == ops.DEVICE and node.target in STAGED:
+            staging[node] = arena.take("staging", work_of(program, node).workspace_bytes)
+            arena.give("staging")
+    return ArenaPlan(offsets, arena.size, staging)
+
+
+def takes_place(node: fx.Node, memory: str | None = None) -> bool:
+    """Whether an op brings a value into the arena of a memory, or of any."""
+    kind = node.meta.get("type")
+    if not isinstance(kind, ops.Value) or (memory is not None and kind.memory != memory):
+        return False
+    if node.target not in ARENA_OPS[kind.memory]:
+        return False
+    if kind.memory == ops.DEVICE and kind.kind in ON_DEVICE:
+        return True
+    if node.target is ops.reduce_scatter:
+        return _total_of(node) is None and not _returned(node)
+    return kind.memory != ops.DEVICE and not _returned(node)
+
+
+def _returned(value: fx.Node) -> bool:
+    """Results of the step are handed out, so they lie in no arena."""
+    return any(user.op == "output" for user in value.users)
+
+
+def _total_of(scatter: fx.Node) -> fx.Node | None:
+    """The sum that a `reduce_scatter` adds to, where there is one."""
+    total = ops.reduce_scatter.bind(scatter.args, scatter.kwargs)["total"]
+    return total if isinstance(total, fx.Node) else None
+
+
+def places_of(value: fx.Node) -> list[fx.Node]:
+    """The ops that took the places in which a value lies; none where it is in no arena. One, or two where weights came
+    in parts; what takes over a value in place lies where that lay."""
+    producer = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(producer, fx.Node)
+    scatters = producer.target is ops.reduce_scatter
+    if takes_place(producer):
+        return [producer] if scatters else [*donated(producer), producer]
+    kind = value.meta["type"]
+    if kind.kind == "norm" or (kind.memory == ops.DEVICE and not kind.group):
+        return []
+    before = [total for total in (_total_of(producer),) if total] if scatters else donated(producer)
+    return places_of(before[values_of(producer).index(value)]) if before else []
+
+
+def place_bytes(node: fx.Node) -> int:
+    """What a place must hold: the op's value, without the part that was there before."""
+    there = [value for value in donated(node) if value.meta["type"].kind == "part"]
+    return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there)
+
+
+@dataclass
+class MemoryProfile:
+    """Peak bytes per memory of one program, the op at which each is reached, and device bytes after every op."""
+
+    peak_bytes: dict[str, int]
+    peak_at: dict[str, fx.Node | None]
+    arenas: dict[str, int]
+    persistent: Persistent
+    live_bytes: dict[fx.Node, int] = field(default_factory=dict)  # device memory while the op runs
+    live_values: dict[str, dict[str, int]] = field(default_factory=dict)  # at each memory's peak
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the device's arena."""
+        return self.arenas[ops.DEVICE]
+
+
+def profile_memory(program: Program) -> MemoryProfile:
+    """Walk the program in issue order (types must be inferred) and find the peak of each memory."""
+    persistent = persistent_bytes(program)
+    arenas = {memory: plan_arena(program, memory)[1] for memory in ops.MEMORIES}
+    now = {memory: persistent.total(memory) + arenas[memory] for memory in ops.MEMORIES}
+    result = MemoryProfile(dict(now), dict.fromkeys(ops.MEMORIES), arenas, persistent)
+    result.live_values = {memory: {} for memory in ops.MEMORIES}
+    account: dict[str, dict[str, int]] = {memory: {} for memory in ops.MEMORIES}
+    for node in program.ops():
+        gone = node.all_input_nodes if node.target is ops.free else donated(node)
+        for value in gone:
+            memory = value.meta["type"].memory
+            now[memory] -= account[memory].pop(value.name, 0)
+        if node.target is ops.free:
+            result.live_bytes[node] = now[ops.DEVICE]
+            continue
+        for value in values_of(node):
+            kind = value.meta["type"]
+            if kind.owned and not places_of(value):
+                account[kind.memory][value.name] = kind.bytes
+                now[kind.memory] += kind.bytes
+        work = work_of(program, node)
+        workspace_bytes = 0 if node.target in STAGED else work.workspace_bytes
+        extra = {memory: workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
+        result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
+        for memory, taken in now.items():
+            if taken + extra[memory] > result.peak_bytes[memory]:
+                result.peak_bytes[memory] = taken + extra[memory]
+                result.peak_at[memory] = node
+                result.live_values[memory] = dict(account[memory])
+    return result
+
+
+class Account:
+    """Bytes taken from one memory with a budget; taking more than is left raises, it never grows."""
+
+    def __init__(self, memory: str, budget_bytes: int):
+        self.memory = memory
+        self.budget_bytes = budget_bytes
+        self.live: dict[str, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, name: str, num_bytes: int, op: str = "") -> None:
+        """Charge `num_bytes` under `name`. Raises `BudgetExceeded` with the op and the live values."""
+        if self.live_bytes + num_bytes > self.budget_bytes:
+            raise BudgetExceeded(over_budget(self.memory, self.budget_bytes, num_bytes, name, op, self.live))
+        self.live[name] = self.live.get(name, 0) + num_bytes
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def give(self, name: str) -> None:
+        self.live_bytes -= self.live.pop(name)
+
+
+def over_budget(memory: str, budget_bytes: int, need_bytes: int, name: str, op: str, live: Mapping[str, int]) -> str:
+    """The text of an exceeded budget: the op, what it needs, and the largest live values."""
+    used = sum(live.values())
+    missing = used + need_bytes - budget_bytes
+    return (
+        f"{memory}: {name} needs {format_bytes(need_bytes)}, but {format_bytes(used)} of {format_bytes(budget_bytes)} "
+        f"are taken{f' at `{op}`' if op else ''}; missing {format_bytes(missing)}. Live values:\n{largest_values(live)}"
+    )
+
+
+def largest_values(live: Mapping[str, int], num_rows: int = 8) -> str:
+    """One line per value, the largest first."""
+    largest = sorted(live.items(), key=lambda item: -item[1])[:num_rows]
+    rows = "\n".join(f"    {format_bytes(size):>10}  {value}" for value, size in largest)
+    return rows + (f"\n    and {len(live) - len(largest)} more" if len(live) > len(largest) else "")

@@ -1,0 +1,289 @@
+"""Who waits for whom: the partial order in which all devices' ops run. The verifier and the simulator share it.
+
+A task is what happens at one time: an op, a send together with its receive, or all members' calls of a collective.
+A task starts when the following have ended:
+- the producers of its operands; for what it takes over in place or frees, also the earlier readers;
+- the task before it on each of its streams (`free` and `resident` occupy none);
+- of a stage that is updated: an update waits for the fetches and reads before it, these for the updates before them;
+- of memory: who takes a place in an arena waits for the frees of what lay there, and any op that takes memory
+  waits for the first releases of its own text, as many as make it fit the budget even if no later release has happened
+  and everything before it in the text has started. So memory never overflows, whichever stream runs ahead, and an op
+  never waits for anything behind it in its text.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .. import ops
+from .memory import ARENA_OPS, STAGED, MemoryProfile, place_bytes, places_of, plan_arena, takes_place
+from .program import Program, donated, operands, values_of, work_of
+
+
+@dataclass(eq=False)
+class Task:
+    """`parts`: per participating op its device, node and work. `waits`: indices of tasks, each with the reason."""
+
+    parts: list[tuple[int, fx.Node, ops.Work]]
+    waits: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Order:
+    """All tasks of a step, and for each op its task and its work."""
+
+    tasks: list[Task] = field(default_factory=list)
+    task_of: dict[fx.Node, int] = field(default_factory=dict)
+    work_of: dict[fx.Node, ops.Work] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memories of one device's program: its profile, its device's budget, and its part of the host's DRAM if that
+    is limited."""
+
+    profile: MemoryProfile
+    budget_bytes: int
+    dram_budget_bytes: int | None = None
+
+    def waits(self) -> list[_BudgetWaits]:
+        lasting = {
+            memory: self.profile.persistent.total(memory) + self.profile.arenas[memory] for memory in ops.MEMORIES
+        }
+        found = [_BudgetWaits(ops.DEVICE, self.budget_bytes - lasting[ops.DEVICE])]
+        if self.dram_budget_bytes is not None:
+            found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - lasting[ops.DRAM]))
+        return found
+
+
+def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
+    """The order of programs whose types are inferred and whose messages match; also of one of them alone.
+
+    Devices without an entry in `memories` wait for a place in their arena only.
+    """
+    order = Order()
+    _create_tasks(programs, order)
+    for program in programs:
+        _Device(program, order).connect(memories.get(program.device))
+    return order
+
+
+def lack_of(memory: str) -> str:
+    """The reason of a task that waits until some of a memory is given back."""
+    return f"{memory} memory must be given back first"
+
+
+def producer_of(value: fx.Node) -> fx.Node:
+    """The op that produces a value, which may be one of several results."""
+    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
+
+
+def find_cycle(order: Order) -> list[tuple[int, str]] | None:
+    """Tasks that wait for each other in a ring, each with the reason it waits for the next; None when all can run."""
+    blocked_by = [len(task.waits) for task in order.tasks]
+    followers: list[list[int]] = [[] for _ in order.tasks]
+    for index, task in enumerate(order.tasks):
+        for other, _ in task.waits:
+            followers[other].append(index)
+    ready = [index for index, count in enumerate(blocked_by) if count == 0]
+    for index in ready:  # grows while it is walked
+        for follower in followers[index]:
+            blocked_by[follower] -= 1
+            if blocked_by[follower] == 0:
+                ready.append(follower)
+    stuck = next((index for index, count in enumerate(blocked_by) if count), None)
+    if stuck is None:
+        return None
+    seen: dict[int, int] = {}
+    path: list[tuple[int, str]] = []
+    while stuck not in seen:
+        seen[stuck] = len(path)
+        following, why = next((other, why) for other, why in order.tasks[stuck].waits if blocked_by[other])
+        path.append((stuck, why))
+        stuck = following
+    return path[seen[stuck] :]
+
+
+def _create_tasks(programs: Sequence[Program], order: Order) -> None:
+    meetings: dict[tuple, int] = {}
+    for program in programs:
+        device, calls = program.device, dict[str, int]()
+        for node in program.ops():
+            work = work_of(program, node)
+            key: tuple | None = None
+            if node.target is ops.send:
+                key = (device, work.peer, work.tag)
+            elif node.target is ops.recv:
+                key = (work.peer, device, work.tag)
+            elif work.group:
+                calls[work.group] = calls.get(work.group, 0) + 1
+                # Over lanes that are all alike nobody of the other lanes is late.
+                over_lanes = program.interface.lanes and work.group in ops.MESH_GROUPS
+                key = None if over_lanes else (work.group, calls[work.group])
+            index = len(order.tasks) if key is None else meetings.setdefault(key, len(order.tasks))
+            if index == len(order.tasks):
+                order.tasks.append(Task([]))
+            order.tasks[index].parts.append((device, node, work))
+            order.task_of[node] = index
+            order.work_of[node] = work
+
+
+class _Device:
+    """Adds the waits of one program's ops, in one walk over its text."""
+
+    def __init__(self, program: Program, order: Order):
+        self.program = program
+        self.tasks = order.tasks
+        self.task_of = order.task_of
+        self.work_of = order.work_of
+        self.last_on: dict[str, int] = {}  # per stream the last task
+        self.readers: dict[fx.Node, list[int]] = {}  # per value, those walked over so far
+        self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
+        self.updated: dict[str, int] = {}  # per stage
+
+    def connect(self, memory: Memory | None) -> None:
+        arenas = [_ArenaWaits(self.program, memory) for memory in ARENA_OPS]
+        budgets = [] if memory is None else memory.waits()
+        for node in self.program.ops():
+            index, work = self.task_of[node], self.work_of[node]
+            self.wait_for_values(node, index)
+            self.wait_for_stream(node, index, work)
+            self.wait_for_weights(node, index)
+            for arena in arenas:
+                for other in arena.visit(node, index, work):
+                    self.wait(index, other, "its part of the arena is still taken")
+            for budget in budgets:
+                for other in budget.visit(node, index, work):
+                    self.wait(index, other, lack_of(budget.memory))
+
+    def wait(self, index: int, other: int, why: str) -> None:
+        if index != other:
+            self.tasks[index].waits.append((other, why))
+
+    def wait_for_values(self, node: fx.Node, index: int) -> None:
+        gone = operands(node) if node.target is ops.free else donated(node)
+        for value in operands(node):
+            self.wait(index, self.task_of[producer_of(value)], f"needs `{value.name}`")
+            self.readers.setdefault(value, []).append(index)
+        for value in gone:
+            for reader in self.readers[value]:
+                self.wait(index, reader, f"`{value.name}` is still read")
+
+    def wait_for_stream(self, node: fx.Node, index: int, work: ops.Work) -> None:
+        if node.target in (ops.free, ops.resident):
+            return
+        before = self.last_on.get(work.stream)
+        if before is not None:
+            self.wait(index, before, f"follows on stream {work.stream}")
+        self.last_on[work.stream] = index
+
+    def wait_for_weights(self, node: fx.Node, index: int) -> None:
+        """Who reads what persists of a stage waits for the updates before it, who updates it for the readers."""
+        if node.target in (ops.fetch, ops.read) and isinstance(node.args[0], str):
+            stage = node.args[0].partition(".")[0]
+            self.fetches.setdefault(stage, []).append(index)
+            if stage in self.updated:
+                self.wait(index, self.updated[stage], f"{stage} is updated first")
+            return
+        if node.target is ops.all_gather and node.args[0].target is ops.resident:  # type: ignore[union-attr]
+            self.fetches.setdefault(node.meta["type"].stage, []).append(index)
+        changed = updated_stage(node)
+        if changed is None:
+            return
+        for other in self.fetches.pop(changed, []):
+            self.wait(index, other, f"the weights of {changed} are still being read")
+        if changed in self.updated:
+            self.wait(index, self.updated[changed], f"{changed} is updated before")
+        self.updated[changed] = index
+
+
+def updated_stage(node: fx.Node) -> str | None:
+    """The stage of which an op changes what persists."""
+    if node.target in (ops.step, ops.redo):
+        return str(node.args[0])
+    if node.target is ops.write and node.kwargs.get("to") is not None:
+        return str(node.kwargs["to"]).partition(".")[0]
+    return None
+
+
+class _ArenaWaits:
+    """Who takes a place in an arena waits for the frees of all that overlapped it before."""
+
+    def __init__(self, program: Program, memory: str):
+        self.memory = memory
+        plan = plan_arena(program, memory)
+        self.offsets, self.staging = plan.offsets, plan.staging
+        self.given_back: list[tuple[int, int, int]] = []  # (offset, end, task of the free)
+
+    def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
+        found: list[int] = []
+        if node.target is ops.free and self.offsets:
+            for value in node.all_input_nodes:
+                for part in places_of(value) if value.meta["type"].memory == self.memory else ():
+                    self.given_back.append((*self.place(part), index))
+        if node in self.offsets:
+            found += self.take(*self.place(node))
+        if node in self.staging:
+            start, end = self.staging[node], self.staging[node] + work.workspace_bytes
+            found += self.take(start, end)
+            self.given_back.append((start, end, index))
+        return found
+
+    def take(self, start: int, end: int) -> list[int]:
+        """The tasks that free what overlaps this place."""
+        found = [task for first, last, task in self.given_back if first < end and start < last]
+        # What lies wholly inside this place need not be remembered: whoever comes next waits for this one's free.
+        self.given_back = [row for row in self.given_back if not (start <= row[0] and row[1] <= end)]
+        return found
+
+    def place(self, value: fx.Node) -> tuple[int, int]:
+        return self.offsets[value], self.offsets[value] + place_bytes(value)
+
+
+class _BudgetWaits:
+    """An op that takes some of a memory waits for the first releases of its text, as many as it takes to fit."""
+
+    def __init__(self, memory: str, spare_bytes: int):
+        self.memory = memory
+        self.spare_bytes = spare_bytes  # if everything up to here had started and ended
+        self.releases: list[int] = []  # tasks, in text order
+        self.released_bytes = [0]  # running sum
+        self.waited: dict[str, int] = {}  # per stream, how many releases its ops have waited for
+
+    def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
+        taken, given = memory_change(node, work, self.memory)
+        self.spare_bytes -= taken
+        found: list[int] = []
+        if taken:
+            count = bisect_left(self.released_bytes, self.released_bytes[-1] - self.spare_bytes)
+            count = min(count, len(self.releases))
+            found = self.releases[self.waited.get(work.stream, 0) : count]
+            self.waited[work.stream] = max(count, self.waited.get(work.stream, 0))
+        if given:
+            self.spare_bytes += given
+            self.releases.append(index)
+            self.released_bytes.append(self.released_bytes[-1] + given)
+        return found
+
+
+def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]:
+    """Bytes of a memory that an op takes when it starts and gives back when it ends, outside the arena.
+
+    Results that replace what the op takes over in place count with the difference only.
+    """
+    if node.target is ops.free:
+        freed = [v.meta["type"] for v in operands(node) if not places_of(v)]
+        return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
+    workspace = work.workspace_bytes if memory == work.workspace_memory and node.target not in STAGED else 0
+    if takes_place(node):
+        gone = [v.meta["type"] for v in donated(node) if not places_of(v)]
+        return workspace, workspace + sum(kind.bytes for kind in gone if kind.memory == memory)
+    made = (value.meta["type"] for value in values_of(node))
+    grown = sum(kind.bytes for kind in made if kind.owned and kind.memory == memory)
+    grown -= sum(v.meta["type"].bytes for v in donated(node) if v.meta["type"].memory == memory)
+    return max(0, grown) + workspace, max(0, -grown) + workspace

@@ -1,0 +1,202 @@
+"""What a training step is made of: stages, values, and one program per device.
+
+A `Program` is a `torch.fx.Graph` whose nodes call the ops of `ir/ops`. Edges are the only synchronisation: an op starts
+when its inputs are ready and its stream is free; the order in the text is the issue order per stream, and the order in
+which memory is taken and given back. A stage is known here only by its interface (`StageSpec`); its code is a module of
+the generated file.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from .. import ops
+from ..errors import VerifyError
+from ..ops import Op
+from .interface import Interface
+
+
+class Program:
+    """One device's step: a graph over the ops, with the interface that its names refer to.
+
+    `function` is "step" (training) or "evaluate". The graph has one placeholder, `batch`, and one output: a dict of
+    name to a list of values, for instance {"loss": [loss_m0, loss_m1]}.
+    """
+
+    def __init__(self, device: int, interface: Interface, graph: fx.Graph | None = None, function: str = "step"):
+        self.device = device
+        self.interface = interface
+        self.function = function
+        self.graph = fx.Graph() if graph is None else graph
+        if graph is None:
+            self.graph.placeholder("batch")
+
+    @property
+    def batch(self) -> fx.Node:
+        return next(iter(self.graph.nodes))
+
+    def ops(self) -> Iterator[fx.Node]:
+        """The nodes that call an op, in issue order."""
+        return (n for n in self.graph.nodes if n.op == "call_function" and isinstance(n.target, ops.Op))
+
+    def emit(self, op: Op, *args: Any, names: Sequence[str] = (), **fields: Any) -> list[fx.Node]:
+        """Append an op; return one node per value that it produces, named after `names` (made unique)."""
+        node = self.graph.call_function(op, args, fields)
+        return self.bind_results(node, names)
+
+    def bind_results(self, node: fx.Node, names: Sequence[str] = ()) -> list[fx.Node]:
+        """Infer the node's types and give each of its results a node of its own, right behind it."""
+        result = infer(self, node)
+        if result is None:
+            return []
+        if isinstance(result, ops.Value):
+            if names:
+                _rename(node, names[0])
+            return [node]
+        values, after = [], node
+        for i, value in enumerate(result):
+            with self.graph.inserting_after(after):
+                item = self.graph.call_function(operator.getitem, (node, i))
+            item.meta["type"] = value
+            if i < len(names):
+                _rename(item, names[i])
+            values.append(item)
+            after = item
+        return values
+
+    def returns(self, results: dict[str, list[fx.Node]]) -> None:
+        """Set what the step hands back (replacing what it did)."""
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self.graph.erase_node(node)
+        self.graph.output(results)
+
+    def results(self) -> dict[str, list[fx.Node]]:
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                return {name: list(nodes) for name, nodes in node.args[0].items()}
+        return {}
+
+    def copy(self) -> Program:
+        """A program of its own, which a pass may rewrite; types are inferred anew."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, mapping)
+        if output is not None:
+            graph.output(output)
+        for old, new in mapping.items():
+            if new.name != old.name:
+                _rename(new, old.name)
+        return Program(self.device, self.interface, graph, self.function)
+
+    def with_interface(self, **changes: Any) -> Program:
+        self.interface = replace(self.interface, **changes)
+        return self
+
+
+def infer(program: Program, node: fx.Node) -> Any:
+    """Run the op's inference on the types of its operands and store it as `node.meta["type"]`.
+
+    Raises `VerifyError` where the operands are not what the op takes.
+    """
+    context = ops.Context(program.interface, program.device)
+    args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
+    assert isinstance(node.target, ops.Op)
+    try:
+        result = node.target.infer(context, *args, **kwargs)
+    except (TypeError, KeyError, StopIteration, AttributeError, ValueError) as error:
+        reason = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
+        raise VerifyError(
+            f"`{node.target.name}` does not take these operands: {reason}", device=program.device
+        ) from error
+    node.meta["type"] = result
+    return result
+
+
+def infer_all(program: Program) -> None:
+    """Re-run inference over the whole program, as the verifier does: stale types are replaced, bad operands raise."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, ops.Op):
+            infer(program, node)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            source, index = node.args
+            types = source.meta["type"]
+            if not isinstance(types, tuple) or not 0 <= index < len(types):
+                raise VerifyError(f"`{source.target.name}` has no result {index}", device=program.device)
+            node.meta["type"] = types[index]
+
+
+def work_of(program: Program, node: fx.Node) -> ops.Work:
+    """What the op occupies and for how much, from the types of its operands."""
+    context = ops.Context(program.interface, program.device)
+    args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
+    return node.target.work(context, *args, **kwargs)  # type: ignore[union-attr]
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for the values an op produces: itself, or its unpacked results, in order."""
+    types = node.meta.get("type")
+    if types is None:
+        return []
+    if isinstance(types, ops.Value):
+        return [node]
+    items = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
+    return sorted(items, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
+
+
+def donated(node: fx.Node) -> list[fx.Node]:
+    """The operands whose memory the op takes over: they are dead behind it and need no `free`."""
+    op = node.target
+    assert isinstance(op, ops.Op)
+    if not op.donates:
+        return []
+    bound = op.bind(node.args, node.kwargs)
+    found: list[fx.Node] = []
+    for name in op.donates:
+        fx.node.map_arg(bound.get(name), found.append)
+    return found
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The values an op reads, in order, without the batch."""
+    return [n for n in node.all_input_nodes if n.op != "placeholder"]
+
+
+def place_frees(program: Program) -> None:
+    """Put one `free` behind the last use of every value that the program owns; removes all older frees first.
+
+    Values freed at the same place share one op. Results, donated values and resident weights are not freed.
+    """
+    graph = program.graph
+    for node in list(program.ops()):
+        if node.target is ops.free:
+            graph.erase_node(node)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    returned = {n for nodes in program.results().values() for n in nodes}
+    given_away = {n for node in program.ops() for n in donated(node)}
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(program.ops()):
+        for value in values_of(node):
+            if value in returned or value in given_away or not value.meta["type"].owned:
+                continue
+            users = [user for user in value.users if user.op == "call_function"]
+            end = max([*users, node], key=lambda n: position[n])
+            if end is node:  # never used: free behind the unpacking
+                end = max(values_of(node), key=lambda n: position[n])
+            last.setdefault(end, []).append(value)
+    for end, values in last.items():
+        place = max([end, *values_of(end)] if isinstance(end.target, ops.Op) else [end], key=lambda n: position[n])
+        with graph.inserting_after(place):
+            graph.call_function(ops.free, tuple(values))
+
+
+def _rename(node: fx.Node, name: str) -> None:
+    if node.name != name:
+        node._rename(name)

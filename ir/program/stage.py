@@ -1,0 +1,153 @@
+"""A stage as programs know it: inputs, outputs, parameters, costs. Its code is in the generated file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+PAGE = 4096  # what lies in DRAM or on SSD begins at a multiple, so that disks read and write it in place
+STATE_ROOM = 256  # bytes a parameter, to align its master and its states
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor at the border of a stage. `batched`: dimension 0 is the micro-batch (else it is sent whole)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name, e.g. "float32"
+    requires_grad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter or buffer of a stage, under the user's own dotted name.
+
+    `dtype` is that of the computation; `owner` is False where another stage counts and saves this tied parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    owner: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * dtype_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class SavedSpec:
+    """A class of saved tensors: the output of one costly call in a stage's forward, for one micro-batch.
+
+    Where it is kept, rematerialisation saves its `flops`. `calls`: which of the stage's costly calls it is, counted
+    from 0 in the order in which they run. `is_saved`: autograd saves it too, it is part of the stage's `kept_bytes`.
+    """
+
+    name: str
+    bytes: int
+    flops: float
+    calls: tuple[int, ...]
+    is_saved: bool = False
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The interface and the measured or inferred costs of one stage, for one micro-batch.
+
+    `outputs` are the values that later stages, or the step's result, need; `extra_outputs` exist in evaluation only.
+    `kept_bytes` is what backward needs beyond inputs and parameters; workspaces are what an op takes while it runs and
+    gives back. `traffic` is bytes read and written in the device's own memory, for the roofline.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    params: tuple[ParamSpec, ...]
+    buffers: tuple[ParamSpec, ...] = ()
+    extra_outputs: tuple[TensorSpec, ...] = ()
+    loss: str | None = None  # the name of the output that is the loss
+    kept_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    light_workspace_bytes: int = 0  # of a forward that keeps nothing
+    backward_workspace_bytes: int = 0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    forward_traffic_bytes: float = 0.0
+    backward_traffic_bytes: float = 0.0
+    rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
+    title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
+    launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
+    seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
+    saved: tuple[SavedSpec, ...] = ()  # what could be kept, so that less is computed again
+    taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation that takes all of `saved`
+    weight_share: float = 0.5  # of backward's work, what only the gradients of parameters need
+    split_bytes: int = 0  # gradients that wait for that part where backward is split
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters in the dtype of the computation, each aligned as in its buffer."""
+        return self.part_bytes(len(self.params))
+
+    def part_bytes(self, num_params: int) -> int:
+        """Bytes of the first so many parameters."""
+        return self._ends_bytes[num_params]
+
+    @cached_property
+    def _ends_bytes(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat buffer, and at last its end; planning asks for it often."""
+        return tuple(accumulate((aligned(p.bytes) for p in self.params), initial=0))
+
+    @property
+    def grad_bytes(self) -> int:
+        return sum(p.bytes for p in self.params if p.requires_grad)
+
+    @property
+    def trained_params(self) -> int:
+        return sum(p.numel for p in self.params if p.requires_grad)
+
+    def again_s(self, device: str, whole_s: float, spared_flops: float) -> float:
+        """Seconds of a rematerialisation that takes `whole_s` but for classes of saved tensors of so many FLOPs. Where
+        a device was not measured with all classes, seconds are split by arithmetic."""
+        if device not in dict(self.taking):
+            return whole_s * (1.0 - spared_flops / self.forward_flops if self.forward_flops else 1.0)
+        every_flops = sum(saved.flops for saved in self.saved)
+        share = spared_flops / every_flops if every_flops else 0.0
+        return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])
+
+    def shard(self, count: int) -> StageSpec:
+        """The stage as one of `count` members of a group keeps it: of every parameter, read as one row, a piece. All
+        pieces are equally long; zeros fill the last."""
+        if count not in self._shards:
+            pieces = (replace(p, shape=(-(-p.numel // count),)) for p in self.params)
+            self._shards[count] = replace(self, params=tuple(pieces))
+        return self._shards[count]
+
+    @cached_property
+    def _shards(self) -> dict[int, StageSpec]:
+        return {}
+
+    def output(self, name: str) -> TensorSpec:
+        return next(o for o in (*self.outputs, *self.extra_outputs) if o.name == name)
+
+
+def dtype_bytes(name: str) -> int:
+    return getattr(torch, name).itemsize
+
+
+def aligned(num_bytes: int, alignment: int = 512) -> int:
+    """Rounded up so that every tensor of a flat buffer starts where copies and vector loads like it."""
+    return -(-num_bytes // alignment) * alignment

@@ -1,0 +1,322 @@
+"""Rules about what a step must do: which ops it may hold, every micro-batch once, every gradient to its update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from .. import ops
+from ..program import Interface, Program, StageSpec, operands, producer_of, values_of
+from .case import Case, fail, line_of, message_key
+
+COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.read, ops.write, ops.free, ops.send, ops.recv}
+COMMON |= {ops.all_gather}
+COMPUTING = {ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.add}
+UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
+LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
+LEGAL["asynchronous step"] = LEGAL["step"] | {ops.split, ops.stash, ops.predict}
+
+
+HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
+GIVING = (ops.backward, ops.backward_weight)  # gradients of parameters
+PASSING = (ops.recv, ops.add, ops.offload, ops.fetch, ops.read, ops.write)  # they pass on what another op made
+
+
+def check_legality(case: Case) -> None:
+    """Only the ops that the function may hold; one home for a stage's weights, and its update where they lie."""
+    allowed = LEGAL[f"{'asynchronous ' * case.is_asynchronous}{case.function}"]
+    for program in case.programs:
+        homes: dict[str, fx.Node] = {}
+        for node in program.ops():
+            if node.target not in allowed:
+                names = ", ".join(sorted(op.name for op in allowed))
+                fail(program, node, f"`{node.target.name}` is not allowed in `{case.function}`; there are {names}")  # type: ignore[union-attr]
+            if node.target in (ops.fetch, ops.resident, ops.read) and isinstance(node.args[0], str):
+                stage, _, what = node.args[0].partition(".")
+                if what == "states":
+                    continue
+                home = homes.setdefault(stage, node)
+                if home.kwargs.get("group") != node.kwargs.get("group"):
+                    fail(program, node, f"{stage} is fetched otherwise in line {line_of(program, home)}")
+                if home.target is not node.target:
+                    names = f"{HOW[home.target]} and {HOW[node.target]}"  # type: ignore[index]
+                    fail(program, node, f"{stage} is both {names}, first in line {line_of(program, home)}")
+            elif node.target is ops.step:
+                _check_update(program, node, homes)
+            elif node.target in (ops.backward, ops.backward_input):
+                _check_kept(program, node)
+            elif node.target is ops.backward_weight:
+                _check_rest(program, node)
+
+
+def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) -> None:
+    stage, memory = str(node.args[0]), operands(node)[0].meta["type"].memory
+    if stage not in homes:
+        fail(program, node, f"{stage} is updated on a device that has none of its weights")
+    wanted = ops.DEVICE if homes[stage].target is ops.resident else ops.DRAM
+    spread, found = homes[stage].kwargs.get("group") or "", operands(node)[0].meta["type"].group
+    if spread != found:
+        names = [f"spread over {group!r}" if group else "whole" for group in (spread, found)]
+        fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
+    if memory != wanted:
+        how = HOW[homes[stage].target]  # type: ignore[index]
+        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients lie in {memory}")
+
+
+def _check_kept(program: Program, node: fx.Node) -> None:
+    """What forward kept borrows the weights that it ran on: backward must get these, for the same micro-batch."""
+    bound = node.target.bind(node.args, node.kwargs)  # type: ignore[union-attr]
+    kept, weights = bound["kept"], bound["weights"]
+    if kept is None:
+        return
+    while kept.target in PASSING:  # only classes of saved tensors move, which hold nothing of the weights
+        kept = kept.args[0]
+    forward = kept.args[0]
+    if not kept.meta["type"].classes and not _same(weights, forward.args[1]):
+        made = forward.args[1].name
+        fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
+    if bound["micro_batch"] != forward.kwargs["micro_batch"]:
+        fail(program, node, f"`{kept.name}` is of micro-batch {forward.kwargs['micro_batch']}")
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether these are the same weights of a stage: also where they were gathered twice, as what was saved of them is
+    known by its place in a parameter."""
+    return first is second or first.target is second.target is ops.all_gather
+
+
+def _check_rest(program: Program, node: fx.Node) -> None:
+    """The second half of a backward enters the graph of the first, on the same weights."""
+    weights, rest = node.args[1:3]
+    assert isinstance(rest, fx.Node)
+    first = producer_of(rest)
+    if not _same(weights, first.args[1]):
+        made, own = (value.name for value in (first.args[1], weights))  # type: ignore[union-attr]
+        fail(program, node, f"`{rest.name}` is left by a backward on `{made}`, but this half runs on `{own}`")
+    if _micro_batch(node) != _micro_batch(first):
+        fail(program, node, f"`{rest.name}` is of micro-batch {_micro_batch(first)}")
+
+
+# What of a stage's work on a micro-batch each op does; a backward may be split.
+PARTS: dict[object, tuple[str, ...]] = {
+    ops.forward: ("forward",),
+    ops.backward: ("backward_input", "backward_weight"),
+    ops.backward_input: ("backward_input",),
+    ops.backward_weight: ("backward_weight",),
+    ops.evaluate: ("evaluate",),
+}
+
+
+def check_coverage(case: Case) -> None:
+    """Each stage does each micro-batch once: forward and backward in `step`, else evaluate. All of them on one device,
+    or on the devices of a group that can add up its gradients, there each micro-batch on one of them."""
+    face = case.programs[0].interface
+    done: dict[tuple[str, str, int], tuple[Program, fx.Node]] = {}
+    homes: dict[str, tuple[Program, fx.Node]] = {}
+    for program in case.programs:
+        for node in program.ops():
+            parts = PARTS.get(node.target, ())
+            if not parts:
+                continue
+            stage, micro_batch = str(node.args[0]), _micro_batch(node)
+            home = homes.setdefault(stage, (program, node))[0]
+            if home is not program and not _joined(face, stage, home.device, program.device):
+                fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
+            if done.get(("forward", stage, micro_batch), (program, node))[0] is not program:
+                fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
+            for part in parts:
+                if (part, stage, micro_batch) in done:
+                    name, first = node.target.name, line_of(*done[part, stage, micro_batch])  # type: ignore[union-attr]
+                    fail(program, node, f"{name} of {stage}, micro-batch {micro_batch} is done in line {first}")
+                done[part, stage, micro_batch] = (program, node)
+    for stage, spec in face.stages.items():
+        program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
+        for part in _wanted(case.function, spec):
+            missing = [m for m in range(face.micro_batches) if (part, stage, m) not in done]
+            if missing:
+                whole = all(("backward_input", stage, m) not in done for m in missing)
+                name = "backward" if whole and part.startswith("backward") else part
+                message = f"no {name} of {stage} for micro-batch {', '.join(map(str, missing))}"
+                fail(program, _last_op(program), message)
+
+
+def _wanted(function: str, spec: StageSpec) -> tuple[str, ...]:
+    if function == "evaluate":
+        return PARTS[ops.evaluate]
+    return (*PARTS[ops.forward], *(PARTS[ops.backward] if _has_gradients(spec) else ()))
+
+
+def _joined(face: Interface, stage: str, first: int, second: int) -> bool:
+    """Whether groups that hold the whole stage join both devices."""
+    return second in _reach(face, stage, first, face.groups)
+
+
+def _reach(face: Interface, stage: str, first: int, groups: Collection[str]) -> set[int]:
+    """The devices that these groups join with `first`, maybe in several hops, as far as they hold the whole stage."""
+    whole = [{d for d, s, param in face.groups[name] if s in ("", stage) and not param} for name in groups]
+    reached, before = {first}, set[int]()
+    while reached != before:
+        before = set(reached)
+        for devices in whole:
+            reached |= devices if devices & reached else set()
+    return reached
+
+
+def _has_gradients(spec: StageSpec) -> bool:
+    return spec.trained_params > 0 or any(value.requires_grad for value in spec.inputs)
+
+
+def _last_op(program: Program) -> fx.Node:
+    nodes = (node for node in reversed(program.graph.nodes) if node.op == "output" or isinstance(node.target, ops.Op))
+    return next(nodes, program.batch)
+
+
+def check_micro_batches(case: Case) -> None:
+    """No op mixes values of different micro-batches, also over messages."""
+    owners = {node: program for program in case.programs for node in program.ops()}
+    sent = {message_key(program, node): node.args[0] for node, program in owners.items() if node.target is ops.send}
+
+    def micro_batch_of(value: fx.Node) -> int:
+        producer = producer_of(value)
+        while producer.target in PASSING:
+            if producer.target is ops.recv:
+                value = sent[message_key(owners[producer], producer)]  # type: ignore[assignment]
+            else:
+                value = operands(producer)[0]
+            producer = producer_of(value)
+        return _micro_batch(producer)
+
+    for node, program in owners.items():
+        if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.backward_input, ops.add):
+            continue
+        tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
+        if not tensors:  # of gradients, which are summed over micro-batches
+            continue
+        own = micro_batch_of(tensors[0]) if node.target is ops.add else _micro_batch(node)
+        for value in tensors:
+            other = micro_batch_of(value)
+            if other != own:
+                fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
+
+
+def _micro_batch(node: fx.Node) -> int:
+    number = node.kwargs["micro_batch"]
+    assert isinstance(number, int)
+    return number
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What a value of gradients holds: a stage's micro-batches, and the groups that it was summed over."""
+
+    stage: str
+    micro_batches: frozenset[int] = frozenset()
+    groups: frozenset[str] = frozenset()
+
+
+def check_gradients(case: Case) -> None:
+    """Each trained stage's gradients, of all micro-batches and summed over its ties and over all devices that run it,
+    reach one update, or the result, on each of these."""
+    if case.function != "step" or case.is_asynchronous:
+        return
+    face = case.programs[0].interface
+    updates: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
+    returned: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
+    for program in case.programs:
+        sums: dict[fx.Node, _Sum] = {}
+        for node in program.ops():
+            if node.target is ops.step:
+                updates.setdefault(str(node.args[0]), []).append((program, node, sums[operands(node)[0]]))
+            else:
+                _follow(program, node, sums)
+        for values in program.results().values():
+            for value in values:
+                if value in sums:
+                    returned.setdefault(sums[value].stage, []).append((program, _last_op(program), sums[value]))
+    for stage, spec in face.stages.items():
+        if spec.trained_params == 0:
+            continue
+        ends = updates.get(stage) or returned.get(stage, [])
+        homes = {program.device: program for program in case.programs if _backwards(program, stage)}
+        for device in homes or {0: case.programs[0]}:
+            own = [end for end in ends if end[0].device == device]
+            if len(own) != 1:
+                place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
+                fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
+            _check_sum(*own[0], _backwards(own[0][0], stage), _tied(face, spec, device))
+        if stage in updates:  # what is returned may still be added up
+            _check_devices(ends, face, set(homes))
+
+
+def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
+    """Note what the gradients hold that an op produces: each micro-batch once, summed once over each group."""
+    made = [value for value in values_of(node) if value.meta["type"].kind == "grads"]
+    if not made:
+        return
+    given = [value for value in operands(node) if value in sums]
+    if node.target in GIVING:
+        own = _Sum(str(node.args[0]), frozenset({_micro_batch(node)}))
+        sums[made[0]] = _both(program, node, sums[given[0]], own) if given else own
+        return
+    group = {str(node.kwargs["group"])} if node.target in (ops.all_reduce, ops.reduce_scatter) else set()
+    found = []
+    for source in given:
+        before = sums[source]
+        # What a scattered sum is added to was scattered before.
+        added = node.target is ops.reduce_scatter and source is not node.args[0]
+        if group & before.groups and not added:
+            fail(program, node, f"the gradients of {before.stage} were summed over {min(group)!r} before")
+        found.append(before if added else replace(before, groups=before.groups | group))
+    if node.target in (ops.reduce_scatter, ops.add) and len(given) > 1:
+        found = [_both(program, node, *found)]
+    sums.update(zip(made, found))
+
+
+def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
+    """Two sums of gradients, added."""
+    twice = first.micro_batches & second.micro_batches
+    if twice:
+        fail(program, node, f"the gradients of {first.stage} already hold micro-batch {min(twice)}")
+    if first.groups != second.groups:
+        names = [" and ".join(sorted(part.groups)) or "no group" for part in (first, second)]
+        fail(
+            program, node, f"gradients of {first.stage} summed over {names[0]} are added to such summed over {names[1]}"
+        )
+    return replace(first, micro_batches=first.micro_batches | second.micro_batches)
+
+
+def _backwards(program: Program, stage: str) -> set[int]:
+    """The micro-batches whose backward of a stage runs in a program."""
+    return {_micro_batch(n) for n in program.ops() if n.target in GIVING and n.args[0] == stage}
+
+
+def _tied(face: Interface, spec: StageSpec, device: int) -> set[str]:
+    """The groups in which a device adds up parameters that the stage shares with others."""
+    trained = {param.name for param in spec.params if param.requires_grad}
+    rows = [(name, member) for name, members in face.groups.items() for member in members]
+    return {name for name, (d, stage, param) in rows if d == device and stage == spec.name and param in trained}
+
+
+def _check_sum(program: Program, node: fx.Node, found: _Sum, micro_batches: set[int], groups: set[str]) -> None:
+    missing = sorted(micro_batches - found.micro_batches)
+    if missing:
+        fail(program, node, f"the gradients of {found.stage} lack micro-batch {', '.join(map(str, missing))}")
+    if groups - found.groups:
+        names = ", ".join(sorted(groups - found.groups))
+        fail(program, node, f"the gradients of {found.stage} hold a tied parameter and were not summed over {names}")
+
+
+def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], face: Interface, homes: set[int]) -> None:
+    """The groups that the gradients of a stage went through join all its devices, and all lanes."""
+    program, node, found = ends[0]
+    groups = {name for end in ends for name in end[2].groups}
+    for group in ops.MESH_GROUPS if face.lanes else ():
+        if face.size(group) > 1 and group not in groups:
+            fail(program, node, f"the gradients of {found.stage} were not summed over the {group} of other lanes")
+    reached = _reach(face, found.stage, program.device, groups & face.groups.keys())
+    if homes - reached:
+        names = ", ".join(map(str, sorted(homes - reached)))
+        fail(program, node, f"the gradients of {found.stage} were not summed with those of device {names}")

@@ -1,0 +1,38 @@
+"""`penstock reproduce`: the command line finds it through the entry point `penstock.commands`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: penstock reproduce mobius --only fig5,fig6 --out out/mobius")
+def reproduce(
+    paper: Annotated[str, typer.Argument(help="mobius, ftpipe, fuyou or mics")],
+    out: Annotated[Path | None, typer.Option(help="write README.md, rows.json and figures to this directory")] = None,
+    only: Annotated[str | None, typer.Option(help="some of its findings, such as fig5,fig9; without it: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="plain data on stdout instead of tables")] = False,
+) -> None:
+    """A paper's tables and figures beside simulations of our own programs on its machines. Takes minutes."""
+    from . import report as papers
+
+    if out is not None:
+        papers.check_drawable()  # now, not after minutes
+    wanted = [key.strip() for key in (only or "").split(",") if key.strip()]
+    report = papers.reproduce(paper, wanted, say=papers.to_stderr)
+    if out is not None:
+        for path in papers.write(report, out):
+            papers.to_stderr(f"written {path}")
+    if as_json:
+        print(json.dumps(papers.to_json(report), indent=1))
+        return
+    from ..cli.tables import console
+
+    screen = console()
+    for table in papers.tables(report):
+        screen.print(table)

@@ -1,0 +1,124 @@
+"""Fuyou's models and how large they may be: tables 2 and 4, figure 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...passes.graph.coarsen import Coarsen
+from ..figures import Bars
+from ..lab import Case, Lab
+from ..report import Finding, Row, near, number, same
+from .bench import FUYOU, PRECISION, ZERO_INFINITY, Bench, Setup, billions, lacks_device, machine, repeated_blocks
+
+NONE = "none"
+TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by way of its ratios 5.96 and 2.04
+    ("Fuyou", "A100", "768GB"): "805B",
+    ("Fuyou", "4090", "768GB"): "276B",
+    ("Fuyou", "4090", "128GB"): "65B",
+    ("ZeRO-Infinity", "A100", "768GB"): "135B",
+    ("ZeRO-Infinity", "4090", "768GB"): "135B",
+    ("ZeRO-Infinity", "A100", "512GB"): "65B",
+    ("ZeRO-Infinity", "A100", "128GB"): NONE,
+    ("ZeRO-Infinity", "4090", "128GB"): NONE,
+}
+
+
+def table2(lab: Lab, setup: Setup) -> Finding:
+    """Benefit of swapping each layer's output."""
+    case = Case(setup.models[setup.small], 8, 1, setup.sequence, precision=PRECISION)
+    block = repeated_blocks(lab.draft(case, machine("A100"), Coarsen()).blocks)[0]
+    calls = block.cost.calls or ()
+    names = ("Linear_qkv", "Linear_htoh", "Linear_hto4h", "Linear_4htoh")
+    unit, least = calls[1].bytes, min(call.flops / call.bytes for call in calls)
+    rows = []
+    for name, call, size, benefit in zip(names, calls, (3, 1, 4, 1), (1, 1, 1, 4)):
+        rows.append(near(name, "bytes of its output / those of Linear_htoh", call.bytes / unit, size, "", 2))
+        rows.append(near(name, "swap benefit, FLOPs per byte / the least", call.flops / call.bytes / least, benefit))
+    return Finding(
+        "table2",
+        "benefit of swapping, per layer of a block",
+        "outputs of 3, 1, 4 and 1 times b s h, whose benefits are as 1 to 1 to 1 to 4.",
+        "the costs of a traced block's calls, as the planner uses them; the paper prints h^3 where h^2 is meant.",
+        rows,
+        "the traced block makes other matrix products than the paper's four.",
+    )
+
+
+def table4(lab: Lab, setup: Setup) -> Finding:
+    """Models."""
+    rows = []
+    for model, name in setup.models.items():
+        counted = billions(name)
+        is_named = model.endswith("B")  # after its size
+        row = near(model, "parameters", counted, float(model[:-1]), " B") if is_named else None
+        rows.append(row or number(model, "parameters", counted, " B"))
+    return Finding(
+        "table4",
+        "the models",
+        "layers, heads and hidden sizes of GPT-3 from 13B to 805B.",
+        "every parameter once, the output layer tied to the token embedding, vocabulary 50257, 2048 positions.",
+        rows,
+        "the paper's names are rounded.",
+    )
+
+
+def fig4(lab: Lab, setup: Setup) -> Finding:
+    """Largest trainable model."""
+    bench, rows = Bench(lab, setup), []
+    sizes: dict[str, list[float | None]] = {}
+    for system, line in (("Fuyou", FUYOU), ("ZeRO-Infinity", ZERO_INFINITY)):
+        for gpu in setup.gpus:
+            found = largest_models(bench, gpu, line)
+            sizes[f"{system}, {gpu}"] = [billions(setup.models[name]) if name != NONE else None for name in found]
+            rows += [_row(system, gpu, dram, name) for dram, name in zip(setup.drams, found)]
+    if len(setup.gpus) == 2:
+        rows += _both_gpus(setup, sizes)
+    chart = Bars("fig4", "Largest trainable model", "B parameters", list(setup.drams), sizes, xlabel="DRAM")
+    return Finding(
+        "fig4",
+        "the largest trainable model by DRAM size, batch 1",
+        "805B on A100 and 276B on 4090 with 768 GB, 5.96x and 2.04x those of ZeRO-Infinity; 65B on 4090 with 128 GB, "
+        "where ZeRO-Infinity fails to train 13B; it trains 65B from 512 GB on. From 384 GB on the A100 trains larger "
+        "models than the 4090.",
+        "the largest model of table 4 whose programs fit all memories, the smaller ones included: an exact count of "
+        f"device, pinned DRAM and SSD bytes, {int(100 * machine('A100').hosts[0].dram_usable_fraction)}% of DRAM "
+        "usable. ZeRO-Infinity: our program under its rules.",
+        rows,
+        "our programs hold the buffers of a few blocks in DRAM and nothing else, so both need less of it. DeepSpeed's "
+        "limits imply 4 to 6 bytes of DRAM a parameter and over 100 GB besides (13B fails in 128 GB, 65B in 384 GB, "
+        "175B in 768 GB), of which the paper names no source; our program under its rules holds the gradients until "
+        "the optimizer stage, 2 bytes a parameter, and pinned buffers of exactly the size that they need. On the 4090 "
+        "a block's weights and gradients take 4 bytes a parameter, and the next block's weights come early only where "
+        "there is room; the paper's prefetch queue takes its share always.",
+        [chart],
+    )
+
+
+def largest_models(bench: Bench, gpu: str, line: str) -> list[str]:
+    """Per DRAM size the largest model of which a step fits, and all smaller ones; neither size need be tried twice, as
+    more DRAM holds what less does."""
+    names = list(bench.setup.models)
+    found, count, stuck = [], 0, False
+    for dram in bench.setup.drams:
+        while count < len(names) and not stuck:
+            trial = bench.trial(names[count], 1, machine(gpu, dram), line)
+            if trial.timeline is None:
+                stuck = lacks_device(trial)
+                break
+            count += 1
+        found.append(names[count - 1] if count else NONE)
+    return found
+
+
+def _row(system: str, gpu: str, dram: str, ours: str) -> Row:
+    where, what = f"{gpu}, {dram}", f"largest model, {system}"
+    paper = TRAINABLE.get((system, gpu, dram))
+    return Row(where, what, "", ours) if paper is None else same(where, what, paper, ours)
+
+
+def _both_gpus(setup: Setup, sizes: dict[str, list[float | None]]) -> list[Row]:
+    """Where the larger GPU trains larger models."""
+    pairs = zip(setup.drams, *(sizes[f"Fuyou, {gpu}"] for gpu in setup.gpus))
+    more = [dram for dram, first, second in pairs if (first or 0) > (second or 0)]
+    claimed: Sequence[str] = ("384GB", "512GB", "640GB", "768GB")
+    return [same("Fuyou", "A100 trains larger models than 4090 at", ", ".join(claimed), ", ".join(more) or NONE)]

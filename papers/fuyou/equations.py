@@ -1,0 +1,148 @@
+"""Equations 1 to 12 of Fuyou (2024, section 4.5): a step's time if every resource overlaps perfectly.
+
+They count bytes and FLOPs of a whole model and know neither stages nor memories, and so check the simulator from
+outside. Seconds, bytes, bytes/s, FLOP/s. Parameters and gradients have 2 bytes, masters and states of Adam 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...ir.machine.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One GPU's machine. `read`, `write`: of all its SSDs together, which are simplex."""
+
+    link: float  # bytes/s between GPU and DRAM, per direction
+    read: float
+    write: float
+    flops: float
+    params_per_s: float  # of the CPU's optimizer
+
+    @classmethod
+    def of(cls, hardware: Hardware, precision: str) -> Rates:
+        device, host = hardware.devices[0], hardware.hosts[0]
+        return cls(
+            min(device.h2d_bandwidth, device.d2h_bandwidth),
+            sum(ssd.read_bandwidth for ssd in host.ssds),
+            sum(ssd.write_bandwidth for ssd in host.ssds),
+            device.achieved_flops(precision),
+            host.optimizer_params_per_s,
+        )
+
+
+@dataclass(frozen=True)
+class Swappable:
+    """Activations of one layer: bytes to move them out, FLOPs of the forward that then need not run again."""
+
+    bytes: float
+    flops: float
+
+    @property
+    def benefit(self) -> float:
+        """Equation 12, per byte: the paper's swap time is proportional to bytes."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Load:
+    """A model and a batch. `boundary_bytes`: one checkpoint per transformer block, the paper's D_start."""
+
+    params: float
+    forward_flops: float
+    boundary_bytes: float
+    swappable: Sequence[Swappable] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the two stages by resource; `swapped_bytes` is the paper's D_f."""
+
+    forward_s: dict[str, float]
+    backward_s: dict[str, float]
+    swapped_bytes: float
+    coefficient: float  # swapped bytes over those of all activations inside blocks
+
+    @property
+    def step_s(self) -> float:
+        """Equations 1, 2 and 5."""
+        return max(self.forward_s.values()) + max(self.backward_s.values())
+
+    @property
+    def bound(self) -> str:
+        """What bounds backward and optimizer."""
+        return max(self.backward_s, key=lambda name: self.backward_s[name])
+
+
+def step(rates: Rates, load: Load, swapped: Sequence[Swappable] = ()) -> Step:
+    """Equations 2 to 8 with these layers' activations moved out besides the checkpoints.
+
+    Written for activations on SSD; the others of a block are computed again.
+    """
+    inside = sum(layer.bytes for layer in load.swappable)
+    moved = sum(layer.bytes for layer in swapped)
+    d_f, weights = load.boundary_bytes + moved, 2 * load.params
+    forward_s = load.forward_flops / rates.flops
+    again_s = (load.forward_flops - sum(layer.flops for layer in swapped)) / rates.flops
+    forward = {
+        "computation": forward_s,
+        "GPU link": max(weights, d_f) / rates.link,  # eq. 3
+        "SSD": weights / rates.read + d_f / rates.write,  # eq. 4
+    }
+    backward = {
+        "computation": 2 * forward_s + again_s,  # eq. 8
+        "CPU optimizer": load.params / rates.params_per_s,
+        "GPU link": (weights + d_f) / rates.link,  # eq. 6, with what is fetched: the larger direction of two
+        "SSD": (7 * weights + d_f) / rates.read + 7 * weights / rates.write,  # eq. 7
+    }
+    return Step(forward, backward, d_f, moved / inside if inside else 0.0)
+
+
+def curve(rates: Rates, load: Load) -> Iterator[Step]:
+    """One more layer moved out at a time, those of most benefit first, as section 4.5 chooses them."""
+    order = sorted(load.swappable, key=lambda layer: -layer.benefit)
+    for count in range(len(order) + 1):
+        yield step(rates, load, order[:count])
+
+
+def most_swapped_bytes(rates: Rates, load: Load) -> float:
+    """Equations 9 to 11: more than this can bring nothing; at least the checkpoints."""
+    start = step(rates, load)
+    hidden_s = start.backward_s["computation"] - max(start.backward_s["GPU link"], start.backward_s["SSD"])
+    return max(load.boundary_bytes, hidden_s * min(rates.link, rates.read, rates.write))
+
+
+def best(rates: Rates, load: Load) -> Step:
+    """The shortest step of the curve within equation 11; of equal ones that which moves least."""
+    most = most_swapped_bytes(rates, load)
+    return min(
+        (found for found in curve(rates, load) if found.swapped_bytes <= max(most, load.boundary_bytes)),
+        key=lambda found: found.step_s,
+    )
+
+
+def apart_s(rates: Rates, load: Load) -> float:
+    """The same without overlap of backward and optimizer (section 4.3): gradients wait on SSD in between."""
+    weights, d_f = 2 * load.params, load.boundary_bytes
+    together = step(rates, load)
+    backward_s = max(
+        together.backward_s["computation"],
+        together.backward_s["GPU link"],
+        (weights + d_f) / rates.read + weights / rates.write,
+    )
+    optimizer_s = max(together.backward_s["CPU optimizer"], 7 * weights / rates.read + 7 * weights / rates.write)
+    return max(together.forward_s.values()) + backward_s + optimizer_s
+
+
+def serial_s(rates: Rates, load: Load) -> float:
+    """Nothing overlaps, as section 3.2 observes of ZeRO-Infinity: weights twice from SSD and over the link, checkpoints
+    to DRAM and back, gradients to DRAM, SSD and back, then the optimizer's reads, update and writes, one by one."""
+    weights = 2 * load.params
+    moved_s = (3 * weights + 2 * load.boundary_bytes) / rates.link + 2 * weights / rates.read
+    computed_s = 4 * load.forward_flops / rates.flops
+    update_s = load.params / rates.params_per_s
+    states_s = weights / rates.write + 7 * weights / rates.read + 7 * weights / rates.write
+    return moved_s + computed_s + states_s + update_s

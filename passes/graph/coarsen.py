@@ -1,0 +1,200 @@
+"""`coarsen`: op graph to blocks.
+
+In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle can arise. A run follows one element of
+the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
+is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
+parameters join the run before them. Never cut apart are a base and what writes it in place, a buffer's readers and
+writers, and a value that is no tensor and what reads it. With `level=operator` blocks are single operators, see
+`operators.py`; each still knows its layer, so that a stage with all of a layer prints it as one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from ...ir.errors import PassError, PlanError
+from ..base import Pass
+from ..draft import Draft
+from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
+from .costs import measure_blocks
+from .operators import main_node, operator_groups, operator_name
+from .opgraph import OpGraph, is_mode_switch
+
+Run = tuple[str, list[fx.Node]]
+LEVELS = ("layer", "operator")
+
+
+@dataclass(frozen=True)
+class Coarsen(Pass):
+    """`level`: "layer", the elements of the model's module lists and what lies between, or "operator"."""
+
+    name: ClassVar[str] = "coarsen"
+    gives: ClassVar[tuple[str, ...]] = ("blocks",)
+    decides: ClassVar[str] = "blocks"
+    level: str = "layer"
+
+    def plan(self, draft: Draft) -> dict[str, int]:
+        """Block name to its number of nodes, in order. Raises `PlanError` for a model without parameters in use."""
+        blocks = find_blocks(draft.graph, self.level)
+        if not blocks:
+            raise PlanError(
+                f"model: {type(draft.graph.model).__name__}'s loss depends on no parameter; there is nothing to train"
+            )
+        return {block.name: len(block.nodes) for block in blocks}
+
+    def rewrite(self, draft: Draft, decision: dict[str, int]) -> None:
+        blocks = find_blocks(draft.graph, self.level)
+        if {block.name: len(block.nodes) for block in blocks} != decision:
+            found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
+            raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
+        draft.blocks = measure_blocks(draft.graph, blocks, draft.hardware.devices[0].kind)
+        if draft.options.profiler is not None:
+            draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.hardware)
+            draft.notes[self.name] = f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}"
+
+
+def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
+    """The model's blocks, still without costs. Raises `PassError` for an unknown level."""
+    if level not in LEVELS:
+        raise PassError(f"coarsen: level={level!r}; allowed are {', '.join(LEVELS)}")
+    layers = _runs(graph)
+    if level == "layer":
+        return make_blocks(graph, layers)
+    layer_of = {node: name for name, nodes in layers for node in nodes}
+    nodes = [node for node in graph.nodes if node in layer_of]
+    groups = operator_groups(graph, nodes, _inseparable(graph, dict.fromkeys(nodes, 0)))
+    mains = [main_node(graph, group) for group in groups]
+    runs = _unique([(operator_name(main), group) for main, group in zip(mains, groups)])
+    return make_blocks(graph, runs, [layer_of[main] for main in mains])
+
+
+def make_blocks(graph: OpGraph, runs: list[Run], layers: Sequence[str] = ()) -> list[Block]:
+    """Blocks with hash, inputs, outputs and parameter bytes, still without costs. `layers`: of each run that is not a
+    layer itself."""
+    blocks = []
+    for i, (name, run) in enumerate(runs):
+        layer = layers[i] if layers else ""
+        nodes = tuple(run)
+        inputs = node_inputs(nodes)
+        parameters = {id(p): p for n in nodes for p in graph.node_parameters(n).values()}
+        blocks.append(
+            Block(
+                name,
+                nodes,
+                structural_hash(graph, layer or name, nodes, inputs),
+                tuple(inputs),
+                tuple(node_outputs(nodes)),
+                sum(p.numel() * compute_dtype(graph, p).itemsize for p in parameters.values()),
+                layer=layer,
+            )
+        )
+    return blocks
+
+
+def _runs(graph: OpGraph) -> list[Run]:
+    shared = shared_nodes(graph)
+    nodes = [
+        n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n)
+    ]
+    runs: list[Run] = []
+    for node in nodes:
+        key = _block_path(node.meta.get("module_path", ""))
+        if runs and (key == runs[-1][0] or not (_in_list(key) or graph.node_parameters(node))):
+            runs[-1][1].append(node)
+        else:
+            runs.append((key, [node]))
+    runs = [piece for run in runs for piece in _calls(graph, run)]
+    return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
+
+
+def _block_path(path: str) -> str:
+    """The path up to its first list index; without one, the whole path."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return path
+
+
+def _in_list(key: str) -> bool:
+    return key.rpartition(".")[2].isdigit()
+
+
+def _calls(graph: OpGraph, run: Run) -> list[Run]:
+    """A run of several calls of one module list's element, cut where its first parameters come again."""
+    name, nodes = run
+    first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
+    pieces: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if first is not None and node is not first and (node.op, node.target) == (first.op, first.target):
+            pieces.append([])
+        pieces[-1].append(node)
+    return [(name, piece) for piece in pieces]
+
+
+def _join_leading(graph: OpGraph, runs: list[Run]) -> list[Run]:
+    """A first run without parameters joins the second, so that every block has weights where the model has any."""
+    if len(runs) > 1 and not any(graph.node_parameters(n) for n in runs[0][1]):
+        runs[1:2] = [(runs[1][0], runs[0][1] + runs[1][1])]
+        return runs[1:]
+    return runs
+
+
+def _join_inseparable(graph: OpGraph, runs: list[Run]) -> list[Run]:
+    """Join all runs from a node to the last one that must stay with it, so that no cut falls between them."""
+    home = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
+    upto = list(range(len(runs)))
+    for first, last in _inseparable(graph, home):
+        begin, end = sorted((home[first], home[last]))
+        upto[begin] = max(upto[begin], end)
+    joined: list[Run] = []
+    end = -1
+    for i, (name, nodes) in enumerate(runs):
+        if i <= end and joined:
+            joined[-1][1].extend(nodes)
+        else:
+            joined.append((name, list(nodes)))
+        end = max(end, upto[i])
+    return joined
+
+
+def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes that must be in one block, in any order."""
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    written = {name for node in home for name in node.meta.get("updates_buffers", ())}
+    ties = graph.ties()
+    written = {ties.get(name, name) for name in written}
+    holder: dict[str, fx.Node] = {}
+    for node in home:
+        pairs += [(storage_root(target), node) for target in node.meta.get("mutates", ())]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            pairs += [(node, user) for user in node.users]
+        if node.target is operator.getitem:
+            pairs += [(arg, node) for arg in node.all_input_nodes]
+        for name in _buffers_of(graph, node):
+            if ties.get(name, name) in written:
+                pairs.append((holder.setdefault(ties.get(name, name), node), node))
+    return [(a, b) for a, b in pairs if a in home and b in home]
+
+
+def _buffers_of(graph: OpGraph, node: fx.Node) -> list[str]:
+    if node.op == "call_module":
+        leaf = graph.module.get_submodule(str(node.target))
+        return [f"{node.target}.{name}" for name, _ in leaf.named_buffers(remove_duplicate=False)]
+    return [str(node.target)] if node.op == "get_attr" else []
+
+
+def _unique(runs: list[Run]) -> list[Run]:
+    seen: dict[str, int] = {}
+    named = []
+    for name, nodes in runs:
+        name = name or "model"
+        seen[name] = seen.get(name, 0) + 1
+        named.append((name if seen[name] == 1 else f"{name}#{seen[name]}", nodes))
+    return named

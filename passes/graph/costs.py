@@ -1,0 +1,308 @@
+"""What one block costs: each distinct block hash is run once, forward and backward, on fake tensors.
+
+In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
+own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
+For plans on CUDA, attention and dropout are counted as CUDA's kernels behave: attention saves q, k, v, its output and
+one fp32 row sum, dropout saves one byte per element. Not known to fake tensors is the workspace that oneDNN's recurrent
+layers keep on CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
+from .blocks import Block, BlockCost, CostlyCall, compute_dtype
+from .cost_kernels import CUDA_STAND_INS, STAND_INS, Flops, cuda_dropout
+from .cuda_autocast import autocast_as
+from .opgraph import OpGraph
+
+_End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
+
+
+def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu") -> list[Block]:
+    """Blocks with costs; those of equal hash are measured once."""
+    known: dict[str, BlockCost] = {}
+    for block in blocks:
+        if block.hash not in known:
+            known[block.hash] = measure(graph, block, device_kind)
+    return [block.with_cost(known[block.hash]) for block in blocks]
+
+
+def measure(
+    graph: OpGraph, block: Block, device_kind: str = "cpu", sizes: Mapping[str, int] | None = None
+) -> BlockCost:
+    """Run the block forward with gradients, backward, and forward without, on fake tensors.
+
+    `sizes`: for a graph with symbolic sizes, the number to put in for each ("b", "s").
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    run = _BlockRun(graph, block, mode, device_kind, sizes or {})
+    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.param_dtype):
+        run.make_inputs()
+        forward, ends, saved, saved_inputs, saved_outputs = run.forward()
+        kept = sum(storage.nbytes() for storage in saved)
+        backward = run.backward(ends, saved)
+        light = run.light()
+    recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
+    return BlockCost(
+        forward_flops=forward.flops,
+        backward_flops=backward.flops,
+        forward_traffic_bytes=forward.traffic_bytes,
+        backward_traffic_bytes=backward.traffic_bytes,
+        kept_bytes=kept,
+        saved_inputs=saved_inputs,
+        saved_outputs=saved_outputs,
+        forward_peak_bytes=forward.peak_bytes,
+        light_peak_bytes=light.peak_bytes,
+        backward_peak_bytes=backward.peak_bytes,
+        launches=forward.launches,
+        calls=None if recurrent else _costly_calls(forward.costly, light.costly),
+    )
+
+
+def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
+    """Whether which calls it makes depends on the device: CUDA and oneDNN run a recurrent layer as one call."""
+    if node.op == "call_module":
+        return isinstance(graph.module.get_submodule(str(node.target)), torch.nn.RNNBase)
+    return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _costly_calls(forward: Sequence[_Costly], light: Sequence[_Costly]) -> tuple[CostlyCall, ...] | None:
+    """Of a block, from its forwards with gradients and without; None where they do not make the same calls."""
+    if [(row.node, row.look[0]) for row in forward] != [(row.node, row.look[0]) for row in light]:
+        return None
+    return tuple(
+        CostlyCall(a.node, a.bytes, a.flops, a.is_saved, a.look == b.look and not (a.is_changed or b.is_changed))
+        for a, b in zip(forward, light)
+    )
+
+
+class _BlockRun:
+    """One block on fake inputs and fake parameters of its own."""
+
+    def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str, sizes: Mapping[str, int]):
+        self.graph, self.block, self.mode, self.cuda = graph, block, mode, device_kind == "cuda"
+        self.sizes = {graph.symbols[name].node.expr: size for name, size in sizes.items()}
+        self.tensors: dict[int, torch.Tensor] = {}  # real or meta tensor's id -> fake
+        self.inputs: dict[fx.Node, Any] = {}
+        self.now = 0  # the number of the node that runs
+
+    def fake(self, tensor: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
+        if id(tensor) not in self.tensors:
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
+            shape, stride = ([self.number(n) for n in ns] for ns in (tensor.shape, tensor.stride()))
+            made = torch.empty_strided(shape, stride, dtype=dtype)
+            wants = tensor.requires_grad if requires_grad is None else requires_grad
+            if wants and made.is_floating_point():
+                made.requires_grad_()
+                if is_parameter:
+                    made.grad = torch.empty_like(made)  # as from the second micro-batch on
+            self.tensors[id(tensor)] = made
+        return self.tensors[id(tensor)]
+
+    def number(self, size: Any) -> Any:
+        """A size, symbolic or not, as a number."""
+        return int(size.node.expr.subs(self.sizes)) if isinstance(size, torch.SymInt) else size
+
+    def make_inputs(self) -> None:
+        for node in self.block.inputs:
+            value = node.meta.get("val")
+            self.inputs[node] = fx.node.map_aggregate(  # type: ignore[assignment]
+                value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else self.number(v)
+            )
+        for node in self.block.nodes:  # parameters exist before the block runs
+            for parameter in self.graph.node_parameters(node).values():
+                self.fake(parameter)
+
+    def execute(self) -> dict[fx.Node, Any]:
+        values = dict(self.inputs)
+        last: dict[fx.Node, int] = {}
+        keep = set(self.block.outputs)
+        for i, node in enumerate(self.block.nodes):
+            for arg in node.all_input_nodes:
+                last[arg] = i
+        for i, node in enumerate(self.block.nodes):
+            self.now = i
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not node.meta.get("no_grad", False)), _inner(node):
+                values[node] = self.call(node, args, kwargs)
+            for arg in node.all_input_nodes:
+                if last[arg] == i and arg not in keep and arg not in self.inputs:
+                    values.pop(arg, None)
+            del args, kwargs
+        return values
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            return self.fake(getattr(self.graph.module.get_submodule(owner), name))
+        if node.op == "call_module":
+            leaf = self.graph.module.get_submodule(str(node.target))
+            if self.cuda and isinstance(leaf, torch.nn.Dropout):
+                return cuda_dropout(args[0], leaf.p)
+            own = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
+            was_training = leaf.training
+            leaf.train()
+            try:
+                return torch.func.functional_call(leaf, {name: self.fake(t) for name, t in own}, args, kwargs)
+            finally:
+                leaf.train(was_training)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS
+        target: Any = stand_ins.get(node.target, node.target)
+        return target(*args, **kwargs)
+
+    def forward(self) -> tuple[_Meter, list[_End], list[torch.UntypedStorage], tuple[bool, ...], tuple[bool, ...]]:
+        """With gradients. Where they enter backward, what is saved for it, which inputs and outputs that includes."""
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
+            return tensor.detach()  # a saved result would else hold the very graph that saves it
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter(self) as meter:
+            values = self.execute()
+        own = {t.untyped_storage()._cdata for t in self.tensors.values()}
+
+        def is_saved(value: Any) -> bool:
+            return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata in saved for t in tree_leaves(value))
+
+        saved_inputs = tuple(is_saved(self.inputs[n]) for n in self.block.inputs)
+        saved_outputs = tuple(is_saved(values[n]) for n in self.block.outputs)
+        outputs = [t for n in self.block.outputs for t in tree_leaves(values[n]) if isinstance(t, torch.Tensor)]
+        ends = [(get_gradient_edge(t), t.shape, t.dtype) for t in outputs if t.requires_grad]
+        kept = [storage for key, storage in saved.items() if key not in own]
+        for key, row in meter.outputs.items():
+            row.is_saved = key in saved
+        saved.clear()  # autograd holds `pack`, which holds this
+        return meter, ends, kept, saved_inputs, saved_outputs
+
+    def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:
+        """As a stage runs it: nothing but the graph holds what was saved."""
+        meter = _Meter(self)
+        meter.watch(saved)
+        if ends:
+            gradients = [torch.empty(shape, dtype=dtype) for _, shape, dtype in ends]
+            with meter:
+                torch.autograd.backward([edge for edge, _, _ in ends], gradients)
+        return meter
+
+    def light(self) -> _Meter:
+        with torch.no_grad(), _Meter(self) as meter:
+            values = self.execute()
+        del values
+        return meter
+
+
+def _inner(node: fx.Node) -> AbstractContextManager[Any]:
+    """The `torch.autocast` of the model's own that the node was recorded in."""
+    setting = node.meta.get("autocast")
+    if setting is None:
+        return nullcontext()
+    device, dtype, enabled, cache = setting
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+@dataclass
+class _Costly:
+    """A costly call as it was met."""
+
+    node: int
+    look: Look
+    bytes: int
+    flops: float
+    is_saved: bool = False
+    is_changed: bool = False
+
+
+class _Meter(TorchDispatchMode, Flops):
+    """Counts FLOPs, bytes read and written, calls, and the peak of live new storages; notes costly calls."""
+
+    def __init__(self, run: _BlockRun) -> None:
+        super().__init__()
+        self.run = run
+        self.costly: list[_Costly] = []
+        self.outputs: dict[int, _Costly] = {}  # live storage -> the costly call that made it
+        self.flops = 0.0
+        self.traffic_bytes = 0.0
+        self.launches = 0
+        self.live_bytes = self.peak_bytes = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        before = {t.untyped_storage()._cdata for t in read}
+        new = [t for t in made if t.untyped_storage()._cdata not in before]
+        flops = flops_of(func, args, kwargs, out)
+        self.flops += flops
+        if func in COSTLY:
+            call = _Costly(self.run.now, look_of(func, args, kwargs, out), out.nbytes, flops)
+            self.costly.append(call)
+            self.outputs[out.untyped_storage()._cdata] = call
+        for tensor in written(func, args, kwargs):
+            if tensor.untyped_storage()._cdata in self.outputs:
+                self.outputs[tensor.untyped_storage()._cdata].is_changed = True
+        if new or func._schema.is_mutable:
+            self.launches += 1
+            self.traffic_bytes += sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
+        for tensor in new:
+            self.born(tensor.untyped_storage())
+        return out
+
+    def watch(self, storages: list[torch.UntypedStorage]) -> None:
+        """Let what is there already count below zero once it is gone. Empties the list."""
+        for storage in storages:
+            self.known.add(storage._cdata)
+            weakref.finalize(storage, self.died, storage._cdata, storage.nbytes())
+        storages.clear()
+
+    def born(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self.died, key, size)
+
+    def died(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.outputs.pop(key, None)
+        self.live_bytes -= size
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Multiply-adds counted twice, as torch counts them; attention on CPU is not in torch's registry."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        query, key = (args[1], args[2]) if name.endswith("backward") else (args[0], args[1])
+        batch, heads, length, width = query.shape
+        return 4.0 * batch * heads * length * key.shape[-2] * width * (2.5 if name.endswith("backward") else 1.0)
+    return 0.0
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()

@@ -1,0 +1,164 @@
+"""The op graph: a captured training step at the level of torch functions and leaf `nn.Module`s.
+
+In: nothing but torch. Out: the `OpGraph` type that every pass before programs reads and rewrites. Capture lives in
+`penstock.compiler.capture.trace`; this file documents what capture promises.
+
+Node meta (every node but the output node has each of the first ten):
+
+| key | meaning |
+|---|---|
+| `val` | the value on fake tensors: a `FakeTensor` on cpu, a nest of them, or a plain Python value |
+| `module_path` | dotted path of the innermost module call that the op ran in ("" is the root; a leaf: its own) |
+| `module_type` | class name of that module |
+| `module_call` | number of that call; it tells two calls of one shared module apart |
+| `source` | "file.py:123: code" of the user's innermost line, "" for placeholders |
+| `no_grad` | recorded while gradients were disabled |
+| `autocast` | None, or `(device_type, dtype, enabled, cache_enabled)` of the innermost `torch.autocast` in the model |
+| `mutates` | the argument nodes whose storage the op writes in place |
+| `alias_of` | a node whose storage the value shares (a view's base, a tied parameter's first name), else None |
+| `random` | draws from the random generator in training mode |
+| `updates_buffers` | names of the model's buffers that it writes: BatchNorm statistics, in-place counters (if any) |
+| `eval_args`, `eval_kwargs` | the arguments in evaluation mode, present only where they differ |
+
+Gradient and autocast switches stay in the graph as nodes, so that running `OpGraph.module` is exactly the user's
+step; a pass that moves nodes drops them (`is_mode_switch`) and prints blocks from `no_grad` and `autocast` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+
+
+def is_mode_switch(node: fx.Node) -> bool:
+    """True for a node that only turns gradients or autocast on or off for the nodes after it."""
+    return node.op == "call_function" and node.target in MODE_SWITCHES
+
+
+@dataclass
+class OpGraph:
+    """A training step: `module(**batch)` returns `{"loss": ..., other outputs by name}`.
+
+    `module`'s submodules, parameters and buffers are the user's own objects under the user's own dotted names, real or
+    on the meta device, in whatever training mode the user left them.
+    """
+
+    module: fx.GraphModule
+    inputs: dict[str, torch.Tensor]  # placeholder name -> fake tensor, in the order of the placeholders
+    outputs: dict[str, fx.Node]  # "loss" first; the output node's args[0] is this dict
+    model: nn.Module  # the user's model
+    eval_error: str | None = None  # why evaluation mode cannot reuse this graph; None if it can
+    tracer: str = "recorder"  # which tracer made it
+    fallback_reason: str | None = None  # why the recorder gave up, if the export tracer took over
+    missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
+    param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
+    symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes in execution order."""
+        return list(self.module.graph.nodes)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter of the user's model by dotted name; a tied parameter appears under each of its names."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every buffer of the user's model by dotted name, all aliases."""
+        return dict(self.model.named_buffers(remove_duplicate=False))
+
+    def ties(self) -> dict[str, str]:
+        """Alias name -> first name, for parameters and buffers that are one object under several names."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, tensor in [*self.parameters().items(), *self.buffers().items()]:
+            canonical = first.setdefault(id(tensor), name)
+            if canonical != name:
+                found[name] = canonical
+        return found
+
+    def node_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
+        """Parameters that this one node reads, by dotted name: a leaf module's own, or the one a get_attr names."""
+        if node.op == "call_module":
+            leaf = self.module.get_submodule(str(node.target))
+            return {f"{node.target}.{name}": p for name, p in leaf.named_parameters(remove_duplicate=False)}
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            value = getattr(self.module.get_submodule(owner), name)
+            return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
+        return {}
+
+    def evaluation(self) -> fx.GraphModule:
+        """The same graph with the evaluation-mode arguments put in; call `.eval()` on the user's model to run it.
+
+        Raises ValueError when `eval_error` is set.
+        """
+        if self.eval_error is not None:
+            raise ValueError(f"evaluation needs its own trace: {self.eval_error}")
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if "eval_args" in node.meta:
+                copy.args = fx.map_arg(node.meta["eval_args"], copies.__getitem__)
+                copy.kwargs = fx.map_arg(node.meta["eval_kwargs"], copies.__getitem__)
+        return build_module(self.model, graph, self.constants)
+
+
+def build_module(model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> fx.GraphModule:
+    """A GraphModule over `graph` that holds the user's own leaf modules, parameters and buffers under their names.
+
+    Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence.
+    """
+    built = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
+    leaves = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    tensors = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+    for name in dict.fromkeys([*leaves, *tensors]):
+        *parents, last = name.split(".")
+        source: nn.Module = model
+        owner: nn.Module = built
+        for parent in parents:
+            source = source if name in constants else source.get_submodule(parent)
+            if parent not in owner._modules:
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        if owner is source:
+            continue  # inside a leaf that is there already
+        value = constants[name] if name in constants else getattr(source, last)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            setattr(owner, last, value)
+        else:
+            kept = name not in constants and last not in source._non_persistent_buffers_set
+            owner.register_buffer(last, value, persistent=kept)
+    built.graph = graph
+    return built
+
+
+def missing_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Non-persistent buffers on the meta device: their values are neither here nor in a checkpoint."""
+    on_meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    return tuple(sorted(on_meta - model.state_dict(keep_vars=True).keys()))
+
+
+def value_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a node's `val`: itself, or those nested in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from value_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from value_tensors(item)

@@ -1,0 +1,70 @@
+"""Classes of saved tensors of a stage: what its forward could leave so that rematerialisation computes less.
+
+In: the stage's blocks with their costs, and its nodes in order. Out: one `SavedSpec` per matrix product or convolution
+whose output can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls instead of one transformer's
+table). `runtime.saved_classes` executes them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from ...ir.program import SavedSpec
+from .blocks import Block, CostlyCall
+from .opgraph import value_tensors
+from .stage_costs import storages
+
+LEAST_BYTES = 512  # smaller outputs are not worth a copy
+_PRODUCTS = ("matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d")
+
+
+def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[SavedSpec, ...]:
+    """`body`: the stage's nodes, shared ones too, in the order in which they run. Named after the modules that make the
+    calls. Nothing where the numbers of the calls cannot be known."""
+    read: set[int] = set()  # values between blocks that a reader saves
+    made: dict[fx.Node, list[CostlyCall]] = {}
+    own: set[fx.Node] = set()
+    for block in blocks:
+        if block.cost.calls is None:
+            return ()
+        own.update(block.nodes)
+        read |= storages(n for n, is_saved in zip(block.inputs, block.cost.saved_inputs) if is_saved).keys()
+        for call in block.cost.calls:
+            made.setdefault(block.nodes[call.node], []).append(call)
+    if any(node not in own and _is_product(node) for node in body):
+        return ()
+    found: list[SavedSpec] = []
+    uses: dict[str, int] = {}
+    number = 0
+    for node in body:
+        for call in made.get(node, ()):
+            name = _class_name(node)
+            uses[name] = uses.get(name, 0) + 1
+            if call.can_be_kept and call.bytes >= LEAST_BYTES:
+                unique = name if uses[name] == 1 else f"{name}#{uses[name]}"
+                is_saved = call.is_saved or not read.isdisjoint(storages([node]))
+                found.append(SavedSpec(unique, call.bytes, call.flops, (number,), is_saved))
+            number += 1
+    return tuple(found)
+
+
+def _class_name(node: fx.Node) -> str:
+    """The path of the module that makes the call; of the model's own code, the function's name."""
+    path = str(node.target) if node.op == "call_module" else str(node.meta.get("module_path", ""))
+    return path or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name))
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a shared node, which is not measured, may multiply matrices, other than in batches."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op == "call_module":
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.target is not operator.matmul and name.strip("_") not in _PRODUCTS:
+        return False
+    operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta.get("val"))]
+    return any(t.dim() < 3 for t in operands)

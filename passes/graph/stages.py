@@ -1,0 +1,317 @@
+"""Stages: the part of the op graph that one device runs between two messages, as a graph of its own.
+
+In: op graph, blocks, and which blocks make a stage. Out: `Stage`s, each with the interface that programs refer to
+(`StageSpec`) and a graph that code is printed from. Shared nodes (masks, position ids) are cloned into every stage that
+reads them. A value that a later stage reads is an output here and an input there, whatever lies between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...ir.errors import PassError, PlanError
+from ...ir.program import ParamSpec, StageSpec, TensorSpec
+from .blocks import Block, compute_dtype, shared_nodes, storage_root
+from .opgraph import OpGraph, build_module, value_tensors
+from .saved_classes import saved_classes
+from .split_costs import split_costs
+from .stage_costs import stage_costs
+
+COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass
+class Stage:
+    """`graph`'s placeholders are `spec.inputs`, its results `spec.outputs` then `spec.extra_outputs`. Most drafts are
+    only simulated: the graph is made when it is first asked for."""
+
+    spec: StageSpec
+    make_graph: Callable[[], fx.GraphModule]
+    blocks: tuple[str, ...]
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        return self.make_graph()
+
+
+def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]) -> list[Stage]:
+    """One stage per list of block names. Raises `PassError` unless every block is in exactly one stage and
+    no stage reads a value of a later one."""
+    cut = _Cut(graph, blocks, partition)
+    return [_Builder(cut, index).build() for index in range(len(partition))]
+
+
+def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[Stage]:
+    """Every block as a stage of its own, to be timed: shared tensors (masks) enter as inputs instead of being computed,
+    so that the seconds of several blocks add up to those of a stage that holds them."""
+    cut = _Cut(graph, blocks, [[block.name] for block in blocks])
+    given = {node for node in cut.shared if isinstance(node.meta.get("val"), torch.Tensor)}
+    cut.shared -= given
+    cut.home.update(dict.fromkeys(given, -1))
+    return [_Builder(cut, index).build() for index in range(len(blocks))]
+
+
+class _Cut:
+    """The whole partition: which stage computes each node, and what all stages need to know of each other."""
+
+    def __init__(self, graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]):
+        self.graph, self.partition = graph, partition
+        self.home = _homes(blocks, partition)
+        placed = [set(names) for names in partition]
+        self.blocks = [[block for block in blocks if block.name in names] for names in placed]
+        self.whole = _whole_layers(blocks, self.home)
+        self.nodes: list[list[fx.Node]] = [[] for _ in partition]
+        for node in graph.nodes:
+            if node in self.home:
+                self.nodes[self.home[node]].append(node)
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.shared = shared_nodes(graph)
+        self.writers: dict[fx.Node, list[fx.Node]] = {}  # shared nodes that write into shared storage
+        for node in graph.nodes:
+            for target in node.meta.get("mutates", ()) if node in self.shared else ():
+                self.writers.setdefault(storage_root(target), []).append(node)
+        self.parameters, self.buffers, self.ties = graph.parameters(), graph.buffers(), graph.ties()
+        self.first_use: dict[str, int] = {}  # parameter's first name -> the stage that counts and saves it
+        for node, index in self.home.items():
+            for name in graph.node_parameters(node):
+                name = self.ties.get(name, name)
+                self.first_use[name] = min(index, self.first_use.get(name, index))
+        self.live = live_nodes(graph)
+
+
+def live_nodes(graph: OpGraph) -> set[fx.Node]:
+    """Nodes through which gradients of the loss flow. Others exist for the model's further outputs, or for nothing:
+    what only they read gets no gradient, rather than one of zeros, as in eager PyTorch."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for target in node.meta.get("mutates", ()):
+            writers.setdefault(storage_root(target), []).append(node)
+    found: set[fx.Node] = set()
+    stack = [graph.outputs["loss"]]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += writers.get(storage_root(node), ())
+            stack += (a for a in node.all_input_nodes if storage_root(a) in writers or _requires_grad(a))
+    return found
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in value_tensors(node.meta.get("val")))
+
+
+def _homes(blocks: Sequence[Block], partition: list[list[str]]) -> dict[fx.Node, int]:
+    by_name = {block.name: block for block in blocks}
+    home: dict[fx.Node, int] = {}
+    placed: set[str] = set()
+    for index, names in enumerate(partition):
+        if not names:
+            raise PassError(f"stage {index} holds no block")
+        for name in names:
+            if name not in by_name:
+                raise PassError(f"stage {index} names block {name!r}, which this model does not have")
+            if name in placed:
+                raise PassError(f"block {name!r} is in two stages")
+            placed.add(name)
+            home.update(dict.fromkeys(by_name[name].nodes, index))
+    missing = [name for name in by_name if name not in placed]
+    if missing:
+        raise PassError(f"no stage holds block {missing[0]!r}")
+    for node, index in home.items():
+        for arg in node.all_input_nodes:
+            if home.get(arg, 0) > index:
+                raise PassError(f"stage {index} reads {arg.name} of the later stage {home[arg]}: a cycle")
+    return home
+
+
+def _whole_layers(blocks: Sequence[Block], home: dict[fx.Node, int]) -> set[str]:
+    """Layers whose operators are all in one stage."""
+    found: dict[str, set[int]] = {}
+    for block in blocks:
+        found.setdefault(block.layer, set()).add(home[block.nodes[0]])
+    return {layer for layer, stages in found.items() if layer and len(stages) == 1}
+
+
+class _Builder:
+    """Makes one stage."""
+
+    def __init__(self, cut: _Cut, index: int):
+        self.cut, self.graph, self.home, self.index = cut, cut.graph, cut.home, index
+        self.is_last = index == len(cut.partition) - 1
+
+    def build(self) -> Stage:
+        own = self.cut.nodes[self.index]
+        results = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
+        read = [a for n in own for a in n.all_input_nodes]
+        outside = self._shared_closure([*read, *results.values()])
+        boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
+        batch = [n for n in self._in_order(outside) if n.op == "placeholder"]
+        body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
+        sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
+        loss = results.pop("loss", None)
+        outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
+        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()])
+        return Stage(
+            self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
+        )
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.cut.order.__getitem__)
+
+    def _is_mine(self, node: fx.Node) -> bool:
+        return self.home.get(node) == self.index or (node not in self.home and self.is_last)
+
+    def _shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
+        """Shared nodes that these read, with all that they read, and every node that writes one of them in place."""
+        found: set[fx.Node] = set()
+        stack = [n for n in wanted if n in self.cut.shared]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(a for a in node.all_input_nodes if a in self.cut.shared)
+                stack.extend(self.cut.writers.get(storage_root(node), ()))
+        return found
+
+    def _module(self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        block_of = {n: block for block in self.cut.blocks[self.index] for n in block.nodes}
+        for node in body:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            block = block_of.get(node)
+            copy.meta["block"] = self._printed_as(block) if block else ""
+            copy.meta["block_hash"] = block.hash if block else ""
+            for key in ("eval_args", "eval_kwargs"):
+                if key in node.meta:
+                    copy.meta[key] = fx.node.map_arg(node.meta[key], copies.__getitem__)
+            copy.meta["mutates"] = tuple(copies[n] for n in node.meta.get("mutates", ()) if n in copies)
+            copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
+        graph.output(tuple(copies[n] for n in outputs))
+        return build_module(self.graph.model, graph, self.graph.constants)
+
+    def _printed_as(self, block: Block) -> str:
+        """The layer that a node is printed in; operators of a layer that is cut stand in the stage's own text."""
+        if not block.layer:
+            return block.name
+        return block.layer if block.layer in self.cut.whole else ""
+
+    def _spec(
+        self,
+        boundary: list[fx.Node],
+        batch: list[fx.Node],
+        outputs: list[fx.Node],
+        extra: dict[str, fx.Node],
+        loss: fx.Node | None,
+        body: list[fx.Node],
+    ) -> StageSpec:
+        trains = (None if self._is_live(n, inside=True) else False for n in boundary)
+        inputs = [*map(_tensor, boundary, trains), *(_tensor(n, False) for n in batch)]
+        trained, buffers = self._owned(body)
+        held = [n for n in body if n.op == "get_attr"]
+        outs = [_tensor(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
+        return StageSpec(
+            name=f"stage{self.index}",
+            inputs=tuple(inputs),
+            outputs=tuple(outs),
+            extra_outputs=tuple(_tensor(n, False, name) for name, n in extra.items()),
+            params=tuple(trained),
+            buffers=tuple(buffers),
+            loss=loss.name if loss is not None else None,
+            rematerialisable=not self._reads_what_it_writes(body),
+            title=_title(self.cut.partition[self.index]),
+            saved=saved_classes(self.cut.blocks[self.index], body),
+            **split_costs(
+                self.graph,
+                self.cut.blocks[self.index],
+                body,
+                [node for node, spec in zip(boundary, inputs) if spec.requires_grad],
+                [node for node, spec in zip(outputs, outs) if spec.requires_grad],
+            ),
+            **stage_costs(
+                self.cut.blocks[self.index],
+                [*boundary, *batch, *held],
+                outputs,
+                [self._trained(block) for block in self.cut.blocks[self.index]],
+                sum(i.bytes for i in inputs if i.requires_grad),
+            ),
+        )
+
+    def _is_live(self, node: fx.Node, inside: bool) -> bool:
+        """Whether a gradient of the node comes from its readers inside, or outside, this stage."""
+        readers = [user for user in node.users if (self.home.get(user, self.index) == self.index) == inside]
+        return any(user in self.cut.live for user in readers)
+
+    def _owned(self, body: list[fx.Node]) -> tuple[list[ParamSpec], list[ParamSpec]]:
+        """Parameters and buffers that the stage's nodes use, each object once, under its first name here."""
+        found: dict[str, ParamSpec] = {}
+        held: dict[str, ParamSpec] = {}
+        for node in body:
+            for name, tensor, is_parameter in self._tensors_of(node):
+                canonical = self.cut.ties.get(name, name)
+                shape = tuple(tensor.shape)
+                if not is_parameter:
+                    held.setdefault(name, ParamSpec(name, shape, _name(tensor.dtype), False))
+                elif canonical not in found:
+                    owner = self.cut.first_use[canonical] == self.index
+                    dtype = _name(compute_dtype(self.graph, tensor))
+                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner)
+        return list(found.values()), list(held.values())
+
+    def _trained(self, block: Block) -> dict[int, int]:
+        """Parameters of a block that get gradients: identity to bytes."""
+        found = [p for n in block.nodes for p in self.graph.node_parameters(n).values() if p.requires_grad]
+        return {id(p): p.numel() * compute_dtype(self.graph, p).itemsize for p in found}
+
+    def _tensors_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, bool]]:
+        """(dotted name, tensor, whether it is a parameter) of all that a node holds."""
+        name = str(node.target)
+        if node.op == "call_module":
+            leaf = self.graph.module.get_submodule(name)
+            rows = [(f"{name}.{n}", p, True) for n, p in leaf.named_parameters(remove_duplicate=False)]
+            return [*rows, *((f"{name}.{n}", b, False) for n, b in leaf.named_buffers(remove_duplicate=False))]
+        if node.op == "get_attr":
+            for tensors in (self.cut.parameters, self.cut.buffers, self.graph.constants):
+                if name in tensors:
+                    return [(name, tensors[name], tensors is self.cut.parameters)]
+        return []
+
+    def _reads_what_it_writes(self, body: list[fx.Node]) -> bool:
+        """A buffer written by anything but batch normalisation: a second forward would see the written value."""
+        for node in body:
+            if node.meta.get("updates_buffers") and not (
+                node.op == "call_module"
+                and isinstance(self.graph.module.get_submodule(str(node.target)), torch.nn.modules.batchnorm._NormBase)
+            ):
+                return True
+        return False
+
+
+def _tensor(node: fx.Node, requires_grad: bool | None = None, name: str = "") -> TensorSpec:
+    """`requires_grad` None takes the value's own."""
+    value: Any = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise PlanError(
+            f"{node.name} ({node.meta.get('source', '')}) crosses a stage border but is a {type(value).__name__}, "
+            "not a tensor; keep its producer and its reader in one stage"
+        )
+    grad = value.requires_grad if requires_grad is None else requires_grad
+    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _title(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,0 +1,253 @@
+"""What one device's step takes and what its memories hold, as far as `choose-activations` must know before swapping and
+the optimizer are decided: seconds of each stage, shares of links, room beside weights and optimizer states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...ir import ops
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.ops import aligned_class
+from ...ir.program import Interface, Program, StageSpec, profile_memory
+from ...runtime.simulate.cpu import update_s as cpu_update_s
+from ..draft import Draft
+from ..phases import fetched_phases, phases, state_bytes
+from .activation_plan import Half, Item, Rates, Room
+from .alike import look
+from .insert_fetch import arena_bytes, fetch_weights
+
+BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
+UPDATE_BYTES = 12  # a parameter: its master read and written, its gradient read
+SSD_SHARE = 0.9  # of the disks, to leave room for what an update must be able to undo
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Which part of the swapped weights and of their optimizer states lies on SSD, and what that leaves there and in
+    DRAM for the activations of one device."""
+
+    weights: float
+    states: float
+    dram_bytes: float
+    ssd_bytes: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device with its stages. `counts`: micro-batches of each stage; `tiers`: if weights are swapped."""
+
+    face: Interface
+    device: Device
+    specs: tuple[StageSpec, ...]
+    counts: dict[str, int]
+    trained: frozenset[str]
+    precision: str
+    swap: bool
+    rates: Rates
+    has_ssd: bool
+    updates_per_s: float  # by the CPU
+    update_s: float  # of all stages by the device, where their states are
+    tiers: Tiers
+    free: Tiers  # the same where all weights stay
+    messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.device.budget_bytes
+
+    def look(self, program: Program) -> Hashable:
+        """Equal for devices of which what is decided for one holds for the other, stage by stage and class by class."""
+        stages = tuple(
+            (self.counts[spec.name], self.seconds(spec), tuple((i.bytes, i.saved_s) for i in self.items(spec)))
+            for spec in self.specs
+        )
+        shares = (self.rates, self.has_ssd, self.updates_per_s, self.update_s, self.tiers, self.free, self.messages)
+        return look(program, self.specs), self.budget_bytes, stages, shares
+
+    def room(self, swapped: bool, device_bytes: float) -> Room:
+        tiers = self.tiers if swapped else self.free
+        return Room(device_bytes, tiers.dram_bytes, tiers.ssd_bytes)
+
+    def keeps_all(self, program: Program) -> bool:
+        """Whether nothing need leave the device or be computed again."""
+        least_bytes = sum(self.counts[spec.name] * spec.kept_bytes for spec in self.specs if spec.name in self.trained)
+        if least_bytes > self.budget_bytes:
+            return False
+        return any(self.room_bytes(program.copy(), swapped) >= 0 for swapped in {self.swap, True})
+
+    def must_swap(self, program: Program) -> bool:
+        """Whether weights and optimizer states do not all stay beside what the program takes, or shall not."""
+        return self.swap or self.resident_room_bytes(program) < 0
+
+    def resident_room_bytes(self, program: Program) -> float:
+        states = sum(state_bytes(program, spec) for spec in self.specs)
+        return self.budget_bytes - states - profile_memory(program).peak_bytes[ops.DEVICE]
+
+    def room_bytes(self, program: Program, swapped: bool) -> float:
+        """Device memory that the program leaves beside all weights and states or, swapped, beside two stages' weights
+        wherever two may be there; negative where it lacks some. The program is a trial: swapped, it is rewritten."""
+        if not swapped:
+            return self.resident_room_bytes(program)
+        names = [spec.name for spec in self.specs]
+        order, specs = phases(program), program.interface.stages
+        early = {i: len(specs[order[i].stage].params) for i in fetched_phases(order, names) if i > 0}
+        two_stages = arena_bytes(order, specs, names, early)
+        program.returns({name: nodes for name, nodes in program.results().items() if name != "grads"})
+        fetch_weights(program, {name: {} for name in names})
+        profile = profile_memory(program)
+        return self.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes) - two_stages
+
+    def seconds(self, spec: StageSpec) -> tuple[float, float, float]:
+        """Of one micro-batch's forward, forward again with autograd, and backward."""
+        for name, *measured in spec.seconds:
+            if name == self.device.name:
+                forward_s, again_s, backward_s = measured
+                return forward_s, again_s, backward_s
+        took = self.device.compute_s
+        forward_s = took(spec.forward_flops, spec.forward_traffic_bytes, self.precision, spec.launches)
+        backward_s = took(spec.backward_flops, spec.backward_traffic_bytes, self.precision, 2 * spec.launches)
+        return forward_s, forward_s, backward_s if spec.name in self.trained else 0.0
+
+    def items(self, spec: StageSpec) -> list[Item]:
+        """The stage's classes of saved tensors, for all its micro-batches."""
+        count = self.counts[spec.name]
+        measured = any(name == self.device.name for name, *_ in spec.seconds)
+        again_s = self.seconds(spec)[1]
+
+        def spared_s(flops: float) -> float:
+            if measured:
+                return again_s - spec.again_s(self.device.name, again_s, flops)
+            return flops / self.device.achieved_flops(self.precision)
+
+        return [
+            Item(spec.name, saved.name, count * aligned_class(saved), count * spared_s(saved.flops))
+            for saved in spec.saved
+        ]
+
+    def halves(self, again: Collection[str], swapped: bool) -> tuple[Half, Half]:
+        """The two halves of the step if these stages are rematerialised and keep no class (eq. 3, 4, 6 to 8)."""
+        forward_s = backward_s = 0.0
+        for spec in self.specs:
+            once_s, again_s, back_s = self.seconds(spec)
+            forward_s += self.counts[spec.name] * once_s
+            backward_s += self.counts[spec.name] * (back_s + (again_s if spec.name in again else 0.0))
+        received, sent, received_back, sent_back = self.messages
+        if not swapped:
+            forward = Half(forward_s, h2d_bytes=received, d2h_bytes=sent)
+            return forward, Half(backward_s + self.update_s, h2d_bytes=received_back, d2h_bytes=sent_back)
+        weights = sum(spec.weight_bytes for spec in self.specs)
+        # The weights of the last stage, and of those that keep everything, stay for their backward.
+        twice = sum(spec.weight_bytes for spec in self.specs[:-1] if spec.name in again)
+        states = sum(self.face.states_bytes(spec) for spec in self.specs if spec.name in self.trained)
+        grads = sum(spec.grad_bytes for spec in self.specs if spec.name in self.trained)
+        trained = sum(spec.trained_params for spec in self.specs if spec.name in self.trained)
+        on_ssd, states_on_ssd = self.tiers.weights, self.tiers.states * states
+        with_states = 0.0 if self.face.master else on_ssd * weights  # where weights are masters they are read with them
+        forward = Half(forward_s, h2d_bytes=weights + received, d2h_bytes=sent, read_bytes=on_ssd * weights)
+        backward = Half(
+            backward_s,
+            cpu_s=trained / self.updates_per_s,
+            h2d_bytes=twice + received_back,
+            d2h_bytes=grads + sent_back,
+            read_bytes=on_ssd * twice + states_on_ssd + with_states,
+            write_bytes=states_on_ssd + on_ssd * weights,
+        )
+        return forward, backward
+
+
+def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Machine:
+    """The machine as one device's program sees it; devices of one host share its links, memories and CPU equally."""
+    hardware = draft.hardware
+    owner = hardware.devices[program.device]
+    neighbours = [p.device for p in draft.programs if hardware.devices[p.device].host == owner.host]
+    specs = tuple(stage.spec for stage in draft.stages_on(program.device))
+    nodes = list(program.ops())
+    counts = Counter(str(n.args[0]) for n in nodes if n.target is ops.forward)
+    return Machine(
+        face=program.interface,
+        device=owner,
+        specs=specs,
+        counts=counts,
+        trained=frozenset(str(n.args[0]) for n in nodes if n.target is ops.backward),
+        precision=draft.options.precision,
+        swap=swap,
+        rates=_rates(hardware, program.device, neighbours),
+        has_ssd=bool(hardware.hosts[owner.host].ssds),
+        updates_per_s=hardware.hosts[owner.host].optimizer_params_per_s / len(neighbours),
+        update_s=_update_s(hardware, owner, program.interface, specs, draft.options.precision),
+        tiers=_tiers(draft, program.interface, owner.host, neighbours, tier),
+        free=_tiers(draft, program.interface, owner.host, neighbours, ""),
+        messages=_messages(nodes),
+    )
+
+
+def _update_s(hardware: Hardware, owner: Device, face: Interface, specs: Sequence[StageSpec], precision: str) -> float:
+    launches = sum(len(spec.params) for spec in specs)
+    params = sum(spec.trained_params for spec in specs)
+    if owner.kind == "cpu":
+        return cpu_update_s(owner, hardware, params) + launches * owner.op_overhead_s
+    states = sum(face.state_bytes(spec) for spec in specs)
+    return owner.compute_s(0.0, UPDATE_BYTES * params + 2 * states, precision, launches)
+
+
+def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> Rates:
+    name, host = hardware.devices[device].name, hardware.devices[device].host
+    dram, disks = f"dram{host}", f"ssd{host}"
+    names = [hardware.devices[d].name for d in neighbours]
+
+    def shared(route: tuple[str, str], all_routes: Iterable[tuple[str, str]]) -> float:
+        users = Counter(link for ends in all_routes for link in hardware.path(*ends))
+        links = hardware.links()
+        return min((links[link].bandwidth / users[link] for link in hardware.path(*route)), default=float("inf"))
+
+    down, up = [(dram, other) for other in names], [(other, dram) for other in names]
+    read = write = float("inf")
+    if hardware.hosts[host].ssds:
+        read = shared((disks, dram), [(disks, dram)] * len(names))
+        write = shared((dram, disks), [(dram, disks)] * len(names))
+    links = shared((dram, name), down), shared((name, dram), up), read, write
+    owner = hardware.devices[device]
+    if owner.kind != "cpu":
+        return Rates(*links)
+    cores = hardware.hosts[host].cpu_cores / len(names)
+    copying = 0.0 if hardware.throttled else 1 / (owner.h2d_bandwidth * cores)  # held down, they sleep
+    return Rates(*links, min(owner.threads / cores, 1.0), copying)
+
+
+def _tiers(draft: Draft, face: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:
+    """Weights lie in DRAM before states do, and both before activations. `tier` as insert-ssd will get it; "" where all
+    weights and states stay on their devices."""
+    homes = zip(draft.stages, draft.devices)
+    specs = [stage.spec for stage, home in homes if tier and home in neighbours]
+    weights = sum(spec.weight_bytes for spec in specs)
+    states = sum(face.states_bytes(spec) for spec in specs)
+    hardware = draft.hardware
+    disks = hardware.budget_bytes(f"ssd{host}") * SSD_SHARE if hardware.hosts[host].ssds else 0.0
+    buffers = BUFFERS * len(neighbours) * max((face.all_bytes(spec) for spec in specs), default=0)
+    dram = hardware.dram_budget_bytes(host) - buffers
+    missing = weights + states - dram if disks else 0.0
+    states_share = min(1.0, max(0.0, missing / states)) if states else 0.0
+    weights_share = min(1.0, max(0.0, (missing - states) / weights)) if weights else 0.0
+    if disks and tier in ("states", "all"):
+        states_share, weights_share = 1.0, 1.0 if tier == "all" else weights_share
+    elif tier == "none":
+        states_share = weights_share = 0.0
+    left = dram - (1 - weights_share) * weights - (1 - states_share) * states
+    disks -= weights_share * weights + states_share * states
+    return Tiers(weights_share, states_share, max(0.0, left) / len(neighbours), max(0.0, disks) / len(neighbours))
+
+
+def _messages(nodes: Iterable[object]) -> tuple[int, int, int, int]:
+    """Bytes that messages bring and take, before the first backward and from there on."""
+    found = [0, 0, 0, 0]
+    half = 0
+    for node in nodes:
+        if node.target is ops.backward:  # type: ignore[attr-defined]
+            half = 2
+        elif node.target is ops.recv:  # type: ignore[attr-defined]
+            found[half] += node.meta["type"].bytes  # type: ignore[attr-defined]
+        elif node.target is ops.send:  # type: ignore[attr-defined]
+            found[half + 1] += node.args[0].meta["type"].bytes  # type: ignore[attr-defined]
+    return found[0], found[1], found[2], found[3]

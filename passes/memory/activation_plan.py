@@ -1,0 +1,217 @@
+"""How much of the activations to keep for the backward, and where: the arithmetic of `choose-activations`.
+
+Fuyou 4.5 for any model, machine and set of memories. A step is a forward half and a backward half that the optimizer
+overlaps; each takes as long as its busiest resource (eq. 1, 2, 5): computation, the CPU's updates, the link to the
+device, the link from it, the disks, whose reads and writes take turns (eq. 3, 4, 6, 7). Keeping a class of saved
+tensors shortens what backward computes again (eq. 8) and lengthens what the links carry. Classes are taken in order of
+benefit, the seconds saved per byte (eq. 12); along that order the step is a convex function of the bytes, so the sweep
+over it finds the optimum. What is kept lies in device memory as far as that goes, then in DRAM, then on SSD (4.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...ir.ops import DEVICE, DRAM, SSD
+from ...ir.units import format_bytes, format_seconds
+
+INPUTS, CLASSES = "inputs", "classes"  # what of a stage is placed, each in one memory
+Place = tuple[str, str]  # (stage, INPUTS or CLASSES)
+GOLDEN = 0.6180339887  # multiples of it, modulo 1, lie evenly however many there are
+CLOSE = 1.001  # a step that is shorter by less is not worth more bytes
+
+
+@dataclass(frozen=True)
+class Item:
+    """A class of saved tensors of one stage, for all its micro-batches: its bytes, and the seconds of computation that
+    keeping it saves."""
+
+    stage: str
+    name: str
+    bytes: int
+    saved_s: float
+
+    @property
+    def benefit(self) -> float:
+        """Seconds per byte (eq. 12)."""
+        return self.saved_s / max(1, self.bytes)
+
+
+@dataclass(frozen=True)
+class Half:
+    """What half a step takes of every resource whatever is kept: seconds of computation and of the CPU's updates,
+    bytes to the device, from it, and from and to the disks."""
+
+    compute_s: float
+    cpu_s: float = 0.0
+    h2d_bytes: float = 0.0
+    d2h_bytes: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of one device's share of the links. A CPU device copies with the cores that compute:
+    `compute_cores` and `copy_cores_s` are what a second of computation and a byte moved take of its share of them."""
+
+    h2d: float
+    d2h: float
+    read: float
+    write: float
+    compute_cores: float = 0.0
+    copy_cores_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of each memory that activations may take."""
+
+    device_bytes: float
+    dram_bytes: float
+    ssd_bytes: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One device's share. `backward` includes computing every stage again without any class. `inputs`: bytes of what
+    each stage reads of others, for all micro-batches; these must lie somewhere. `memories`: where things may lie,
+    the first that has room is taken."""
+
+    forward: Half
+    backward: Half
+    rates: Rates
+    room: Room
+    items: tuple[Item, ...]
+    inputs: Mapping[str, int]
+    stages: tuple[str, ...]
+    memories: tuple[str, ...] = (DEVICE, DRAM, SSD)
+    swapped: bool = False  # whether weights come from DRAM
+
+
+@dataclass(frozen=True)
+class Point:
+    """One amount on the curve. `count`: of the items in order of benefit, how many are kept; `moved_bytes` leave the
+    device and come back, `ssd_bytes` of them by way of the disks."""
+
+    count: int
+    kept_bytes: int
+    moved_bytes: int
+    ssd_bytes: int
+    step_s: float
+    forward_bound: str
+    backward_bound: str
+    places: Mapping[Place, str] = field(default_factory=dict, compare=False)
+    fits: bool = True
+
+
+def by_benefit(items: Sequence[Item], stages: Sequence[str]) -> list[Item]:
+    """The best first. Of equal ones those of evenly spread stages, so that links are in use all the time."""
+    turn = {stage: (i * GOLDEN) % 1 for i, stage in enumerate(stages)}
+    return sorted(items, key=lambda item: (-_rounded(item.benefit), turn[item.stage], item.name))
+
+
+def _rounded(value: float) -> float:
+    """Benefits that differ by rounding only are equal."""
+    return float(f"{value:.6g}")
+
+
+def sweep(problem: Problem) -> list[Point]:
+    """The curve: for every number of items taken in order of benefit, the step and where everything lies."""
+    classes = dict.fromkeys(problem.stages, 0)
+    kept_bytes, saved_s = 0, 0.0
+    points = [point_of(problem, 0, classes, kept_bytes, saved_s)]
+    for count, item in enumerate(by_benefit(problem.items, problem.stages), 1):
+        classes[item.stage] += item.bytes
+        kept_bytes += item.bytes
+        saved_s += item.saved_s
+        points.append(point_of(problem, count, classes, kept_bytes, saved_s))
+    return points
+
+
+def point_of(problem: Problem, count: int, classes: Mapping[str, int], kept_bytes: int, saved_s: float) -> Point:
+    """What it costs to keep `classes` (stage to bytes), which saves so many seconds."""
+    places, fits = place(problem, classes)
+    dram_bytes = ssd_bytes = 0
+    for (stage, what), memory in places.items():
+        num_bytes = classes[stage] if what == CLASSES else problem.inputs[stage]
+        dram_bytes += num_bytes if memory == DRAM else 0
+        ssd_bytes += num_bytes if memory == SSD else 0
+    moved = dram_bytes + ssd_bytes
+    rates = problem.rates
+    forward_s, forward_bound = busiest(problem.forward, rates, d2h=moved, write=ssd_bytes)
+    backward_s, backward_bound = busiest(problem.backward, rates, h2d=moved, read=ssd_bytes, saved_s=saved_s)
+    step_s = forward_s + backward_s
+    return Point(count, kept_bytes, moved, ssd_bytes, step_s, forward_bound, backward_bound, places, fits)
+
+
+def place(problem: Problem, classes: Mapping[str, int]) -> tuple[dict[Place, str], bool]:
+    """A memory for the inputs and the classes of every stage, and whether all of them have room.
+
+    The last stages stay on the device: they are used again first, when there is least time to move them. What then
+    goes to DRAM is spread evenly over the others, so that the disks have work all the time.
+    """
+    sizes = {(stage, INPUTS): problem.inputs.get(stage, 0) for stage in problem.stages}
+    sizes |= {(stage, CLASSES): classes.get(stage, 0) for stage in problem.stages}
+    left = {DEVICE: problem.room.device_bytes, DRAM: problem.room.dram_bytes, SSD: problem.room.ssd_bytes}
+    number = {stage: i for i, stage in enumerate(problem.stages)}
+    waiting = sorted((key for key in sizes if sizes[key]), key=lambda key: (-number[key[0]], key[1]))
+    found: dict[Place, str] = {}
+    for memory in problem.memories:
+        if memory != DEVICE:
+            waiting.sort(key=lambda key: ((number[key[0]] * GOLDEN) % 1, key[1]))
+        for key in waiting:
+            if sizes[key] <= left[memory]:
+                left[memory] -= sizes[key]
+                found[key] = memory
+        waiting = [key for key in waiting if key not in found]
+    found.update(dict.fromkeys(waiting, problem.memories[-1]))
+    return found, not waiting
+
+
+def busiest(
+    half: Half, rates: Rates, *, h2d: float = 0, d2h: float = 0, read: float = 0, write: float = 0, saved_s: float = 0
+) -> tuple[float, str]:
+    """Seconds of half a step with so many more bytes and so much less computation, and what takes them (eq. 2, 5)."""
+    compute_s = half.compute_s - saved_s
+    down, up, out, back = half.h2d_bytes + h2d, half.d2h_bytes + d2h, half.write_bytes + write, half.read_bytes + read
+    took_s = {
+        "compute": compute_s,
+        "optimizer": half.cpu_s,
+        "h2d": down / rates.h2d,
+        "d2h": up / rates.d2h,
+        "ssd": back / rates.read + out / rates.write,
+        "cores": (compute_s + half.cpu_s) * rates.compute_cores + (down + up + out + back) * rates.copy_cores_s,
+    }
+    bound = max(took_s, key=lambda name: took_s[name])
+    return took_s[bound], bound
+
+
+def best(points: Sequence[Point], share: float = -1.0) -> Point:
+    """The shortest step that has room, and of those about as short one that moves the fewest bytes and keeps the most
+    beside; with `share` in 0 to 1 the point that keeps that share of all class bytes, as nearly as classes are cut.
+    Where nothing has room, the first."""
+    if share >= 0:
+        wanted = share * points[-1].kept_bytes
+        return min(points, key=lambda point: abs(point.kept_bytes - wanted))
+    able = [point for point in points if point.fits]
+    if not able:
+        return points[0]
+    least_s = min(point.step_s for point in able)
+    about = [point for point in able if point.step_s <= least_s * CLOSE]
+    return min(about, key=lambda point: (point.moved_bytes, -point.kept_bytes))
+
+
+def table(points: Sequence[Point], chosen: Point, rows: int = 8) -> str:
+    """The curve as text: evenly spread amounts and, marked, the chosen one."""
+    shown = {points[round(i * (len(points) - 1) / max(1, rows - 1))].count for i in range(rows)} | {chosen.count}
+    return "\n".join(_lines([point for point in points if point.count in shown], chosen))
+
+
+def _lines(points: Sequence[Point], chosen: Point) -> Iterator[str]:
+    yield f"  {'kept':>10} {'moved':>10} {'on SSD':>10} {'step':>9}  bound by (forward, backward)"
+    for point in points:
+        sizes = " ".join(f"{format_bytes(n):>10}" for n in (point.kept_bytes, point.moved_bytes, point.ssd_bytes))
+        bounds = f"{point.forward_bound}, {point.backward_bound}" + ("" if point.fits else "; does not fit")
+        yield f"{'*' if point.count == chosen.count else ' '} {sizes} {format_seconds(point.step_s):>9}  {bounds}"

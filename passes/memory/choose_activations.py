@@ -1,0 +1,262 @@
+"""`choose-activations`: which activations stay on the device, lie in DRAM or on SSD, or are computed again.
+
+In: programs that keep everything on their devices. Out: the same programs in which the decided stages are
+rematerialised, some with classes of saved tensors that are kept after all, and in which these and the inputs of stages
+lie where they have room. It stands in place of `insert-remat`, whose choice is among those it compares. What is decided
+follows from a model of each device's step (`activation_plan`, Fuyou 4.5) that knows what else its links carry: weights
+of swapped stages, gradients, and the states of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, ClassVar
+
+from ...ir import ops
+from ...ir.errors import PassError
+from ...ir.program import Program, plan_arena
+from ...ir.units import format_bytes, format_seconds
+from ..base import Pass
+from ..draft import Draft
+from .activation_machine import Machine, machine_of
+from .activation_plan import CLASSES, INPUTS, Item, Point, Problem, best, by_benefit, sweep, table
+from .alike import once
+from .insert_remat import stages_to_rematerialise
+from .move_activations import Ahead, Choice, input_bytes, keep_chosen, move_activations, turn_bytes
+
+MEMORIES = {
+    "auto": ops.MEMORIES,
+    "device": (ops.DEVICE,),
+    "dram": (ops.DRAM,),
+    "ssd": (ops.SSD,),
+    "none": (ops.DEVICE,),
+}
+TIERS = ("auto", "states", "all", "none")
+MOST_ROUNDS = 4  # of giving out less device memory until the program fits
+PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is decided for one device, and the curve it was taken from; none where everything stays on the device."""
+
+    choices: dict[str, Choice]
+    points: tuple[Point, ...] = ()
+    chosen: Point | None = None
+
+
+@dataclass(frozen=True)
+class ChooseActivations(Pass):
+    """`to`: where inputs and classes go: "auto" to the first memory with room; "dram" or "ssd" all of them, whatever
+    has room; "device" nothing moves; "none" nor is anything kept in classes. `share`: of the bytes of all classes, how
+    many are kept, instead of the best (Fuyou's swap coefficient). `swap` and `tier` as insert-fetch and insert-ssd will
+    get them; "none": no SSD."""
+
+    name: ClassVar[str] = "choose-activations"
+    needs: ClassVar[tuple[str, ...]] = ("programs",)
+    gives: ClassVar[tuple[str, ...]] = ("remat",)
+    decides: ClassVar[str] = "rematerialise"
+    fields: ClassVar[tuple[str, ...]] = ("rematerialise", "activations")
+    to: str = "auto"
+    share: float = -1.0
+    swap: bool = False
+    tier: str = "auto"
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
+        outcomes: dict[int, Outcome] = {}
+        choices: dict[str, Choice] = {}
+        known: dict[Hashable, tuple[Machine, Outcome]] = {}
+        for program in draft.programs:
+            machine = self.machine(draft, program)
+            model, outcome = once(known, machine.look(program), lambda: (machine, self.on_one(program, machine)))  # noqa: B023
+            outcomes[program.device] = outcome
+            choices = {**_as_on(machine, model, outcome.choices), **choices}
+        remark = _remark(draft, outcomes)
+        if remark:
+            draft.notes[self.name] = remark
+        names = [stage.spec.name for stage in draft.stages if stage.spec.name in choices]
+        data = {name: choices[name].as_data() for name in names if not choices[name].is_plain}
+        return {"rematerialise": names, "activations": data}
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        choices = _read_decision(draft, decision["rematerialise"], decision["activations"])
+        known: dict[Hashable, Ahead] = {}
+        for program in draft.programs:
+            machine = self.machine(draft, program)
+            mine = tuple((spec.name in choices, choices.get(spec.name, Choice()).shape(spec)) for spec in machine.specs)
+            ahead = once(known, (machine.look(program), mine), lambda: _ahead(program, choices, machine))  # noqa: B023
+            keep_chosen(program, choices)
+            move_activations(program, choices, ahead)
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("to", self.to, tuple(MEMORIES)), ("tier", self.tier, TIERS)):
+            if value not in known:
+                raise PassError(f"pass {self.name!r}: option {key}={value!r} is none of {', '.join(known)}")
+        if self.share > 1:
+            raise PassError(f"pass {self.name!r}: option share={self.share} is no part of a whole: 0 to 1")
+
+    def machine(self, draft: Draft, program: Program) -> Machine:
+        if any(node.target is ops.backward_input for node in program.ops()):
+            raise PassError(f"{self.name} needs whole backwards, but the schedule splits them; use insert-remat")
+        return machine_of(draft, program, swap=self.swap, tier=self.tier)
+
+    def on_one(self, program: Program, machine: Machine) -> Outcome:
+        """The shortest step of one device, over a few sets of stages that keep everything."""
+        able = [spec.name for spec in machine.specs if spec.rematerialisable and spec.name in machine.trained]
+        forced = self.to in ("dram", "ssd") or self.share >= 0
+        if not forced and machine.keeps_all(program):
+            return Outcome({})
+        if self.to == "none" or not able:
+            return Outcome({name: Choice() for name in self.usual(program, machine)})
+        found = [self.curve(program, machine, able, MEMORIES[self.to])]
+        if not forced:
+            found.append(self.curve(program, machine, able[:-1], MEMORIES[self.to]))
+            if not found[0][0].swapped:  # moving activations lets weights stay; moving weights may be better
+                found += [self.curve(program, machine, names, (ops.DEVICE,)) for names in (able, able[:-1])]
+            usual_bytes = median(machine.counts[spec.name] * spec.kept_bytes for spec in machine.specs)
+            if found[0][0].room.device_bytes >= usual_bytes:  # one more stage may keep everything
+                usual = self.usual(program, machine)
+                again = [name for name in able if name in usual]
+                found.append(self.curve(program, machine, again, MEMORIES[self.to]))
+        return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
+
+    def usual(self, program: Program, machine: Machine) -> list[str]:
+        """What `insert-remat` rematerialises."""
+        return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
+
+    def curve(
+        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[str, ...]
+    ) -> tuple[Problem, list[Point]]:
+        """The model of the step in which these stages are rematerialised and use these memories, and its sweep."""
+        memories = tuple(m for m in memories if m != ops.SSD or machine.has_ssd)
+        if not memories:
+            raise PassError(
+                f"pass {self.name!r}: option to={self.to!r}, but the host of {machine.device.name} has no SSD"
+            )
+        away = Choice(inputs_to=memories[-1] if len(memories) == 1 else ops.DRAM)
+        trial = program.copy()
+        keep_chosen(trial, {name: away for name in names})
+        inputs = input_bytes(trial, {name: away for name in names})
+        move_activations(trial, {name: away for name in names}, Ahead())
+        swapped = machine.must_swap(trial)
+        forward, backward = machine.halves(names, swapped)
+        items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
+        room = machine.room(swapped, machine.room_bytes(trial, swapped))
+        if ops.SSD in memories:  # what goes there passes through DRAM
+            turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
+            room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
+        problem = Problem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
+        return problem, sweep(problem)
+
+
+def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """What was chosen for another device that is alike."""
+    return {
+        spec.name: choices[model.name].renamed(model, spec)
+        for spec, model in zip(machine.specs, other.specs)
+        if model.name in choices
+    }
+
+
+def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:
+    """All that a stage could have moved, for all its micro-batches."""
+    return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
+
+
+def _rank(problem: Problem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
+    """Whether something lacks room, then whether two stages' weights do, then the step."""
+    chosen = best(points, share)
+    return not chosen.fits, problem.room.device_bytes < 0, chosen.step_s
+
+
+def _fitting(program: Program, machine: Machine, problem: Problem, points: list[Point], share: float) -> Outcome:
+    """The best of the curve; less device memory is given out until the program itself fits."""
+    for _ in range(MOST_ROUNDS):
+        chosen = best(points, share)
+        outcome = Outcome(_choices(problem, chosen), tuple(points), chosen)
+        if ops.DEVICE not in chosen.places.values():
+            break
+        trial = program.copy()
+        keep_chosen(trial, outcome.choices)
+        move_activations(trial, outcome.choices, Ahead())
+        lacking_bytes = -machine.room_bytes(trial, problem.swapped)
+        if lacking_bytes <= 0:
+            break
+        room = replace(problem.room, device_bytes=max(0.0, problem.room.device_bytes - lacking_bytes))
+        problem = replace(problem, room=room)
+        points = sweep(problem)
+    return outcome
+
+
+def _choices(problem: Problem, point: Point) -> dict[str, Choice]:
+    """What a point of the curve says of each stage."""
+    kept: dict[str, list[str]] = {stage: [] for stage in problem.stages}
+    for item in by_benefit(problem.items, problem.stages)[: point.count]:
+        kept[item.stage].append(item.name)
+    return {
+        stage: Choice(
+            tuple(item.name for item in problem.items if item.stage == stage and item.name in kept[stage]),
+            point.places.get((stage, CLASSES), ops.DEVICE),
+            point.places.get((stage, INPUTS), ops.DEVICE),
+        )
+        for stage in problem.stages
+    }
+
+
+def _read_decision(draft: Draft, names: Sequence[str], data: Mapping[str, Any]) -> dict[str, Choice]:
+    """Raises `PassError` where a plan names what is not there."""
+    known = {stage.spec.name: stage.spec for stage in draft.stages}
+    for name in (*names, *data):
+        if name not in known:
+            raise PassError(f"rematerialise or activations names {name!r}; the stages are {', '.join(known)}")
+        if not known[name].rematerialisable:
+            raise PassError(f"{name} writes a buffer that its forward reads; it cannot be rematerialised")
+    for name, row in data.items():
+        if name not in names:
+            raise PassError(f"activations names {name}, which keeps everything; add it to rematerialise")
+        there = [saved.name for saved in known[name].saved]
+        wrong = [kind for kind in row.get("classes", ()) if kind not in there]
+        if wrong:
+            raise PassError(f"activations of {name} keeps {wrong[0]!r}; its classes are {', '.join(there) or 'none'}")
+        for key in ("classes_to", "inputs_to"):
+            if row.get(key, ops.DEVICE) not in ops.MEMORIES:
+                raise PassError(f"activations of {name}: {key} is {row[key]!r}, not one of {', '.join(ops.MEMORIES)}")
+    return {name: Choice.from_data(data.get(name, {})) for name in names}
+
+
+def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) -> Ahead:
+    """As many turns as memory holds, up to those of one stage (4.4)."""
+    trial = program.copy()
+    keep_chosen(trial, choices)
+    each_bytes, disk_bytes = turn_bytes(trial, choices, (ops.DRAM, ops.SSD)), turn_bytes(trial, choices, (ops.SSD,))
+    if not each_bytes:
+        return Ahead()
+    move_activations(trial, choices, Ahead())
+    swapped, taken_bytes = machine.must_swap(trial), plan_arena(trial, ops.DRAM)[1]
+    most = max(2, *machine.counts.values())
+    room_bytes = max(0.0, machine.room_bytes(trial, swapped))
+    fetch = min(most, 1 + int(room_bytes // each_bytes))
+    spare_bytes = max(0.0, machine.room(swapped, 0).dram_bytes - taken_bytes)
+    passing = min(most, int(spare_bytes // (2 * disk_bytes))) if disk_bytes else 0
+    return Ahead(fetch, max(1, passing))
+
+
+def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:
+    """What was decided on the device with the longest step, and the curve it was taken from."""
+    rows = [(outcome.chosen.step_s, -device) for device, outcome in outcomes.items() if outcome.chosen is not None]
+    if not rows:
+        return ""
+    device = -max(rows)[1]
+    outcome, name = outcomes[device], draft.hardware.devices[device].name
+    chosen = outcome.chosen
+    assert chosen is not None
+    head = (
+        f"{name} keeps {format_bytes(chosen.kept_bytes)} of saved tensors and moves "
+        f"{format_bytes(chosen.moved_bytes)} of activations, {format_bytes(chosen.ssd_bytes)} of them to SSD: "
+        f"{format_seconds(chosen.step_s)} a step by the model, bound by {chosen.forward_bound} in forward and by "
+        f"{chosen.backward_bound} in backward"
+    )
+    return f"{head}\n{table(outcome.points, chosen)}"

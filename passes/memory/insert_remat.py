@@ -1,0 +1,127 @@
+"""`insert-remat`: backward of a stage runs its forward again instead of keeping saved tensors (Mobius 3.1, FTPipe 4.3).
+
+In: programs. Out: the same programs in which the decided stages forward with `keep=False` and whose backward takes no
+`kept`. A stage is rematerialised only if its device would otherwise exceed its memory, largest saved tensors first.
+Where not even that lets all weights stay resident, every stage but the device's last is, since their weights leave in
+between, and the last one too where early fetches need the room.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir import ops
+from ...ir.errors import PassError
+from ...ir.program import Program, StageSpec, infer, infer_all, place_frees, profile_memory, values_of
+from ..base import Pass
+from ..draft import Draft
+from ..phases import WITH_KEPT, state_bytes
+from .alike import look, once
+from .insert_fetch import Early, look_ahead, profile_swapped
+
+
+@dataclass(frozen=True)
+class InsertRemat(Pass):
+    """`swap`: weights will be swapped even where they could stay (`insert-fetch{swap=true}`), which leaves the room of
+    their optimizer states to saved tensors. `always`: every stage that can be is rematerialised."""
+
+    name: ClassVar[str] = "insert-remat"
+    needs: ClassVar[tuple[str, ...]] = ("programs",)
+    gives: ClassVar[tuple[str, ...]] = ("remat",)
+    decides: ClassVar[str] = "rematerialise"
+    swap: bool = False
+    always: bool = False
+
+    def plan(self, draft: Draft) -> list[str]:
+        """Names of the stages to rematerialise."""
+        if self.always:
+            return [stage.spec.name for stage in draft.stages if stage.spec.rematerialisable]
+        chosen: list[str] = []
+        known: dict[Hashable, list[int]] = {}
+        for program in draft.programs:
+            budget = draft.hardware.devices[program.device].budget_bytes
+            specs = [s.spec for s in draft.stages_on(program.device)]
+
+            def on_one(program: Program = program, specs: list[StageSpec] = specs, budget: int = budget) -> list[int]:
+                names = stages_to_rematerialise(program, specs, budget, self.swap)
+                return [i for i, spec in enumerate(specs) if spec.name in names]
+
+            chosen += [specs[i].name for i in once(known, (look(program, specs), budget), on_one)]
+        return [s.spec.name for s in draft.stages if s.spec.name in chosen]
+
+    def rewrite(self, draft: Draft, decision: list[str]) -> None:
+        known = {stage.spec.name: stage.spec for stage in draft.stages}
+        for name in decision:
+            if name not in known:
+                raise PassError(f"rematerialise names {name!r}; the stages are {', '.join(known)}")
+            if not known[name].rematerialisable:
+                raise PassError(f"{name} writes a buffer that its forward reads; it cannot be rematerialised")
+        for program in draft.programs:
+            rematerialise(program, set(decision))
+
+
+def stages_to_rematerialise(
+    program: Program, specs: list[StageSpec], budget_bytes: int, swap: bool = False
+) -> list[str]:
+    """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs. With
+    `swap` the same for a program whose weights come from DRAM and stay from a stage's forward to its backward."""
+    states = sum(state_bytes(program, s) for s in specs)
+    by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
+    lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all there at the end of the step
+    if lasting > budget_bytes and not swap:
+        return _for_swapping(program, specs, budget_bytes)
+
+    def fits(count: int) -> bool:
+        trial = program.copy()
+        rematerialise(trial, set(by_size[:count]))
+        if swap:
+            return profile_swapped(trial, {s.name: {} for s in specs}).peak_bytes[ops.DEVICE] <= budget_bytes
+        return profile_memory(trial).peak_bytes[ops.DEVICE] + states <= budget_bytes
+
+    count = bisect.bisect_left(range(len(by_size) + 1), True, key=fits)
+    if count <= len(by_size):
+        return by_size[:count]
+    return _for_swapping(program, specs, budget_bytes)
+
+
+def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -> list[str]:
+    """Every stage but the device's last, whose weights need not leave between its forward and its backward; the last
+    one as well where its saved tensors would not fit, or would take the room of early fetches."""
+    able = [s.name for s in specs if s.rematerialisable]
+    others = [name for name in able if name != specs[-1].name]
+    if others == able:
+        return able
+    early = {}
+    for names in (others, able):
+        trial = program.copy()
+        rematerialise(trial, set(names))
+        early[len(names)] = look_ahead(trial, [s.name for s in specs], budget_bytes)
+        if names is others and profile_swapped(trial, early[len(names)]).peak_bytes[ops.DEVICE] > budget_bytes:
+            return able
+    return others if _count(early[len(others)]) >= _count(early[len(able)]) else able
+
+
+def _count(early: Early) -> int:
+    """Parameters fetched early."""
+    return sum(sum(kinds.values()) for kinds in early.values())
+
+
+def rematerialise(program: Program, stages: set[str]) -> None:
+    """Drop the kept values of these stages' forwards, and have their backwards run the forward again."""
+    graph = program.graph
+    for node in list(program.ops()):
+        if node.target is ops.forward and node.args[0] in stages and node.kwargs.get("keep", True):
+            kept = values_of(node)[-1]
+            for user in list(kept.users):
+                if user.target in WITH_KEPT:
+                    user.update_arg(2, None)
+                else:
+                    user.args = tuple(arg for arg in user.args if arg is not kept)
+            graph.erase_node(kept)
+            node.kwargs = {**node.kwargs, "keep": False}
+            infer(program, node)
+    infer_all(program)
+    place_frees(program)

@@ -1,0 +1,115 @@
+"""`insert-ssd`: what the host's DRAM cannot hold persists on its SSDs, and is read ahead of its use (Fuyou 4.3, 4.4).
+
+In: programs whose swapped stages fetch their weights from DRAM. Out: the decision of what lies on SSD, for
+`overlap-optimizer` to read and write back, and programs in which the weights that lie there are read into DRAM before
+they are fetched. Optimizer states and masters go there before weights: they are used once a step. Which stages go first
+is spread over the model, so that disks have their work all along the backward pass.
+
+Weights are read some phases before their fetch: as many as keep the disks busy while the device takes on what it has,
+by the ratio of the two links (Fuyou 4.4), and as the DRAM has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...ir import ops
+from ...ir.errors import PassError
+from ...ir.program import Program, infer_all, place_frees, plan_arena
+from ..base import Pass
+from ..draft import Draft
+from ..phases import phases
+from .dram_peak import weights_reads
+from .ssd_room import MOST_AHEAD, SsdRoom, Tiers
+
+TIERS = ("auto", "states", "all")
+
+
+@dataclass(frozen=True)
+class InsertSsd(Pass):
+    """`tier`: the states of all swapped stages, or all that persists of them; auto: as little as DRAM asks for.
+    `ahead`: at most so many phases between a read of weights and their fetch."""
+
+    name: ClassVar[str] = "insert-ssd"
+    needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
+    gives: ClassVar[tuple[str, ...]] = ("ssd",)
+    decides: ClassVar[str] = "ssd"
+    optional: ClassVar[bool] = True
+    tier: str = "auto"
+    ahead: int = MOST_AHEAD
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(TIERS)}")
+        if not 0 <= self.ahead <= MOST_AHEAD:
+            raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_AHEAD}")
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
+
+        Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
+        for a tier that asks for SSDs which the machine does not have.
+        """
+        room = SsdRoom(draft)
+        tiers: Tiers = {}
+        ahead = self.ahead
+        tier = "all" if draft.sharding is not None and draft.sharding.tier == ops.SSD else self.tier
+        for host in room.hosts:
+            found, depth = room.choose([host], tier)
+            tiers.update(found)
+            ahead = min(ahead, depth)
+        ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only
+        draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
+        return {
+            "stages": {s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers},
+            "ahead": ahead,
+        }
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        tiers, ahead = decision.get("stages", {}), decision.get("ahead", 0)
+        able = SsdRoom(draft).able
+        for stage, tier in tiers.items():
+            if stage not in able:
+                raise PassError(f"ssd names {stage!r}; the stages whose weights come from DRAM are {', '.join(able)}")
+            if tier not in TIERS[1:]:
+                raise PassError(f"ssd has {tier!r} of {stage} on SSD; allowed: states, all")
+        if not 0 <= ahead <= MOST_AHEAD:
+            raise PassError(f"ssd reads {ahead} phases ahead; allowed: 0 to {MOST_AHEAD}")
+        draft.on_ssd = dict(tiers)
+        for program in draft.programs:
+            read_weights(program, [stage for stage, tier in tiers.items() if tier == "all"], ahead)
+
+
+def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
+    """Have the weights of these stages read from SSD, so many phases before they are fetched."""
+    graph = program.graph
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    for read in weights_reads(program, phases(program), number, stages, ahead):
+        with graph.inserting_before(read.place):
+            group: dict[str, Any] = {"group": ops.SHARDS} if program.interface.shards > 1 else {}
+            node = graph.call_function(ops.read, (f"{read.stage}.weights",), group)
+        node.name = f"{read.fetches[-1].name}_dram"
+        for fetch in read.fetches:
+            fetch.args = (node, *fetch.args[1:])
+    infer_all(program)
+    place_frees(program)
+
+
+def read_within(program: Program, stages: Sequence[str], ahead: int, arena_bytes: int) -> None:
+    """The same as far ahead as the values in DRAM stay within so many bytes, or directly before each fetch."""
+    for depth in range(ahead, -1, -1):
+        trial = program.copy()
+        read_weights(trial, stages, depth)
+        if depth == 0 or plan_arena(trial, ops.DRAM)[1] <= arena_bytes:
+            read_weights(program, stages, depth)
+            return
+
+
+def _remark(tiers: Tiers, num_stages: int, ahead: int) -> str:
+    if not tiers:
+        return "DRAM holds everything"
+    whole = list(tiers.values()).count("all")
+    text = f"on SSD are the optimizer states of {len(tiers)} of {num_stages} stages"
+    return text + (f", and the weights of {whole}, read {ahead} phases before their fetch" if whole else "")

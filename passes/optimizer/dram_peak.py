@@ -1,0 +1,160 @@
+"""What a program takes of its host's DRAM once it reads from SSD and updates, without writing either into it.
+
+In: a program whose results hold the gradients. Out: the bytes that `profile_memory` finds behind `insert-ssd` and
+`overlap-optimizer`. Choosing what lies on SSD tries many ways, and copies of large programs would take minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...ir import ops
+from ...ir.program import PAGE, FirstFit, Home, Program, bytes_of_homes, place_bytes, places_of, takes_place
+from ..optimizer.timing import Timing, Updates
+from ..optimizer.updates import script, stages_read
+from ..phases import Phase, phases
+
+Place = tuple[int, int, int]  # in the text: an op's number, before or behind it, and how manieth there
+Event = tuple[Place, str, int]  # a value comes, or goes (0 bytes)
+NORM_BYTES = 16  # of the device's own norm and of all
+
+
+@dataclass(frozen=True)
+class WeightsRead:
+    """Weights of one stage that come from SSD: the fetches that take them on, and the op before which they are read."""
+
+    stage: str
+    place: fx.Node
+    fetches: tuple[fx.Node, ...]
+
+
+class DramPeak:
+    """Of one program; what its text says is looked up once."""
+
+    def __init__(self, program: Program):
+        self.program, self.face = program, program.interface
+        self.group = ops.SHARDS if self.face.shards > 1 else ""
+        self.number = {node: i for i, node in enumerate(program.graph.nodes)}
+        self.order = phases(program)
+        self.grads = {str(n.meta["type"].stage): n for n in program.results().get("grads", [])}
+        fetched = (n for n in program.ops() if n.target is ops.fetch and isinstance(n.args[0], str))
+        self.in_dram = list(dict.fromkeys(str(n.args[0]).partition(".")[0] for n in fetched))
+        self.own = self._own_events()
+        self.read_already = stages_read(program)
+
+    def _own_events(self) -> list[Event]:
+        """Of what the text moves already."""
+        found: list[Event] = []
+        for node in self.program.ops():
+            if takes_place(node, ops.DRAM):
+                found.append(((self.number[node], 0, 0), node.name, place_bytes(node)))
+            elif node.target is ops.free:
+                parts = [part for value in node.all_input_nodes for part in places_of(value)]
+                gone = [part for part in parts if part.meta["type"].memory == ops.DRAM]
+                found += [((self.number[node], 0, 0), part.name, 0) for part in gone]
+        return found
+
+    def bytes(self, updates: Updates, timing: Timing, weights: Collection[str] = (), ahead: int = 0) -> int:
+        """The peak, where the weights of these stages come from SSD, so many phases ahead of their fetch."""
+        on_ssd = self.read_already | set(weights)
+        reads = weights_reads(self.program, self.order, self.number, weights, ahead)
+        events = self.own + self._weights_events(reads) + self._update_events(updates, timing, on_ssd)
+        arena = FirstFit(PAGE)
+        for _, name, num_bytes in sorted(events):
+            if num_bytes:
+                arena.take(name, num_bytes)
+            else:
+                arena.give(name)
+        return arena.size + self._lasting(updates, on_ssd) + self._working(updates)
+
+    def _weights_events(self, reads: Sequence[WeightsRead]) -> list[Event]:
+        found: list[Event] = []
+        for i, read in enumerate(reads):
+            name = f"weights {i}"
+            num_bytes = self.face.part_of(read.stage, self.group).weight_bytes
+            found.append(((self.number[read.place], -1, i), name, num_bytes))
+            found.append(((self.number[read.fetches[-1]], 1, i), name, 0))
+        return found
+
+    def _update_events(self, updates: Updates, timing: Timing, on_ssd: Collection[str]) -> list[Event]:
+        made = script(self.program, updates, timing)
+        ends: dict[str, Place] = {}
+        found: list[Event] = []
+        numbers = [self.number[made.begin] if made.begin is not None else 0]
+        numbers += [self.number[self.grads[stage]] for stage in made.order]
+        last = len(self.number)
+        for i, moves in enumerate(made.slots):
+            number = numbers[i] if i < len(numbers) else last + i
+            side = -1 if i == 0 else 1
+            for j, (kind, stage) in enumerate(moves):
+                place = (number, side, last + j)  # behind the weights that are read there
+                spec = self.face.part_of(stage, self.group)
+                if kind == "read":
+                    size = self.face.all_bytes(spec) if stage in on_ssd else self.face.states_bytes(spec)
+                    found.append((place, f"states of {stage}", size))
+                elif kind == "write":
+                    found.append((place, f"states of {stage}", 0))
+                else:
+                    ends[stage] = place
+        for stage in made.order:
+            value = f"gradients of {stage}"
+            end = (last + len(made.slots), 0, 0) if self._is_speculative(updates, stage) else ends[stage]
+            begin = (self.number[self.grads[stage]], 1, 0)
+            found += [(begin, value, self._grad_bytes(stage)), (end, value, 0)]
+        return found
+
+    def _lasting(self, updates: Updates, on_ssd: Collection[str]) -> int:
+        """What lies in DRAM between steps."""
+        homes = {}
+        for stage in dict.fromkeys([*self.in_dram, *on_ssd]):
+            states = updates.where[stage] if stage in self.grads else None
+            undo = self._is_speculative(updates, stage)
+            homes[stage] = Home(ops.SSD if stage in on_ssd else ops.DRAM, states, self.group, undo)
+        return bytes_of_homes(self.face, homes).total(ops.DRAM)
+
+    def _working(self, updates: Updates) -> int:
+        """What an update on the CPU takes while it runs."""
+        context = ops.Context(self.face, self.program.device)
+        most = 0
+        for stage in self.grads:
+            if updates.where[stage] == ops.DEVICE:
+                continue
+            value = ops.Value("grads", self._grad_bytes(stage), ops.DRAM, stage=stage, group=self.group)
+            most = max(most, ops.step.work(context, stage, value).workspace_bytes)
+            if self._is_speculative(updates, stage):
+                again = ops.redo.work(context, stage, value, value, max_norm=0.0)
+                most = max(most, again.workspace_bytes)
+        return most + (NORM_BYTES if updates.max_norm is not None else 0)
+
+    def _is_speculative(self, updates: Updates, stage: str) -> bool:
+        return stage in self.grads and updates.max_norm is not None and not updates.is_late(stage)
+
+    def _grad_bytes(self, stage: str) -> int:
+        return self.face.part_of(stage, self.group).grad_bytes
+
+
+def weights_reads(
+    program: Program, order: Sequence[Phase], number: Mapping[fx.Node, int], stages: Collection[str], ahead: int
+) -> list[WeightsRead]:
+    """One for each time that a stage's weights are fetched, at the start of the phase that is `ahead` of the fetch."""
+    starts = [number[phase.nodes[0]] for phase in order]
+    found: list[WeightsRead] = []
+    wanted = set(stages)
+    for node in program.ops() if wanted else ():
+        if node.target is not ops.fetch or not isinstance(node.args[0], str):
+            continue
+        stage = node.args[0].partition(".")[0]
+        if stage not in wanted:
+            continue
+        begun = node.args[1] if len(node.args) > 1 else None
+        if begun is not None:  # the rest of weights that came in part
+            i = next(i for i, read in enumerate(found) if read.fetches[-1] is begun)
+            found[i] = WeightsRead(stage, found[i].place, (*found[i].fetches, node))
+            continue
+        now = next(i for i, start in enumerate(starts) if start > number[node])
+        place = order[max(0, now - ahead)].nodes[0]
+        found.append(WeightsRead(stage, place if number[place] < number[node] else node, (node,)))
+    return found

@@ -1,0 +1,68 @@
+"""What the updates of all programs have in common, and when a stage is updated after its gradients were offloaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...ir.program import WORLD
+from ..draft import Draft
+
+UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
+Group = tuple[tuple[int, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`lag`: a stage is stepped behind the offload of so many more; `buffers`: states from SSD there at a time."""
+
+    lag: int = 1
+    buffers: int = 1
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What all programs of a draft have in common. `where`: per stage the memory of its states; `groups`: of tied
+    parameters, and of the norm; `max_norm`: None where nothing is clipped; `scaled`: with a loss scale.
+
+    `overlap`: stages are stepped while the backward of others runs; `speculative`: also before the norm is known.
+    """
+
+    where: Mapping[str, str]
+    groups: dict[str, Group] = field(default_factory=dict)
+    max_norm: float | None = None
+    scaled: bool = False
+    overlap: bool = True
+    speculative: bool = False
+
+    @property
+    def tied(self) -> set[str]:
+        return {stage for rows in self.groups.values() for _, stage, _ in rows if stage}
+
+    def is_late(self, stage: str) -> bool:
+        """Whether a swapped stage's step waits for what is known behind the last backward only."""
+        return not self.overlap or stage in self.tied or (self.max_norm is not None and not self.speculative)
+
+
+def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
+    """As the user's options ask for."""
+    scaled = draft.options.precision == "fp16"
+    clip = draft.options.max_grad_norm
+    max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
+    groups = tie_groups(draft)
+    if max_norm is not None and len(draft.programs) * draft.shards > 1:
+        groups[WORLD] = tuple((p.device, "", "") for p in draft.programs)
+    return Updates(where, groups, max_norm, scaled)
+
+
+def tie_groups(draft: Draft) -> dict[str, Group]:
+    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages."""
+    ties = draft.graph.ties()
+    members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
+    for stage, home in zip(draft.stages, draft.devices):
+        for param in stage.spec.params:
+            name = ties.get(param.name, param.name)
+            if param.requires_grad:
+                members[f"tie.{name}"].append((home, stage.spec.name, param.name))
+    return {group: tuple(rows) for group, rows in members.items() if len(rows) > 1}

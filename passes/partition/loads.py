@@ -1,0 +1,109 @@
+"""Seconds, bytes and messages of any sets of blocks as stages: what partitioners ask whose stages need not be runs.
+
+In: a draft with blocks. Blocks are named by their index in `draft.blocks`, which is a topological order; a stage is an
+ascending tuple of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from ...ir.errors import DoesNotFit
+from ...ir.units import format_bytes
+from ..draft import Draft
+from ..graph.blocks import block_time_s
+from ..graph.opgraph import value_tensors
+from .partition import StagesDecision
+from .slices import Need, gradient_and_weight_bytes, needs_to_front
+
+Stage = tuple[int, ...]
+
+
+class Loads:
+    """What blocks cost and what they send each other. `reads[i]`: block i to the values of others that it reads."""
+
+    def __init__(self, draft: Draft):
+        self.blocks, self.hardware = draft.blocks, draft.hardware
+        self.devices = draft.hardware.devices
+        self.micro_batches = draft.options.micro_batches
+        self.time_s = [[block_time_s(b, d, draft.options.precision) for b in self.blocks] for d in self.devices]
+        home = self.home = {node: i for i, block in enumerate(self.blocks) for node in block.nodes}
+        self.reads = [[node for node in block.inputs if node in home] for block in self.blocks]
+        self.readers: dict[fx.Node, list[int]] = defaultdict(list)
+        for i, nodes in enumerate(self.reads):
+            for node in nodes:
+                self.readers[node].append(i)
+        self.before = [{home[node] for node in nodes} for nodes in self.reads]
+        self.behind: list[set[int]] = [set() for _ in self.blocks]
+        for i, makers in enumerate(self.before):
+            for maker in makers:
+                self.behind[maker].add(i)
+        self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
+        self._sent = {node for block in self.blocks for node in block.outputs}
+        self._needs: dict[Stage, Need] = {}
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def need(self, stage: Stage) -> Need:
+        """Device memory of these blocks as one stage."""
+        if stage not in self._needs:
+            blocks, parameters = [self.blocks[i] for i in stage], [self._parameters[i] for i in stage]
+            self._needs[stage] = needs_to_front(blocks, parameters, self._sent)[0]
+        return self._needs[stage]
+
+    def need_bytes(self, stages: Sequence[Stage]) -> int:
+        """Of one device with these stages, swapped one by one: the largest of them, with the inputs of all."""
+        needs = [self.need(stage) for stage in stages]
+        held = self.micro_batches * sum(need.input_bytes for need in needs)
+        return held + max((need.work_bytes + 2 * need.input_bytes for need in needs), default=0)
+
+    def fits(self, stages: Sequence[Stage], device: int) -> bool:
+        return self.need_bytes(stages) <= self.devices[device].budget_bytes
+
+    def value_bytes(self, node: fx.Node) -> int:
+        """What a value and, where it is trained, its gradient weigh: sent once each per reading device."""
+        tensors = value_tensors(node.meta.get("val"))
+        return sum(t.numel() * t.element_size() * (1 + t.requires_grad) for t in tensors)
+
+    def message_s(self, src: int, dst: int, num_bytes: float) -> float:
+        """Seconds of so many bytes, values and their gradients together, between two devices."""
+        if src == dst or not num_bytes:
+            return 0.0
+        if (src, dst) not in self._links:
+            a, b = self.devices[src].name, self.devices[dst].name
+            self._links[src, dst] = 2 * self.hardware.latency_s(a, b), self.hardware.bandwidth(a, b)
+        latency_s, bandwidth = self._links[src, dst]
+        return latency_s + num_bytes / bandwidth
+
+    def crossing_bytes(self) -> list[int]:
+        """Per cut position 0 to L what is made before it and read behind it."""
+        change = [0] * (len(self.blocks) + 1)
+        for node, readers in self.readers.items():
+            size = self.value_bytes(node)
+            change[self.home[node] + 1] += size
+            change[max(readers) + 1] -= size
+        return list(itertools.accumulate(change))
+
+    def does_not_fit(self, stages: Sequence[Stage], device: int, why: str) -> DoesNotFit:
+        """For a device that does not hold these stages. `why`: which partition this is."""
+        need, budget = self.need_bytes(stages), self.devices[device].budget_bytes
+        largest = max(stages, key=lambda stage: self.need(stage).work_bytes)
+        names = [self.blocks[i].name for i in largest]
+        what = f"block {names[0]!r} alone" if len(names) == 1 else f"{len(names)} blocks from {names[0]!r}"
+        return DoesNotFit(
+            f"{why}: {what} and {len(stages) - 1} other stages need {format_bytes(need)} on "
+            f"{self.devices[device].name}, which has {format_bytes(budget)}, missing {format_bytes(need - budget)}. "
+            f"Nearest that fits: devices of {format_bytes(need)}, or more micro_batches (now {self.micro_batches}), "
+            "which are smaller",
+            memory=self.devices[device].name,
+            missing_bytes=need - budget,
+        )
+
+
+def decision_of(draft: Draft, stages: Sequence[Stage], devices: Sequence[int]) -> StagesDecision:
+    """Stages in topological order, each for its device, as a partitioner's decision."""
+    names = [block.name for block in draft.blocks]
+    return {"stages": [[names[i] for i in stage] for stage in stages], "planned_for": list(devices)}

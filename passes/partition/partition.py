@@ -1,0 +1,75 @@
+"""Partitioners: passes that decide which blocks make a stage, and for which device each stage is cut.
+
+In: `draft.blocks`. Out: `draft.partition`, `draft.planned_for` and `draft.stages`. A contiguous partition cuts stage j
+for the j-th device of an order, modulo their number; the others choose the device of each stage themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...ir.errors import PassError
+from ..base import Pass
+from ..draft import Draft
+from ..graph.stages import build_stages
+
+StagesDecision = dict[str, Any]  # {"stages": list[list[str]], "planned_for": list[int]}
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Base of all partitioners: they differ in `plan`."""
+
+    needs: ClassVar[tuple[str, ...]] = ("blocks",)
+    gives: ClassVar[tuple[str, ...]] = ("stages",)
+    decides: ClassVar[str] = "stages"
+    fields: ClassVar[tuple[str, ...]] = ("stages", "planned_for")
+
+    def plan(self, draft: Draft) -> StagesDecision:
+        raise NotImplementedError
+
+    def rewrite(self, draft: Draft, decision: StagesDecision | list[list[str]]) -> None:
+        """Also takes the stages alone, which are then cut for the devices in turn."""
+        stages = decision if isinstance(decision, list) else decision["stages"]
+        count = draft.hardware.num_devices
+        devices = [j % count for j in range(len(stages))] if isinstance(decision, list) else decision["planned_for"]
+        if len(devices) != len(stages):
+            raise PassError(f"planned_for has {len(devices)} entries, there are {len(stages)} stages")
+        wrong = [d for d in devices if not 0 <= d < count]
+        if wrong:
+            raise PassError(f"planned_for names device {wrong[0]}; there are 0 to {count - 1}")
+        draft.partition, draft.planned_for = stages, list(devices)
+        draft.stages = build_stages(draft.graph, draft.blocks, stages)
+
+
+def asked_stages(draft: Draft, option: int) -> int:
+    """How many stages are wanted: a pass's own option, else the draft's; 0 where neither says. Raises `PassError` for a
+    number below 0 or above that of the blocks."""
+    asked, most = option or draft.options.stages or 0, len(draft.blocks)
+    if not 0 <= asked <= most:
+        raise PassError(f"stages={asked}, but {most} blocks allow at most {most}: 1 to {most}, or 0 to leave it open")
+    return asked
+
+
+def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = None) -> StagesDecision:
+    """The decision for cut positions [0, ..., L] over the draft's blocks; stage j is for `order[j mod N]`."""
+    names = [block.name for block in draft.blocks]
+    order = range(draft.hardware.num_devices) if order is None else order
+    stages = [names[a:b] for a, b in itertools.pairwise(cuts)]
+    return {"stages": stages, "planned_for": [order[j % len(order)] for j in range(len(stages))]}
+
+
+def device_order(text: str, num_devices: int, some: bool = False) -> list[int]:
+    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each comes once; with
+    `some` not all need to come."""
+    if not text:
+        return list(range(num_devices))
+    parts = text.split()
+    order = [int(part) for part in parts if part.isdecimal()]
+    known = len(order) == len(parts) and len(set(order)) == len(order) and set(order) <= set(range(num_devices))
+    if not known or (len(order) < num_devices and not some):
+        raise PassError(f"order={text!r}; it names each of the devices 0 to {num_devices - 1} once, such as '1 0'")
+    return order

@@ -1,0 +1,72 @@
+"""`partition-balanced`: blocks to contiguous stages of equal time, each within its device's memory.
+
+In: blocks with costs. Out: `draft.partition` and `draft.stages`. Dynamic programming over contiguous cuts minimises
+the slowest stage, `min max_j T_j` with `T_j = sum of forward and backward roofline seconds of its blocks`, where
+stage j runs on device j mod N (so unequal GPUs get unequal stages). A stage is admitted if its weights, gradients,
+one rematerialised micro-batch and all micro-batches' inputs, those of the device's other stages too, fit the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..draft import Draft
+from .partition import Partition, StagesDecision, asked_stages, contiguous, device_order
+from .slices import Slices
+
+
+@dataclass(frozen=True)
+class PartitionBalanced(Partition):
+    """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
+    devices of the first stages, such as "1 0", where all others stay idle; without it as they are numbered.
+    `inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward. `asynchronous`: for
+    `schedule-async`, where all but the last stage compute their forward again, so that the last one may be larger."""
+
+    name: ClassVar[str] = "partition-balanced"
+    stages: int = 0
+    order: str = ""
+    inputs_leave: bool = False
+    asynchronous: bool = False
+
+    def plan(self, draft: Draft) -> StagesDecision:
+        asked = asked_stages(draft, self.stages)
+        order = device_order(self.order, draft.hardware.num_devices, some=True)
+        slices = Slices(draft, order, self.inputs_leave, self.asynchronous)
+        counts = [asked] if asked else _counts(len(order), len(draft.blocks))
+        fewest = slices.fewest()
+        for count in counts:
+            cuts = balanced_cuts(slices, count) if fewest is not None and count >= fewest else None
+            if cuts is not None:
+                return contiguous(draft, cuts, order)
+        raise slices.does_not_fit(counts)
+
+
+def _counts(num_devices: int, num_blocks: int) -> list[int]:
+    """Fewest stages first; each device gets the same number of stages, but for the last try: one block a stage."""
+    counts = [n for n in range(num_devices, num_blocks + 1, num_devices)]
+    return counts if counts and counts[-1] == num_blocks else [*counts, num_blocks]
+
+
+def balanced_cuts(slices: Slices, count: int) -> list[int] | None:
+    """Cut positions [0, ..., L] of `count` stages that minimise the slowest one, or None if none fits."""
+    num_blocks = len(slices.blocks)
+    best = [[math.inf] * (num_blocks + 1) for _ in range(count + 1)]
+    back = [[0] * (num_blocks + 1) for _ in range(count + 1)]
+    best[0][0] = 0.0
+    for stage in range(count):
+        for end in range(stage + 1, num_blocks - (count - stage - 1) + 1):
+            for start in range(end - 1, stage - 1, -1):
+                time_s = slices.stage_time_s(start, end, stage)
+                if time_s >= best[stage + 1][end]:
+                    break  # longer stages only get slower
+                worst = max(best[stage][start], time_s)
+                if worst < best[stage + 1][end] and slices.fits(start, end, stage, count):
+                    best[stage + 1][end], back[stage + 1][end] = worst, start
+    if best[count][num_blocks] == math.inf:
+        return None
+    cuts = [num_blocks]
+    for stage in range(count, 0, -1):
+        cuts.append(back[stage][cuts[-1]])
+    return cuts[::-1]

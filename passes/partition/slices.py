@@ -1,0 +1,150 @@
+"""Time and memory of runs of consecutive blocks as stages: what every contiguous partitioner asks.
+
+In: a draft with blocks. Out: seconds and bytes of blocks[a:b] as stage j of S, where stage j runs on the device
+`order[j mod N]` (unequal devices get unequal stages).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...ir.errors import DoesNotFit
+from ...ir.machine.hardware import Device
+from ...ir.units import format_bytes
+from ..draft import Draft
+from ..graph.blocks import Block, block_time_s, compute_dtype, forward_time_s
+from ..graph.stage_costs import storages
+
+
+@dataclass(frozen=True)
+class Need:
+    """Device memory of some consecutive blocks as one stage."""
+
+    work_bytes: int  # weights, gradients, saved tensors of one micro-batch, and the workspace of one block
+    input_bytes: int  # what enters, of one micro-batch
+
+    def total_bytes(self, micro_batches: int, rounds: int) -> int:
+        """With the inputs of all micro-batches for each of the device's `rounds` stages, taken as alike, and two
+        gradients of the size of an input."""
+        return self.work_bytes + (micro_batches * rounds + 2) * self.input_bytes
+
+
+class Slices:
+    """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
+    `inputs_leave`: what enters a stage lies in another memory until its backward, so that of a device's stages one at a
+    time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and optimizer
+    states stay, and a stage holds the inputs of at most as many micro-batches as there are stages."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        order: Sequence[int] | None = None,
+        inputs_leave: bool = False,
+        asynchronous: bool = False,
+    ):
+        self.inputs_leave, self.asynchronous = inputs_leave, asynchronous
+        self.blocks = draft.blocks
+        self.order = list(order) if order is not None else list(range(draft.hardware.num_devices))
+        self.devices = [draft.hardware.devices[index] for index in self.order]
+        self.micro_batches = draft.options.micro_batches
+        self.time_s = [self._sums_s(block_time_s, device, draft) for device in self.devices]
+        self.again_s = [self._sums_s(forward_time_s, device, draft) for device in self.devices]
+        parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
+        sent = {node for block in self.blocks for node in block.outputs}
+        ends = range(len(self.blocks) + 1)
+        self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
+
+    def _sums_s(self, time_s: Callable[[Block, Device, str], float], device: Device, draft: Draft) -> list[float]:
+        """Seconds of the first so many blocks."""
+        return [0.0, *itertools.accumulate(time_s(block, device, draft.options.precision) for block in self.blocks)]
+
+    def stage_time_s(self, a: int, b: int, stage: int) -> float:
+        times = self.time_s[stage % len(self.devices)]
+        if self.asynchronous and b < len(self.blocks):
+            again = self.again_s[stage % len(self.devices)]
+            return times[b] - times[a] + again[b] - again[a]
+        return times[b] - times[a]
+
+    def need_bytes(self, a: int, b: int, count: int) -> int:
+        """Of blocks[a:b] as one of `count` stages."""
+        rounds = 1 if self.inputs_leave else -(-count // len(self.devices))
+        held = min(self.micro_batches, count) if self.asynchronous else self.micro_batches
+        return self.needs[b][a].total_bytes(held, rounds)
+
+    def fits(self, a: int, b: int, stage: int, count: int) -> bool:
+        return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes
+
+    def fewest(self) -> int | None:
+        """No partition that fits has fewer stages; None if a block alone is too large for every device."""
+        budget = max(device.budget_bytes for device in self.devices)
+        count = start = 0
+        while start < len(self.blocks):
+            ends = range(len(self.blocks), start, -1)
+            start = next((end for end in ends if self.needs[end][start].work_bytes <= budget), -1)
+            if start < 0:
+                return None
+            count += 1
+        return count
+
+    def does_not_fit(self, counts: list[int]) -> DoesNotFit:
+        budget = max(device.budget_bytes for device in self.devices)
+        needs = [self.need_bytes(i, i + 1, counts[-1]) for i in range(len(self.blocks))]
+        need, name = max(zip(needs, (block.name for block in self.blocks)), key=lambda row: row[0])
+        if need > budget:
+            return DoesNotFit(
+                f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "
+                f"missing {format_bytes(need - budget)}. Nearest that fits: devices of {format_bytes(need)}, or more "
+                f"micro_batches (now {self.micro_batches}), which are smaller",
+                memory="device",
+                missing_bytes=need - budget,
+            )
+        return DoesNotFit(
+            f"no contiguous partition into {', '.join(map(str, counts))} stages fits the devices' memories; the "
+            f"largest block alone needs {format_bytes(need)} of {format_bytes(budget)}. Nearest that fits: "
+            f"stages={len(needs)}, one block each, or devices with more memory",
+            memory="device",
+        )
+
+
+def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
+    """Identity of each parameter to the bytes of its weight and its gradient; with `states` of those and its fp32
+    master, too."""
+    graph, each = draft.graph, 0.0
+    if states:
+        each = draft.options.state_bytes_per_param + (0 if draft.options.precision == "fp32" else 4)
+    found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
+    return {
+        id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad)
+        + int(each * p.numel() * p.requires_grad)
+        for p in found
+    }
+
+
+def needs_to_front(blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]) -> list[Need]:
+    """Per start a the need of blocks[a:] as one stage, which grows to the front, block by block.
+
+    The blocks need not be neighbours, but come in the order of the model. `sent`: what any block of it hands on.
+    """
+    needs: list[Need] = []
+    weights: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    saved: dict[int, int] = {}  # values between blocks, and shared ones
+    kept = workspace = 0
+    for i in reversed(range(len(blocks))):
+        block, cost = blocks[i], blocks[i].cost
+        made = storages(block.outputs)
+        inputs = {key: size for key, size in inputs.items() if key not in made}
+        inputs |= storages(node for node in block.inputs if node in sent or node.op == "placeholder")
+        counted = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
+        saved = {key: size for key, size in saved.items() if key not in counted}
+        saved |= storages(node for node, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved)
+        kept += cost.kept_bytes
+        weights |= parameters[i]
+        workspace = max(workspace, cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes)
+        between = sum(size for key, size in saved.items() if key not in inputs)
+        needs.append(Need(sum(weights.values()) + kept + between + workspace, sum(inputs.values())))
+    return needs[::-1]

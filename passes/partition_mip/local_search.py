@@ -1,0 +1,156 @@
+"""Good partitions by local search: several starts for every number of stages, then small moves while they help.
+
+In: a `Problem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
+stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights, all in proportion
+to the stages' devices, and some devices with no more than stays on them. Moves: a cut one block to either side, a
+block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times slower
+than the best; that is why there are many, and why the best starts of many numbers of stages are followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+from .problem import Problem
+
+Cuts = tuple[int, ...]
+Objective = Callable[[Problem, Sequence[int]], float]
+RESIDENT_PART = 0.85  # of a resident device's memory is for weights, gradients and states
+FOLLOWED = 10  # numbers of stages whose best start is improved
+
+
+class Search:
+    """`best`: number of stages to (seconds, cuts). Stops at `until_s` (of `process_time`) or when nothing helps."""
+
+    def __init__(self, problem: Problem, objective: Objective, until_s: float = math.inf):
+        self.problem, self.objective, self.until_s = problem, objective, until_s
+        self.known: dict[Cuts, float] = {}
+        self.best: dict[int, tuple[float, Cuts]] = {}
+
+    def run(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
+        """The best partition into one of these numbers of stages; None where none was found that fits."""
+        for count in counts:
+            for cuts in starts(self.problem, count):
+                self.seconds(cuts)
+            if self.is_late() and self.best:
+                break
+        order = sorted(self.best.values())
+        for _, cuts in order[:FOLLOWED]:
+            self.climb(cuts, set(counts))
+        return min(self.best.values(), default=None)
+
+    def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
+        """The best of all partitions into one of these numbers of stages."""
+        length = self.problem.num_blocks
+        for count in counts:
+            for inner in itertools.combinations(range(1, length), count - 1):
+                self.seconds((0, *inner, length))
+                if self.is_late():
+                    break
+        return min(self.best.values(), default=None)
+
+    def is_late(self) -> bool:
+        return time.process_time() > self.until_s
+
+    def seconds(self, cuts: Cuts) -> float:
+        found = self.known.get(cuts)
+        if found is None:
+            found = self.known[cuts] = self.objective(self.problem, cuts)
+            count = len(cuts) - 1
+            if found < math.inf and (count not in self.best or (found, cuts) < self.best[count]):
+                self.best[count] = (found, cuts)
+        return found
+
+    def climb(self, cuts: Cuts, counts: set[int]) -> None:
+        """Take every move that helps, going on behind it, until none of all does."""
+        now_s = self.seconds(cuts)
+        near = list(self.moves(cuts, counts))
+        at = missed = 0
+        while missed < len(near) and not self.is_late():
+            tried = near[at % len(near)]
+            at, missed = at + 1, missed + 1
+            took_s = self.seconds(tried)
+            if took_s < now_s * (1 - 1e-9):
+                cuts, now_s, missed = tried, took_s, 0
+                near = list(self.moves(cuts, counts))
+
+    def moves(self, cuts: Cuts, counts: set[int]) -> Iterator[Cuts]:
+        last = len(cuts) - 1
+        for i in range(1, last):
+            for step in (1, -1):
+                if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
+                    yield (*cuts[:i], cuts[i] + step, *cuts[i + 1 :])
+        for i in range(1, last - 1):  # hand a block on over several stages: all cuts between move
+            for k in range(i + 2, min(last, i + 1 + len(self.problem.units)) + 1):
+                for step in (1, -1):
+                    moved = tuple(c + step for c in cuts[i:k])
+                    if cuts[i - 1] < moved[0] and moved[-1] < cuts[k]:
+                        yield (*cuts[:i], *moved, *cuts[k:])
+        if last - 1 in counts:
+            for i in range(1, last):
+                yield (*cuts[:i], *cuts[i + 1 :])
+        if last + 1 in counts:
+            for i in range(1, last + 1):
+                if cuts[i] - cuts[i - 1] > 1:
+                    yield (*cuts[:i], (cuts[i - 1] + cuts[i]) // 2, *cuts[i:])
+
+
+def starts(problem: Problem, count: int) -> list[Cuts]:
+    """Different first partitions into `count` stages."""
+    p, length, n = problem, problem.num_blocks, len(problem.units)
+    blocks = [float(i) for i in range(length + 1)]
+    seconds = [sum(f + b for f, b in zip(column[0], column[1])) for column in _columns(p)]
+    rates = [1.0 / (p.forward_s[d][-1] + p.backward_s[d][-1]) for d in range(n)]
+    rooms = [unit.budget_bytes for unit in p.units]
+    per_block = _cut(blocks, [1.0] * count)
+    return list(
+        dict.fromkeys(
+            (
+                per_block,
+                tuple(length - c for c in reversed(per_block)),
+                _cut(seconds, [rates[j % n] for j in range(count)]),
+                _cut(p.weight_bytes, [rooms[j % n] for j in range(count)]),
+                *(_cut(p.weight_bytes, shares) for shares in resident_shares(p, count)),
+            )
+        )
+    )
+
+
+def resident_shares(p: Problem, count: int) -> list[list[float]]:
+    """Weights per stage where some devices, evenly spread, hold no more than stays on them, and the others the rest."""
+    n = len(p.units)
+    whole = p.weight_bytes[-1]
+    lasting = whole + p.grad_bytes[-1] + p.update.state_bytes * p.params[-1]
+    found = []
+    for number in range(1, n if count > n and whole else 1):
+        stays = [(d + 1) * number // n > d * number // n for d in range(n)]
+        on = [len(range(d, count, n)) for d in range(n)]
+        most = [RESIDENT_PART * p.units[d].budget_bytes * whole / lasting for d in range(n)]
+        rest = whole - sum(most[d] for d in range(n) if stays[d])
+        others = sum(on[d] for d in range(n) if not stays[d])
+        if rest > 0:
+            found.append([most[d] / on[d] if stays[d] else rest / others for d in (j % n for j in range(count))])
+    return found
+
+
+def _columns(p: Problem) -> list[tuple[list[float], list[float]]]:
+    return [([f[i] for f in p.forward_s], [b[i] for b in p.backward_s]) for i in range(p.num_blocks + 1)]
+
+
+def _cut(sums: Sequence[float], shares: Sequence[float]) -> Cuts:
+    """Cuts where the running sums pass each stage's share of the whole, with at least one block a stage."""
+    count, length = len(shares), len(sums) - 1
+    whole, passed = sum(shares), 0.0
+    cuts = [0]
+    for j, share in enumerate(shares[:-1]):
+        passed += share
+        target = sums[-1] * passed / whole
+        at = bisect_left(sums, target)
+        if at and target - sums[at - 1] < sums[min(at, length)] - target:
+            at -= 1
+        cuts.append(min(max(at, cuts[-1] + 1), length - (count - 1 - j)))
+    return (*cuts, length)

@@ -1,0 +1,278 @@
+"""The linear model of a partition into a fixed number of stages, for python-mip.
+
+In: a `Problem`, a number of stages S, which devices stay resident. Out: a model whose only integers are counts: how
+many blocks of each run of identical ones a stage holds. Then T^f, T^b, W and the memory of a stage are linear and the
+schedule of the first and the last micro-batch is a longest path, so no big M is needed (the rows are those of
+`mip_recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's optimum,
+also that of its relaxation, is a lower bound of every partition into S stages:
+- rematerialised blocks are a share of their stage where saved tensors may stay;
+- memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
+- with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
+  be empty, and nothing is charged for their mere existence.
+Amounts are in seconds and GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mip
+
+from .problem import Problem
+
+GB = 1e9
+
+
+class CountModel:
+    """`model` minimises `end`; `cuts` reads a solution."""
+
+    def __init__(
+        self, p: Problem, count: int, resident: Sequence[bool], integer: bool = False, fewest: int | None = None
+    ):
+        self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
+        self.resident = resident
+        self.idle = count - (count if fewest is None else fewest)  # stages that may be empty
+        self.model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS)
+        self.model.verbose = 0
+        self.kind = mip.INTEGER if integer else mip.CONTINUOUS
+        self.runs = p.runs()
+        self.counts: list[dict[int, Any]] = []
+        self.again: list[dict[int, Any]] = []
+        self.place_blocks()
+        if integer:
+            self.keep_order()
+        self.stage_sums()
+        self.end = self.real()
+        self.model.objective = self.end
+        self.rooms()
+        self.forward()
+        self.backward()
+        self.update()
+
+    def real(self) -> Any:
+        return self.model.add_var(lb=0.0)
+
+    def row(self, left: Any, right: Any) -> None:
+        """left >= right"""
+        self.model += left >= right
+
+    # -- which blocks ---------------------------------------------------------------------------------------------
+
+    def place_blocks(self) -> None:
+        length, last, idle = self.p.num_blocks, self.count - 1, self.idle
+        for j in range(self.count):
+            mine = {}
+            for r, (at, size) in enumerate(self.runs):
+                # j - idle stages lie in front of stage j and last - j behind, each with a block at least
+                if j - idle < at + size and at < length - (last - j):
+                    mine[r] = self.model.add_var(lb=0.0, ub=size, var_type=self.kind)
+            self.counts.append(mine)
+            if j >= idle:
+                self.row(mip.xsum(mine.values()), 1)
+        for r, (_, size) in enumerate(self.runs):
+            self.model += mip.xsum(mine[r] for mine in self.counts if r in mine) == size
+        for j, mine in enumerate(self.counts):
+            stays = self.resident[j % self.n] or j >= self.count - self.n
+            self.again.append({r: self.model.add_var(lb=0.0) for r in mine} if stays else mine)
+            for r in mine if stays else ():
+                self.row(mine[r], self.again[j][r])
+
+    def keep_order(self) -> None:
+        """A run begins in no stage before the one in which the run before it ends."""
+        for r in range(len(self.runs) - 1):
+            size, following = self.runs[r][1], self.runs[r + 1][1]
+            for j in range(self.count):
+                done = mip.xsum(mine[r] for mine in self.counts[: j + 1] if r in mine)
+                begun = mip.xsum(mine[r + 1] for mine in self.counts[: j + 1] if r + 1 in mine)
+                if r + 1 in self.counts[j] or r in self.counts[j]:
+                    over = self.model.add_var(var_type=mip.BINARY)
+                    self.row(done, size * over)
+                    self.row(following * over, begun)
+
+    def stage_sums(self) -> None:
+        p = self.p
+        firsts = [at for at, _ in self.runs]
+        self.tf: list[Any] = []
+        self.tb: list[Any] = []
+        self.w: list[Any] = []
+        self.g: list[Any] = []
+        self.q: list[Any] = []
+
+        def of(sums: Sequence[float], mine: dict[int, Any], unit: float = 1.0) -> Any:
+            return mip.xsum((sums[firsts[r] + 1] - sums[firsts[r]]) / unit * x for r, x in mine.items())
+
+        for j, mine in enumerate(self.counts):
+            d = j % self.n
+            own_s = p.units[d].own_s if j >= self.idle else 0.0
+            sums = (
+                (self.tf, of(p.forward_s[d], mine) + own_s),
+                (self.tb, of(p.backward_s[d], mine) + of(p.again_s[d], self.again[j]) + own_s),
+                (self.w, of(p.weight_bytes, mine, GB)),
+                (self.g, of(p.grad_bytes, mine, GB)),
+                (self.q, of(p.params, mine, GB)),
+            )
+            for rows, amount in sums:
+                total = self.real()
+                self.model += total == amount
+                rows.append(total)
+        self.kept = [of(p.kept_bytes, mine, GB) for mine in self.counts]
+        self.lost = [of(p.kept_bytes, mine, GB) for mine in self.again]
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def rooms(self) -> None:
+        """Per swapped device what its activations leave for weights (eq. 4, 5); a resident one holds everything."""
+        p, n, m = self.p, self.n, self.m
+        scratch = [
+            p.work_bytes[i + 1][i] - (p.grad_bytes[i + 1] - p.grad_bytes[i]) - (p.kept_bytes[i + 1] - p.kept_bytes[i])
+            for i in range(p.num_blocks)
+        ]
+        least = max(0.0, min(scratch)) / GB
+        entering = min(min(row) for row in p.input_bytes[1:]) * m / GB
+        self.room: list[Any] = []
+        for d in range(min(n, self.count)):
+            stages = range(d, self.count, n)
+            budget = p.units[d].budget_bytes / GB
+            room = self.model.add_var(lb=0.0, ub=budget)
+            self.room.append(room)
+            last = stages[-1]
+            if self.resident[d]:
+                state = p.update.state_bytes
+                whole = mip.xsum(self.w[j] + state * self.q[j] for j in stages)
+                held = mip.xsum(m * (self.kept[j] - self.lost[j]) for j in stages)
+                self.row(budget - least, whole + held + self.g[last])
+                continue
+            for before, j in enumerate(stages):
+                inputs = max(0, before + 1 - -(-self.idle // n)) * entering
+                kept = m * (self.kept[j] - self.lost[j]) if j == last else self.kept[j]
+                self.row(budget - least - inputs, room + self.g[j] + kept)
+                self.row(room, self.w[j])
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def message(self, cut: int, source: int, target: int) -> tuple[float, float]:
+        """Seconds of one message over a cut, and GB of all of them through the root complexes."""
+        p, d, e = self.p, source % self.n, target % self.n
+        if cut <= self.idle:
+            return 0.0, 0.0
+        a = min(p.message_bytes[cut - self.idle : p.num_blocks - (self.count - cut) + 1])
+        shared = self.m * a / GB if p.message_shares[d][e] else 0.0
+        return p.message_latency_s[d][e] + a * p.message_s[d][e], shared
+
+    def upload(self, j: int, messages: float, freed: Any) -> Any:
+        """No stage from j on begins before the uploads up to j have passed the root complex, however they share it."""
+        unit = self.p.units[j % self.n]
+        latency_s = unit.latency_s if j >= self.idle else 0.0
+        passed, there = self.real(), self.real()
+        work_s = GB * unit.shared_fetch_s * (self.w[j] + messages)
+        self.row(passed, self.last_up.get(unit.complex, 0.0) + work_s)
+        self.row(there, passed + latency_s)
+        self.row(there, self.own_up.get(j % self.n, 0.0) + GB * unit.fetch_s * self.w[j] + latency_s)
+        if freed is not None:
+            self.row(passed, freed + work_s)
+            self.row(there, freed + GB * unit.fetch_s * self.w[j] + latency_s)
+        self.last_up[unit.complex] = passed
+        self.own_up[j % self.n] = there
+        return there
+
+    def late(self, j: int, begin: Any, free: Any, before: Any) -> None:
+        """What did not fit ahead is uploaded when the phase before is over (eq. 9)."""
+        fetch_s = GB * self.p.units[j % self.n].fetch_s
+        self.row(begin, free + fetch_s * (self.w[j] + before - self.room[j % self.n]))
+
+    def forward(self) -> None:
+        n, m = self.n, self.m
+        self.f: list[Any] = []
+        self.l: list[Any] = []
+        self.ends: list[Any] = []
+        self.last_up: dict[int, Any] = {}
+        self.own_up: dict[int, Any] = {}
+        for j in range(self.count):
+            f, last, t = self.real(), self.real(), self.tf[j]
+            messages = 0.0
+            if j:
+                c, messages = self.message(j, j - 1, j)
+                self.row(f, self.f[j - 1] + self.tf[j - 1] + c)
+                self.row(last, self.l[j - 1] + self.tf[j - 1] + c)
+            self.row(last, f + (m - 1) * t)
+            if j >= n:
+                self.row(f, self.ends[j - n])
+            if not self.resident[j % n]:
+                there = self.upload(j, messages if j >= n else 0.0, self.ends[j - 2 * n] if j >= 2 * n else None)
+                self.row(f, there)
+                if j >= n:
+                    self.late(j, f, self.ends[j - n], self.w[j - n])
+            self.f.append(f)
+            self.l.append(last)
+            self.ends.append(last + t)
+
+    def backward(self) -> None:
+        n, m, last_stage = self.n, self.m, self.count - 1
+        self.h_ends: list[Any] = [None] * self.count
+        self.ready: list[Any] = [None] * self.count
+        left: dict[int, Any] = {}
+        own_left: dict[int, Any] = {}
+        g_next = h_next = None
+        for j in reversed(range(self.count)):
+            d, unit, t = j % n, self.p.units[j % n], self.tb[j]
+            g, h, messages = self.real(), self.real(), 0.0
+            if j < last_stage:
+                c, messages = self.message(j + 1, j + 1, j)
+                self.row(g, g_next + self.tb[j + 1] + c)
+                self.row(h, h_next + self.tb[j + 1] + c)
+            self.row(h, g + (m - 1) * t)
+            self.row(g, self.h_ends[j + n] if j + n <= last_stage else self.ends[j])
+            if j + n <= last_stage and not self.resident[d]:
+                freed = self.h_ends[j + 2 * n] if j + 2 * n <= last_stage else self.ends[j]
+                self.row(g, self.upload(j, messages, freed))
+                self.late(j, g, self.h_ends[j + n], self.w[j + n])
+            self.h_ends[j] = self.ready[j] = h + t
+            if not self.resident[d]:
+                latency_s = unit.latency_s if j >= self.idle else 0.0
+                out = self.real()
+                own = GB * unit.shared_offload_s
+                self.row(out, h + t + GB * max(unit.offload_s, unit.shared_offload_s) * self.g[j] + latency_s)
+                if unit.complex in left:
+                    self.row(out, left[unit.complex] + own * self.g[j] + latency_s)
+                if d in own_left:
+                    self.row(out, own_left[d] + GB * unit.offload_s * self.g[j] + latency_s)
+                left[unit.complex] = own_left[d] = self.ready[j] = out
+            g_next, h_next = g, h
+
+    def update(self) -> None:
+        p, n = self.p, self.n
+        barrier = self.real() if p.update.barrier else None
+        behind: dict[int, Any] = {}  # per host the optimizer's work from a stage on, in order of backward from the last
+        for j in range(self.count):
+            unit = p.units[j % n]
+            self.row(self.end, self.ready[j])
+            if barrier is not None:
+                self.row(barrier, self.ready[j])
+            if self.resident[j % n]:
+                self.row(self.end, self.ready[j] + GB * unit.step_s * self.q[j])
+                continue
+            work = self.real()
+            took = GB * p.update.params_s[unit.host] * self.q[j]
+            if barrier is not None:
+                took = took + 2 * GB * p.update.bytes_s[unit.host] * self.g[j]
+            self.model += work == behind.get(unit.host, 0.0) + took
+            behind[unit.host] = work
+            if barrier is None:
+                self.row(self.end, self.h_ends[j] + work)
+                self.row(self.end, self.ready[j] + took)
+        if barrier is not None:
+            for work in behind.values():
+                self.row(self.end, barrier + work)
+            for d in range(min(n, self.count)):
+                if self.resident[d]:
+                    stages = range(d, self.count, n)
+                    self.row(self.end, barrier + mip.xsum(GB * p.units[d].step_s * self.q[j] for j in stages))
+
+    def cuts(self) -> tuple[int, ...]:
+        """The cuts of the model's solution."""
+        at, found = 0, [0]
+        for mine in self.counts:
+            at += sum(round(x.x) for x in mine.values())
+            found.append(at)
+        return tuple(found)

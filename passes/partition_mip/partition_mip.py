@@ -1,0 +1,141 @@
+"""`partition-mip`: the contiguous stages whose predicted step is fastest, and how far from the optimum they may be.
+
+In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.stages`; the draft's notes say what is
+proven. Mobius 3.2 decides per layer i and stage j a boolean B_ij by a mixed-integer program (eq. 3 to 11). Given a
+partition, though, the best schedule is a longest path (`mip_recurrence`: the paper's own objective, and one that counts
+what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
+(`mip_local_search`), all of them where there are few blocks, and bounded from below (`mip_bounds`; `mip_model` and
+`mip_solve`: a program over counts of identical blocks for each number of stages, through python-mip with HiGHS).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ...ir.errors import PassError
+from ...ir.units import format_seconds
+from ..draft import Draft
+from ..mapping.map_cross import cross_order
+from ..partition.partition import Partition, StagesDecision, asked_stages, contiguous, device_order
+from ..partition.slices import Slices
+from .bounds import closed_form_s
+from .local_search import Cuts, Search
+from .problem import Problem, problem_of
+from .recurrence import contended_s, literal_s, residents
+from .solve import Proof, prove
+
+FEW_BLOCKS = 12  # up to so many, every partition is looked at
+MANY_KINDS = 12  # with more runs of unlike blocks the program over counts is no smaller than the paper's
+SEARCH_SHARE = 0.4  # of the deadline for the local search
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition worth simulating, and the step that is predicted for it."""
+
+    seconds: float
+    cuts: Cuts
+    decision: StagesDecision
+
+
+@dataclass(frozen=True)
+class PartitionMip(Partition):
+    """`stages`: how many; 0 takes the draft's option, and failing that leaves it to the search. `literal`: the paper's
+    own objective and constraints. `deadline_s`: of computation, for search and proof together. `order`: the devices of
+    the first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
+    `insert-fetch{swap=true}`, weights come from DRAM also where they could stay."""
+
+    name: ClassVar[str] = "partition-mip"
+    stages: int = 0
+    literal: bool = False
+    deadline_s: float = 6.0
+    order: str = ""
+    swap: bool = False
+
+    def plan(self, draft: Draft) -> StagesDecision:
+        """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks or no time,
+        `PlanError` for a block whose time is no positive number."""
+        found = _Found.of(draft, self)
+        draft.notes[self.name] = found.remark()
+        return contiguous(draft, found.best_cuts, found.order)
+
+
+def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[Candidate]:
+    """The best partitions into different numbers of stages, fastest first, and behind them the ones with the fewest and
+    the most stages that fit: what a simulation should judge. Raises as `PartitionMip.plan` does."""
+    found = _Found.of(draft, options or PartitionMip())
+    by_count = found.search.best
+    order = sorted(by_count, key=lambda count: by_count[count])
+    wanted = list(dict.fromkeys([*order[:most], min(by_count), max(by_count)]))
+    return [Candidate(by_count[n][0], by_count[n][1], contiguous(draft, by_count[n][1], found.order)) for n in wanted]
+
+
+@dataclass
+class _Found:
+    problem: Problem
+    search: Search
+    proof: Proof
+    order: list[int]
+    literal: bool
+
+    @staticmethod
+    def of(draft: Draft, options: PartitionMip) -> _Found:
+        begin_s = time.process_time()
+        if not options.deadline_s > 0:
+            raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
+        length, devices = len(draft.blocks), draft.hardware.num_devices
+        asked = asked_stages(draft, options.stages)
+        order = device_order(options.order, devices) if options.order else cross_order(draft.hardware, length)
+        slices = Slices(draft, order)
+        problem = replace(
+            problem_of(draft, slices), swap=options.swap, ordered=all(h.ordered_fetches for h in draft.hardware.hosts)
+        )
+        fewest = slices.fewest()
+        counts = [asked] if asked else list(range(fewest or 1, length + 1))
+        search = Search(
+            problem,
+            literal_s if options.literal else contended_s,
+            begin_s + SEARCH_SHARE * options.deadline_s,
+        )
+        every = length <= FEW_BLOCKS
+        if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:
+            raise slices.does_not_fit(counts)
+        proof = _prove(search, counts, every, options, begin_s)
+        return _Found(problem, search, proof, order, options.literal)
+
+    @property
+    def best_s(self) -> float:
+        return min(self.search.best.values())[0]
+
+    @property
+    def best_cuts(self) -> Cuts:
+        return min(self.search.best.values())[1]
+
+    def remark(self) -> str:
+        """Objective, lower bound, gap and how it was proven, in one sentence or two."""
+        objective = "the paper's own objective" if self.literal else "the objective with contention"
+        stages = f"{len(self.best_cuts) - 1} stages"
+        gap = 1 - self.proof.lower_s / self.best_s
+        text = (
+            f"{objective} is {format_seconds(self.best_s)} in {stages}, at least {format_seconds(self.proof.lower_s)} "
+            f"(gap {max(0.0, gap):.2%}) by {self.proof.how}"
+        )
+        text += f", {self.proof.condition}" if self.proof.condition else ""
+        return text + (f"; {self.proof.trouble}" if self.proof.trouble else "")
+
+
+def _prove(search: Search, counts: Sequence[int], every: bool, options: PartitionMip, begin_s: float) -> Proof:
+    p = search.problem
+    best_s, cuts = min(search.best.values())
+    if every and not search.is_late():
+        return Proof(best_s, "trying every partition")
+    bound_s = min(closed_form_s(p, count, options.literal) for count in counts)
+    if options.literal:
+        return Proof(min(bound_s, best_s), "closed form, local search")
+    if len(p.runs()) > MANY_KINDS:
+        return Proof(min(bound_s, best_s), f"closed form, local search: {len(p.runs())} runs of unlike blocks")
+    stays = residents(p, cuts)
+    return prove(search, counts, stays, begin_s + options.deadline_s)

@@ -1,0 +1,258 @@
+"""The numbers of a partition problem: what a run of blocks takes on each device, as sums over its blocks.
+
+In: a draft with blocks. Out: a `Problem`, of which `mip_recurrence`, `mip_local_search`, `mip_bounds` and `mip_solve`
+know nothing but these numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of
+its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G,
+its links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+
+from torch import fx
+
+from ...ir.errors import PlanError
+from ...ir.machine.hardware import Device, Hardware
+from ...runtime.simulate.costs import OWN_CALLS
+from ..draft import Draft
+from ..graph.blocks import Block, backward_time_s, compute_dtype, forward_time_s
+from ..graph.stage_costs import storages
+from ..partition.slices import Slices
+
+Table = list[list[float]]  # [end][start] of a run of blocks
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One device: memory, links and rates. `complex`: index of its root complex; `host` of its host."""
+
+    budget_bytes: float
+    fetch_s: float  # seconds per byte from DRAM, alone
+    offload_s: float  # seconds per byte to DRAM, alone
+    shared_fetch_s: float  # seconds per byte through the root complex
+    shared_offload_s: float
+    latency_s: float = 0.0
+    own_s: float = 0.0  # what the runtime does around one op
+    step_s: float = 0.0  # seconds per parameter of an update on the device
+    call_s: float = 0.0  # one torch call
+    complex: int = 0
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step costs. `barrier`: every step waits for a norm over all gradients."""
+
+    params_s: tuple[float, ...]  # seconds per parameter on the CPU, by host
+    bytes_s: tuple[float, ...]  # seconds per byte through DRAM, by host
+    state_bytes: float  # per parameter, masters included
+    barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sums are running: entry i counts blocks[:i]. `[d]` is the d-th device of the order."""
+
+    names: tuple[str, ...]
+    kinds: tuple[int, ...]  # number of each block's kind: equal for identical blocks
+    units: tuple[Unit, ...]
+    micro_batches: int
+    forward_s: list[list[float]]  # [d][i]
+    backward_s: list[list[float]]  # [d][i], without rematerialisation
+    again_s: list[list[float]]  # [d][i]: what rematerialisation adds
+    weight_bytes: list[float]
+    grad_bytes: list[float]
+    params: list[float]
+    tensors: list[float]  # number of parameter tensors
+    kept_bytes: list[float]
+    work_bytes: Table  # gradients, saved tensors of one micro-batch and workspace: all but the weights
+    input_bytes: Table
+    message_bytes: list[float]  # what crosses in front of block i, of one micro-batch
+    message_s: list[list[float]]  # seconds per byte from device d to device e
+    message_latency_s: list[list[float]]
+    message_shares: list[list[bool]]  # whether it goes through the root complexes
+    update: Update
+    ties: tuple[tuple[int, int, float], ...] = ()  # first and last block that use a trained parameter, its bytes
+    order: tuple[int, ...] = field(default=())
+    swap: bool = False  # weights come from DRAM also where they could stay
+    ordered: bool = False  # fetches through a root complex go by turn instead of sharing it
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.names)
+
+    def need_bytes(self, a: int, b: int, rounds: int) -> float:
+        """Least device memory of blocks[a:b] on a device with `rounds` stages (`slices.Need`)."""
+        weights = self.weight_bytes[b] - self.weight_bytes[a]
+        return weights + self.work_bytes[b][a] + (self.micro_batches * rounds + 2) * self.input_bytes[b][a]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(first block, number of blocks) of each run of identical blocks."""
+        found, at = [], 0
+        for _, same in groupby(self.kinds):
+            count = len(list(same))
+            found.append((at, count))
+            at += count
+        return found
+
+
+def problem_of(draft: Draft, slices: Slices) -> Problem:
+    """The problem of a draft on the devices in the order of `slices`.
+
+    Raises `PlanError` naming the block whose time is zero, negative or not a number.
+    """
+    hardware, options, blocks = draft.hardware, draft.options, draft.blocks
+    devices, order = slices.devices, slices.order
+    for device in devices:
+        for block in blocks:
+            _check(block, device, options.precision)
+    forward, backward, again = [], [], []
+    for device in devices:
+        ahead = [forward_time_s(b, device, options.precision) for b in blocks]
+        alone = [backward_time_s(b, device, options.precision) for b in blocks]
+        both = [backward_time_s(b, device, options.precision, rematerialised=True) for b in blocks]
+        forward.append(_sums(ahead))
+        backward.append(_sums(alone))
+        again.append(_sums([x - y for x, y in zip(both, alone)]))
+    params = [_trained(draft, block) for block in blocks]
+    weights = _sums([block.param_bytes for block in blocks])
+    cuts = range(len(blocks) + 1)
+    work = [[n.work_bytes - (weights[b] - weights[a]) for a, n in enumerate(slices.needs[b])] for b in cuts]
+    routes = [[_route(hardware, i, k) for k in order] for i in order]
+    return Problem(
+        names=tuple(block.name for block in blocks),
+        kinds=_kinds(blocks),
+        units=tuple(_unit(hardware, index, options.state_bytes_per_param) for index in order),
+        micro_batches=options.micro_batches,
+        forward_s=forward,
+        backward_s=backward,
+        again_s=again,
+        weight_bytes=weights,
+        grad_bytes=_sums([size for _, size, _ in params]),
+        params=_sums([count for count, _, _ in params]),
+        tensors=_sums([tensors for _, _, tensors in params]),
+        kept_bytes=_sums([block.cost.kept_bytes for block in blocks]),
+        work_bytes=work,
+        input_bytes=[[n.input_bytes for n in slices.needs[b]] for b in cuts],
+        message_bytes=_messages(blocks),
+        message_s=[[s for s, _, _ in row] for row in routes],
+        message_latency_s=[[latency for _, latency, _ in row] for row in routes],
+        message_shares=[[shares for _, _, shares in row] for row in routes],
+        update=_update(draft),
+        ties=_ties(draft),
+        order=tuple(order),
+    )
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return [0.0, *accumulate(values)]
+
+
+def _check(block: Block, device: Device, precision: str) -> None:
+    """A time that is not a positive number would make every plan look alike."""
+    for what, seconds in (
+        ("forward", forward_time_s(block, device, precision)),
+        ("backward", backward_time_s(block, device, precision)),
+    ):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise PlanError(
+                f"block {block.name!r}: its {what} takes {seconds} s on {device.name}; a time is a positive number. "
+                "Measure the block again, or take away its measured seconds, so that the roofline counts"
+            )
+
+
+def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Equal hash, costs and parameters: one kind. A block without a hash is a kind of its own."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for i, block in enumerate(blocks):
+        seconds = repr(sorted(block.seconds.items()))
+        key = (block.hash or i, block.cost, block.param_bytes, seconds)
+        found.append(known.setdefault(key, len(known)))
+    return tuple(found)
+
+
+def _trained(draft: Draft, block: Block) -> tuple[float, float, float]:
+    """Trained parameters of a block, the bytes of their gradients, and the number of its tensors."""
+    graph = draft.graph
+    held = {id(p): p for node in block.nodes for p in graph.node_parameters(node).values()}
+    trained = [p for p in held.values() if p.requires_grad]
+    size = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained)
+    return float(sum(p.numel() for p in trained)), float(size), float(len(held))
+
+
+def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
+    users: dict[int, tuple[int, int, float]] = {}
+    for i, block in enumerate(draft.blocks):
+        for node in block.nodes:
+            for p in draft.graph.node_parameters(node).values():
+                if p.requires_grad:
+                    first = users.get(id(p), (i, i, 0.0))[0]
+                    users[id(p)] = (first, i, float(p.numel() * compute_dtype(draft.graph, p).itemsize))
+    return tuple(row for row in users.values() if row[0] != row[1])
+
+
+def _messages(blocks: Sequence[Block]) -> list[float]:
+    """Per block what its predecessors hand on to it and beyond, up to each value's first reader: a value goes from
+    its maker to every later reader directly, and long before it is wanted there."""
+    maker: dict[int, tuple[int, int]] = {}  # storage -> block, bytes
+    found = [0.0] * (len(blocks) + 1)
+    seen: set[int] = set()
+    outputs: dict[fx.Node, int] = {}
+    for i, block in enumerate(blocks):
+        for node in block.inputs:
+            if node in outputs:
+                for key, size in storages([node]).items():
+                    if key in maker and key not in seen:
+                        seen.add(key)
+                        for p in range(maker[key][0] + 1, i + 1):
+                            found[p] += size
+        for node in block.outputs:
+            outputs[node] = i
+            maker.update({key: (i, size) for key, size in storages([node]).items()})
+    return found
+
+
+def _route(hardware: Hardware, src: int, dst: int) -> tuple[float, float, bool]:
+    """Seconds per byte of a message between two devices, its latency, and whether root complexes carry it."""
+    if src == dst:
+        return 0.0, 0.0, False
+    names = hardware.devices[src].name, hardware.devices[dst].name
+    shares = any(link.startswith("rc") for link in hardware.path(*names))
+    return 1.0 / hardware.bandwidth(*names), hardware.latency_s(*names), shares
+
+
+def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
+    device = hardware.devices[index]
+    dram = f"dram{device.host}"
+    complex_ = hardware.hosts[device.host].root_complexes[device.root_complex]
+    first = sum(len(host.root_complexes) for host in hardware.hosts[: device.host])
+    per_param = 8 + 2 * state_bytes_per_param + 4  # as `ops.step` counts it
+    return Unit(
+        budget_bytes=device.budget_bytes,
+        fetch_s=1.0 / hardware.bandwidth(dram, device.name),
+        offload_s=1.0 / hardware.bandwidth(device.name, dram),
+        shared_fetch_s=1.0 / complex_.bandwidth_down,
+        shared_offload_s=1.0 / complex_.bandwidth_up,
+        latency_s=device.link_latency_s,
+        own_s=OWN_CALLS * device.op_overhead_s,
+        step_s=per_param / device.memory_bandwidth,
+        call_s=device.op_overhead_s,
+        complex=first + device.root_complex,
+        host=device.host,
+    )
+
+
+def _update(draft: Draft) -> Update:
+    options, hosts = draft.options, draft.hardware.hosts
+    master = 4.0 if options.precision in ("bf16", "fp16") else 0.0
+    return Update(
+        params_s=tuple(1.0 / host.optimizer_params_per_s for host in hosts),
+        bytes_s=tuple(1.0 / host.dram_bandwidth for host in hosts),
+        state_bytes=options.state_bytes_per_param + master,
+        barrier=options.precision == "fp16" or options.max_grad_norm is not None,
+    )

@@ -1,0 +1,385 @@
+"""How long a step of a contiguous partition takes: longest paths through it, in O(S) for S stages.
+
+In: a `Problem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last count:
+given a partition, the earliest schedule is a longest path, and every micro-batch between lies between (f, l first and
+last forward start, g, h backward).
+
+`literal_s` is the paper's own objective and constraints (Mobius eq. 3 to 11). `contended_s` adds what the machine does
+besides: uploads follow each other through the root complex r(j) of stage j's device, together with the messages,
+
+    u_j >= u_prev(r(j)) + W_j / B_r + i                      i = M a / B_r: messages through the same root complex
+    u_j >= l_{j-2N} + T^f_{j-2N} + P_j / B                   the place of the stage before the one before is free
+    u_j >= l_{j-N} + T^f_{j-N} + (W_j - P_j) / B             P_j = min(W_j, G - S_{j-N}): what fits ahead (eq. 5)
+    f_j >= u_j
+
+in backward the same with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
+`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Devices whose
+stages all fit stay resident: no uploads, and their updates run on the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .problem import Problem, Unit
+
+
+def fits(p: Problem, cuts: Sequence[int]) -> bool:
+    """Whether every stage fits its device (eq. 4)."""
+    units, n = p.units, len(p.units)
+    rounds = -(-(len(cuts) - 1) // n)
+    stages = enumerate(itertools.pairwise(cuts))
+    return all(p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in stages)
+
+
+def contended_s(p: Problem, cuts: Sequence[int]) -> float:
+    """Seconds of a step with contention; inf where a stage does not fit its device."""
+    return _Step(p, cuts).seconds() if fits(p, cuts) else math.inf
+
+
+def literal_s(p: Problem, cuts: Sequence[int]) -> float:
+    """Seconds by the paper's own model; inf where a stage does not fit (eq. 4).
+
+    Every backward rematerialises. `B` is the rate of stage j's own link; eq. 9 charges the bytes that are uploaded, not
+    all the memory that is needed, and the last N stages stay for their backward. With S = W + the rest of the memory:
+
+        f_j >= f_{j-1} + T^f_{j-1} + c     l_j >= l_{j-1} + T^f_{j-1} + c, f_j + (M-1) T^f_j            (eq. 7, 8, 10)
+        f_j >= l_{j-N} + T^f_{j-N} + max(0, W_j + S_{j-N} - G) / B     f_j >= f_{j-N} + W_j / B         (eq. 5, 6, 9)
+
+    the same in reverse for g, h; g_S >= l_S + T^f_S (eq. 11); the step takes h_1 + T^b_1 (eq. 3).
+    """
+    if not fits(p, cuts):
+        return math.inf
+    n, count, m = len(p.units), len(cuts) - 1, p.micro_batches
+    forward, backward, w, s = [], [], [], []
+    for j, (a, b) in enumerate(itertools.pairwise(cuts)):
+        d = j % n
+        forward.append(p.forward_s[d][b] - p.forward_s[d][a])
+        backward.append(p.backward_s[d][b] - p.backward_s[d][a] + p.again_s[d][b] - p.again_s[d][a])
+        w.append(p.weight_bytes[b] - p.weight_bytes[a])
+        s.append(w[-1] + p.work_bytes[b][a])
+
+    def sweep(times: list[float], order: Sequence[int], step: int, begin: list[tuple[float, float]]) -> float:
+        """First and last start of every stage in this order; returns the end of the last one."""
+        first = last = 0.0
+        found: dict[int, tuple[float, float]] = {}
+        for j in order:
+            d, before, same = j % n, j - step, j - step * n
+            fetch_s = p.units[d].fetch_s
+            own = begin[j] if begin else (0.0, 0.0)
+            if before in found:
+                e = before % n
+                a = p.message_bytes[cuts[max(j, before)]]
+                c = p.message_latency_s[e][d] + a * p.message_s[e][d]
+                first, last = first + times[before] + c, last + times[before] + c
+            first = max(first, own[0])
+            if same in found:
+                late = max(0.0, w[j] + s[same] - p.units[d].budget_bytes) * fetch_s
+                first = max(first, found[same][1] + times[same] + late, found[same][0] + w[j] * fetch_s)
+            last = max(last, first + (m - 1) * times[j])
+            found[j] = (first, last)
+        starts.update(found)
+        return last + times[order[-1]]
+
+    starts: dict[int, tuple[float, float]] = {}
+    sweep(forward, range(count), 1, [])
+    ends = [(starts[j][1] + forward[j] if j >= count - n else 0.0, 0.0) for j in range(count)]
+    return sweep(backward, range(count - 1, -1, -1), -1, ends)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A transfer: seconds alone, when it may begin, and what the same device sends behind it."""
+
+    begin_s: float
+    work_s: float
+    name: int
+    next_begin_s: float = 0.0
+    next_work_s: float = 0.0
+
+
+def evenly(jobs: Sequence[Job]) -> list[tuple[float, int]]:
+    """(end, name) of each job, where those under way share one resource evenly, also with what follows them."""
+    if len(jobs) == 1:
+        return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
+    waiting = [(job.begin_s, i) for i, job in enumerate(jobs)]
+    heapq.heapify(waiting)
+    now_s = served_s = 0.0  # what each one under way has had since the resource was last idle
+    under_way: list[tuple[float, int]] = []
+    found: list[tuple[float, int]] = []
+    count = len(jobs)
+    while len(found) < count:
+        if not under_way:
+            now_s, served_s = max(now_s, waiting[0][0]), 0.0
+        while waiting and waiting[0][0] <= now_s:
+            i = heapq.heappop(waiting)[1]
+            heapq.heappush(under_way, (served_s + (jobs[i].work_s if i < count else jobs[i - count].next_work_s), i))
+        left_s = (under_way[0][0] - served_s) * len(under_way)
+        if waiting and waiting[0][0] < now_s + left_s:
+            served_s += (waiting[0][0] - now_s) / len(under_way)
+            now_s = waiting[0][0]
+            continue
+        now_s += left_s
+        served_s, i = heapq.heappop(under_way)
+        if i < count:
+            found.append((now_s, jobs[i].name))
+            if jobs[i].next_work_s:
+                heapq.heappush(waiting, (max(now_s, jobs[i].next_begin_s), count + i))
+    return found
+
+
+def residents(p: Problem, cuts: Sequence[int]) -> tuple[bool, ...]:
+    """Per device whether its stages stay there across steps."""
+    return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
+
+
+class _Step:
+    """One evaluation. Lists are per stage; `free`, `freed` per device: when the last phase and the one before ended."""
+
+    def __init__(self, p: Problem, cuts: Sequence[int]):
+        self.p, self.cuts = p, cuts
+        self.n, self.count = len(p.units), len(cuts) - 1
+        self.stage_numbers()
+        self.ahead_bytes = [0.0] * self.n  # per device what fits beside the rest: G - S without weights; inf: resident
+        self.place()
+
+    def stage_numbers(self) -> None:
+        p, n, m = self.p, self.n, self.p.micro_batches
+        weights, grads, params = p.weight_bytes, p.grad_bytes, p.params
+        self.tf, self.tb, self.again = [], [], []
+        self.w, self.g, self.q, self.work, self.entering, self.kept = [], [], [], [], [], []
+        a = 0
+        for j, b in enumerate(self.cuts[1:]):
+            d = j % n
+            own_s = p.units[d].own_s
+            self.tf.append(p.forward_s[d][b] - p.forward_s[d][a] + own_s)
+            self.tb.append(p.backward_s[d][b] - p.backward_s[d][a] + own_s)
+            self.again.append(p.again_s[d][b] - p.again_s[d][a])
+            self.w.append(weights[b] - weights[a])
+            self.g.append(grads[b] - grads[a])
+            self.q.append(params[b] - params[a])
+            self.work.append(p.work_bytes[b][a])
+            self.entering.append(m * p.input_bytes[b][a])
+            self.kept.append(p.kept_bytes[b] - p.kept_bytes[a])
+            a = b
+
+    def place(self) -> None:
+        """Per device whether it is resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
+        for d in range(min(self.n, self.count)):
+            stages = range(d, self.count, self.n)
+            if not self.p.swap and self.resident(self.p.units[d], stages):
+                self.ahead_bytes[d] = math.inf
+            else:
+                self.swap(d, stages)
+
+    def resident(self, unit: Unit, stages: range) -> bool:
+        """Whether all stays on the device, with as few rematerialised stages as it takes, the largest first."""
+        if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
+            return False
+        largest = sorted(stages, key=lambda j: -self.kept[j])
+        low, high = 0, len(largest) + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (
+                (low, middle) if self.peak(stages, largest[:middle]) <= unit.budget_bytes else (middle + 1, high)
+            )
+        if low > len(largest):
+            return False
+        for j in largest[:low]:
+            self.tb[j] += self.again[j]
+        return True
+
+    def peak(self, stages: range, again: Sequence[int]) -> float:
+        """Memory of a resident device at the worst of its backwards, the last stage's first."""
+        m, most = self.p.micro_batches, 0.0
+        held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages)
+        for j in stages:  # backward of j: the inputs and saved tensors of those before it, the gradients of those after
+            held += self.entering[j] + (0.0 if j in again else m * self.kept[j])
+            once = self.work[j] - self.g[j] - (0.0 if j in again else self.kept[j])
+            most = max(most, held + once + 2 * self.entering[j] / m)
+            held -= self.g[j]
+        return most
+
+    def swap(self, d: int, stages: range) -> None:
+        p, m, last = self.p, self.p.micro_batches, stages[-1]
+        inputs = most = 0.0
+        for j in stages:
+            inputs += self.entering[j]
+            if j != last:
+                most = max(most, self.work[j] + inputs)
+                self.tb[j] += self.again[j]
+        slack = 2 * self.entering[last] / m
+        again = max(most, self.work[last] + inputs) + slack
+        keeping = max(most, self.work[last] + (m - 1) * self.kept[last] + inputs) + slack
+        budget = p.units[d].budget_bytes
+        largest = max(self.w[j] for j in stages)
+        if keeping + largest <= budget and self.fetched_early(budget - keeping, stages) >= self.fetched_early(
+            budget - again, stages
+        ):
+            self.ahead_bytes[d] = budget - keeping
+        else:
+            self.ahead_bytes[d] = budget - again
+            self.tb[last] += self.again[last]
+
+    def fetched_early(self, room: float, stages: range) -> float:
+        n, w = self.n, self.w
+        return sum(max(0.0, min(w[j], room - w[j - n])) for j in stages[1:])
+
+    def seconds(self) -> float:
+        self.free = [0.0] * self.n  # end of the device's last phase
+        self.freed = [0.0] * self.n  # end of the one before
+        self.there = [0.0] * self.n  # when the weights of its next phase are there
+        self.own_up = [0.0] * self.n
+        self.own_out = [0.0] * self.n
+        complexes = 1 + max(unit.complex for unit in self.p.units)
+        self.up, self.out = [0.0] * complexes, [0.0] * complexes
+        self.forward()
+        self.backward()
+        return self.update()
+
+    def uploads(self, stages: Sequence[int], before: int) -> None:
+        """When the weights of these stages, of one device each, are there; `before` leads to the phase before.
+
+        Through a root complex pass all of them, by turns or, where fetches are not ordered, sharing it evenly.
+        """
+        jobs: dict[int, list[Job]] = {}
+        at_least = {}
+        for j in stages:
+            d = j % self.n
+            room = self.ahead_bytes[d]
+            if room == math.inf:
+                self.there[d] = 0.0
+                continue
+            unit, w = self.p.units[d], self.w[j]
+            c, k = unit.complex, j + before
+            work_s = (w + (self.messages(j, before) if k >= 0 else 0.0)) * unit.shared_fetch_s
+            floor_s = self.up[c] = max(self.up[c], self.freed[d]) + work_s
+            begin_s = max(self.own_up[d], self.freed[d])
+            if k >= 0 and room < w + self.w[k]:
+                late = min(w, w + self.w[k] - room)
+                floor_s = max(floor_s, self.free[d] + late * unit.fetch_s + unit.latency_s)
+            at_least[d] = max(floor_s, begin_s + w * unit.fetch_s)
+            if self.p.ordered:
+                self.there[d] = self.own_up[d] = at_least[d] + unit.latency_s
+                continue
+            follows = self.following(j, before)
+            behind_s = self.w[follows] * unit.shared_fetch_s if follows is not None else 0.0
+            jobs.setdefault(c, []).append(Job(begin_s, work_s, d, self.free[d], behind_s))
+        for shared in jobs.values():
+            for end_s, d in evenly(self.with_rest(shared)):
+                if d < 0:
+                    continue
+                self.there[d] = self.own_up[d] = max(end_s, at_least[d]) + self.p.units[d].latency_s
+
+    def following(self, j: int, before: int) -> int | None:
+        """The stage whose weights the device of stage j fetches next."""
+        if before > 0:
+            return j - self.n if j >= self.n else None
+        if j + self.n < self.count:
+            return j + self.n
+        return j - self.n if j >= self.n else None  # the last one stays: backward begins with the one before it
+
+    def with_rest(self, jobs: list[Job]) -> list[Job]:
+        """These uploads, and what is still under way from the round before when the first of them begins."""
+        begin_s = min(job.begin_s for job in jobs)
+        rest = [
+            Job(begin_s, (self.own_up[job.name] - begin_s) / len(jobs), -1)
+            for job in jobs
+            if self.own_up[job.name] > begin_s
+        ]
+        return jobs + rest
+
+    def messages(self, j: int, before: int) -> float:
+        """Bytes that stage j receives through its root complex in this direction."""
+        k = j - 1 if before < 0 else j + 1
+        if k < 0 or not self.p.message_shares[k % self.n][j % self.n]:
+            return 0.0
+        return self.p.micro_batches * self.p.message_bytes[self.cuts[max(j, k)]]
+
+    def forward(self) -> None:
+        p, n, m, tf = self.p, self.n, self.p.micro_batches, self.tf
+        first = last = c = 0.0
+        for j in range(self.count):
+            d, e = j % n, (j - 1) % n
+            if not d:
+                self.uploads(range(j, min(j + n, self.count)), -n)
+            if j:
+                c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j]] * p.message_s[e][d]
+                first, last = first + tf[j - 1] + c, max(last + tf[j - 1], first + tf[j - 1] + (m - 1) * c) + c
+            first = max(first, self.free[d], self.there[d])
+            last = max(last, first + (m - 1) * tf[j])
+            self.freed[d], self.free[d] = self.free[d], last + tf[j]
+
+    def backward(self) -> None:
+        p, n, m, tb = self.p, self.n, self.p.micro_batches, self.tb
+        first = last = 0.0
+        self.ready = [0.0] * self.count  # gradients in DRAM, or complete on a resident device
+        for j in reversed(range(self.count)):
+            d, e = j % n, (j + 1) % n
+            swapped_again = j < self.count - n  # the weights of the last stage of each device are still there
+            if swapped_again and not (self.count - 1 - j) % n:
+                self.uploads(range(j, max(j - n, -1), -1), n)
+            if j < self.count - 1:
+                c = p.message_latency_s[e][d] + p.message_bytes[self.cuts[j + 1]] * p.message_s[e][d]
+                first, last = first + tb[j + 1] + c, max(last + tb[j + 1], first + tb[j + 1] + (m - 1) * c) + c
+            first = max(first, self.free[d], self.there[d] if swapped_again else 0.0)
+            last = max(last, first + (m - 1) * tb[j])
+            if swapped_again:
+                self.freed[d] = self.free[d]
+            self.free[d] = self.ready[j] = last + tb[j]
+        for top in range(self.count, 0, -n):
+            self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
+
+    def offloads(self, stages: Sequence[int]) -> None:
+        """When the gradients of these stages, of one device each, are in DRAM."""
+        jobs: dict[int, list[Job]] = {}
+        for j in stages:
+            d = j % self.n
+            if self.ahead_bytes[d] != math.inf:
+                unit, done_s = self.p.units[d], self.ready[j]
+                work_s = self.g[j] * unit.shared_offload_s
+                self.out[unit.complex] = max(self.out[unit.complex], done_s) + work_s
+                begin_s = max(done_s, self.own_out[d])
+                self.ready[j] = max(self.out[unit.complex], begin_s + self.g[j] * unit.offload_s) + unit.latency_s
+                jobs.setdefault(unit.complex, []).append(Job(begin_s, work_s, j))
+        for shared in jobs.values():
+            for end_s, j in evenly(shared):
+                unit = self.p.units[j % self.n]
+                self.ready[j] = self.own_out[j % self.n] = max(self.ready[j], end_s + unit.latency_s)
+
+    def update(self) -> float:
+        p, n, ready = self.p, self.n, self.ready
+        hosts = [0.0] * len(p.update.params_s)
+        for a, b, size in p.ties:
+            first, last = self.stage_of(a), self.stage_of(b)
+            if first != last:
+                d, e = first % n, last % n
+                if self.ahead_bytes[d] == math.inf:
+                    same = p.message_shares[d][e] and p.units[d].complex == p.units[e].complex
+                    took = 2 * p.message_latency_s[d][e] + size * p.message_s[d][e] * (1 + same)
+                else:
+                    took = size * p.update.bytes_s[p.units[d].host]
+                ready[first] = ready[last] = max(ready[first], ready[last]) + took
+        barrier = max(ready) if p.update.barrier else 0.0
+        done = max(ready)
+        for d in range(min(n, self.count)):  # on a device in the order of its text, behind the last backward
+            if self.ahead_bytes[d] == math.inf:
+                unit, now_s = p.units[d], self.free[d]
+                for j in range(d, self.count, n):
+                    tensors = p.tensors[self.cuts[j + 1]] - p.tensors[self.cuts[j]]
+                    now_s = max(now_s, ready[j], barrier) + self.q[j] * unit.step_s + tensors * unit.call_s + unit.own_s
+                done = max(done, now_s)
+        for j in sorted(range(self.count), key=ready.__getitem__):
+            if self.ahead_bytes[j % n] != math.inf:
+                host = p.units[j % n].host
+                clip = 2 * self.g[j] * p.update.bytes_s[host] if p.update.barrier else 0.0
+                hosts[host] = max(hosts[host], ready[j], barrier) + self.q[j] * p.update.params_s[host] + clip
+                done = max(done, hosts[host])
+        return done
+
+    def stage_of(self, block: int) -> int:
+        return next(j for j, b in enumerate(self.cuts[1:]) if block < b)

@@ -1,0 +1,126 @@
+"""Mixed-pipe, step 2: clusters to devices (FTPipe 4.1.2).
+
+In: clusters and what each needs. Out: the device of each. Longest processing time first: the most expensive cluster
+goes to the device that would be done first and has the memory. A second start takes the clusters in their order to the
+device that would be done first, which suits a synchronous pipeline. Then pairs of clusters change places as long as
+that shortens the step. At last connected clusters of one device become one stage wherever that closes no cycle, which
+keeps the pipeline's depth small.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from .estimate import Flow
+from .graph import BlockGraph, Clusters
+from .memory import Footprints, StageNeed
+
+TRIALS = 4000  # of exchanges
+WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
+
+
+def longest_first(
+    loads: Sequence[Sequence[int]], needs: Sequence[StageNeed], memory: Footprints, swapped: bool, by_bytes: bool
+) -> list[int] | None:
+    """The device of each stage; `loads`: per device, per stage. None where a stage finds no device with memory for it.
+    `by_bytes`: the largest stage first, to the device with the most room, where computation leaves no choice."""
+    count = len(needs)
+    stages: list[list[int]] = [[] for _ in loads]
+    busy = [0] * len(loads)
+    device_of = [-1] * count
+    order = sorted(range(count), key=lambda j: -max(row[j] for row in loads))
+    if by_bytes:
+        order = sorted(range(count), key=lambda j: -(needs[j].weight_bytes + needs[j].state_bytes))
+    for j in order:
+        held = [[needs[i] for i in own] + [needs[j]] for own in stages]
+        able = [d for d in range(len(loads)) if memory.fits(d, held[d], swapped)]
+        if not able:
+            return None
+        if by_bytes:
+            best = max(able, key=lambda d: (memory.budgets[d] - memory.resident_bytes(held[d]), -busy[d]))
+        else:
+            best = min(able, key=lambda d: (busy[d] + loads[d][j], d))
+        stages[best].append(j)
+        busy[best] += loads[best][j]
+        device_of[j] = best
+    return device_of
+
+
+def earliest_end(flow: Flow, needs: Sequence[StageNeed], memory: Footprints, swapped: bool) -> list[int] | None:
+    """Stage by stage in order, to the device with memory for it that is done with all micro-batches' forwards first."""
+    held: list[list[StageNeed]] = [[] for _ in memory.budgets]
+    free = [0] * len(held)
+    done: list[list[int]] = []
+    device_of: list[int] = []
+    for s, need in enumerate(needs):
+        able = [d for d in range(len(held)) if memory.fits(d, [*held[d], need], swapped)]
+        if not able:
+            return None
+        ends = {d: flow.forward(s, [*device_of, d], list(free), done) for d in able}
+        best = min(able, key=lambda d: (ends[d][-1], free[d], d))
+        held[best].append(need)
+        device_of.append(best)
+        done.append(ends[best])
+        free[best] = ends[best][-1]
+    return device_of
+
+
+def exchange(
+    flow: Flow, device_of: list[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+) -> list[int]:
+    """Let stages change devices, alone or in pairs, while the synchronous step gets shorter."""
+    best = list(device_of)
+    best_ns = flow.step_ns(best)
+    num_devices = len(memory.budgets)
+    trials = 0
+    while trials < TRIALS:
+        before_ns = best_ns
+        moves: list[tuple[tuple[int, int], ...]] = [
+            ((i, best[j]), (j, best[i])) for i, j in itertools.combinations(range(len(best)), 2) if best[i] != best[j]
+        ]
+        moves += [((i, d),) for i in range(len(best)) for d in range(num_devices) if d != best[i]]
+        for move in moves:
+            trial = list(best)
+            for i, d in move:
+                trial[i] = d
+            trials += 1
+            step_ns = flow.step_ns(trial)
+            if step_ns < best_ns * WORTH_WHILE and _fit(trial, {d for _, d in move}, needs, memory, swapped):
+                best, best_ns = trial, step_ns
+        if best_ns >= before_ns * WORTH_WHILE:
+            break
+    return best
+
+
+def _fit(
+    device_of: Sequence[int], devices: set[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+) -> bool:
+    held = {d: [need for need, home in zip(needs, device_of) if home == d] for d in devices}
+    return all(memory.fits(d, own, swapped) for d, own in held.items())
+
+
+def merge_components(
+    clusters: Clusters, device_of: dict[int, int], graph: BlockGraph, memory: Footprints, swapped: bool
+) -> None:
+    """Make connected clusters of one device one stage. `device_of` keeps the clusters that are left."""
+    changed = True
+    while changed:
+        changed = False
+        for a in clusters.in_order():
+            for b in sorted(clusters.succ.get(a, ()), key=clusters.place.__getitem__):
+                if device_of[a] != device_of[b] or not _one_stage_fits(clusters, a, b, device_of, memory, swapped):
+                    continue
+                if clusters.merge(a, b):
+                    del device_of[b]
+                    changed = True
+                    break
+
+
+def _one_stage_fits(
+    clusters: Clusters, a: int, b: int, device_of: dict[int, int], memory: Footprints, swapped: bool
+) -> bool:
+    """A longer stage holds more saved tensors at once."""
+    device = device_of[a]
+    others = [memory.stage(clusters.members[c]) for c in device_of if device_of[c] == device and c not in (a, b)]
+    return memory.fits(device, [*others, memory.stage(clusters.members[a] + clusters.members[b])], swapped)

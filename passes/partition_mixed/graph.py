@@ -1,0 +1,172 @@
+"""Blocks as a graph of integers, and clusters of it that never form a cycle: the ground of Mixed-pipe (FTPipe 4.1).
+
+In: blocks with costs. Out: `BlockGraph`, seconds in integer nanoseconds and values in bytes, and `Clusters`, in which
+edges are contracted while a topological order is kept up to date (Pearce and Kelly's dynamic topological sort).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...ir.machine.hardware import Hardware
+from ..graph.blocks import Block, backward_time_s, forward_time_s
+from ..graph.opgraph import value_tensors
+
+NANO = 1e9
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one block hands to others. `readers` are other blocks."""
+
+    maker: int
+    readers: tuple[int, ...]
+    bytes: int
+    has_gradient: bool
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """Blocks 0 to n - 1 in topological order. `made` and `read`: per block the indices of values."""
+
+    scopes: list[tuple[str, ...]]  # per block the modules that it lies in
+    forward_ns: list[list[int]]  # per device, per block
+    load_ns: list[list[int]]  # per device, per block: forward, rematerialisation and backward
+    values: list[Value]
+    made: list[list[int]]
+    read: list[list[int]]
+    succ: list[set[int]]
+    pred: list[set[int]]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.scopes)
+
+
+def block_graph(blocks: Sequence[Block], hardware: Hardware, precision: str) -> BlockGraph:
+    """Seconds of every block on every device, and what the blocks hand to each other."""
+    maker = {node: i for i, block in enumerate(blocks) for node in block.outputs}
+    readers: dict[int, list[int]] = {}
+    nodes = {node: k for k, node in enumerate(maker)}
+    read: list[list[int]] = []
+    for i, block in enumerate(blocks):
+        read.append([nodes[node] for node in block.inputs if node in nodes])
+        for k in read[-1]:
+            readers.setdefault(k, []).append(i)
+    values, made = [], [[] for _ in blocks]  # type: tuple[list[Value], list[list[int]]]
+    succ: list[set[int]] = [set() for _ in blocks]
+    pred: list[set[int]] = [set() for _ in blocks]
+    for node, k in nodes.items():
+        tensors = list(value_tensors(node.meta.get("val")))
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        values.append(Value(maker[node], tuple(readers.get(k, ())), size, any(t.requires_grad for t in tensors)))
+        made[maker[node]].append(k)
+        for reader in readers.get(k, ()):
+            succ[maker[node]].add(reader)
+            pred[reader].add(maker[node])
+    forward, load = _seconds(blocks, hardware, precision)
+    scopes = [tuple(block.name.partition("#")[0].split(".")[:-1]) for block in blocks]
+    return BlockGraph(scopes, forward, load, values, made, read, succ, pred)
+
+
+def _seconds(blocks: Sequence[Block], hardware: Hardware, precision: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Equal devices share their lists, equal blocks their figures."""
+    known: dict[str, tuple[list[int], list[int]]] = {}
+    rows = []
+    for device in hardware.devices:
+        look = device.model_copy(update={"root_complex": 0, "name": "any"}).model_dump_json()
+        look = device.name if any(device.name in block.seconds for block in blocks) else look
+        if look not in known:
+            forward = [round(NANO * forward_time_s(block, device, precision)) for block in blocks]
+            backward = [
+                round(NANO * backward_time_s(block, device, precision, rematerialised=True)) for block in blocks
+            ]
+            known[look] = forward, [f + b for f, b in zip(forward, backward)]
+        rows.append(known[look])
+    return [forward for forward, _ in rows], [load for _, load in rows]
+
+
+class Clusters:
+    """A partition of a graph's nodes into clusters whose quotient is acyclic. A cluster is named by a member.
+
+    `load_ns` and `bytes` of a cluster are the sums of its members'.
+    """
+
+    def __init__(self, succ: Sequence[Iterable[int]], load_ns: Sequence[int], num_bytes: Sequence[int]):
+        self.home = list(range(len(succ)))  # node -> its cluster
+        self.members = {i: [i] for i in self.home}
+        self.succ = {i: set(row) for i, row in enumerate(succ)}
+        self.pred: dict[int, set[int]] = {i: set() for i in self.home}
+        for i, row in self.succ.items():
+            for j in row:
+                self.pred[j].add(i)
+        self.load_ns = dict(enumerate(load_ns))
+        self.bytes = dict(enumerate(num_bytes))
+        self.order: list[int | None] = list(range(len(succ)))  # nodes are given in topological order
+        self.place = {i: i for i in self.home}
+
+    def copy(self) -> Clusters:
+        twin = object.__new__(Clusters)
+        twin.home, twin.order = list(self.home), list(self.order)
+        twin.members = {c: list(own) for c, own in self.members.items()}
+        twin.succ = {c: set(row) for c, row in self.succ.items()}
+        twin.pred = {c: set(row) for c, row in self.pred.items()}
+        twin.load_ns, twin.bytes, twin.place = dict(self.load_ns), dict(self.bytes), dict(self.place)
+        return twin
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def in_order(self) -> list[int]:
+        return [c for c in self.order if c is not None]
+
+    def neighbours(self, cluster: int) -> set[int]:
+        return self.succ[cluster] | self.pred[cluster]
+
+    def merge(self, a: int, b: int) -> bool:
+        """Make two clusters one, named by the earlier of them in the order; False where that would close a cycle."""
+        if self.place[a] > self.place[b]:
+            a, b = b, a
+        behind = self._between(a, b)
+        if behind is None:
+            return False
+        begin, end = self.place[a], self.place[b]
+        inside = [c for c in self.order[begin : end + 1] if c is not None and c != a and c != b]
+        before = [c for c in inside if c not in behind]
+        region: list[int | None] = [*before, a, *(c for c in inside if c in behind)]
+        self.order[begin : end + 1] = region + [None] * (end + 1 - begin - len(region))
+        for place, cluster in enumerate(region, begin):
+            self.place[cluster] = place  # type: ignore[index]
+        self._absorb(a, b)
+        return True
+
+    def _between(self, a: int, b: int) -> set[int] | None:
+        """What a leads to before b in the order; None if one of these leads to b."""
+        last = self.place[b]
+        found: set[int] = set()
+        stack = [c for c in self.succ[a] if c != b]
+        while stack:
+            cluster = stack.pop()
+            if cluster in found or self.place[cluster] > last:
+                continue
+            if b in self.succ[cluster]:
+                return None
+            found.add(cluster)
+            stack += self.succ[cluster]
+        return found
+
+    def _absorb(self, a: int, b: int) -> None:
+        for node in self.members[b]:
+            self.home[node] = a
+        self.members[a] += self.members.pop(b)
+        for forward, backward in ((self.succ, self.pred), (self.pred, self.succ)):
+            for other in forward.pop(b):
+                backward[other].discard(b)
+                if other != a:
+                    backward[other].add(a)
+                    forward[a].add(other)
+            forward[a].discard(b)
+        self.load_ns[a] += self.load_ns.pop(b)
+        self.bytes[a] += self.bytes.pop(b)
+        del self.place[b]

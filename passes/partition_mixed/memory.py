@@ -1,0 +1,154 @@
+"""What sets of blocks need on a device: stages that need not be runs of neighbours, and several of them at once.
+
+In: a draft with blocks. Out: `StageNeed` of any set of blocks, and whether a device holds several of these. A device
+keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of
+all micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...ir.program import aligned
+from ..draft import Draft
+from ..graph.blocks import compute_dtype
+from ..graph.stage_costs import Storages, storages
+from .graph import BlockGraph
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    """Device memory of one stage. `inputs`: each value that enters, and of each whether a gradient goes back for it."""
+
+    weight_bytes: int  # weights and gradients
+    state_bytes: int  # optimizer states and fp32 masters
+    kept_bytes: int  # saved tensors of one micro-batch
+    workspace_bytes: int  # of one block
+    inputs: dict[int, tuple[int, bool]]  # value -> bytes, has a gradient; inputs of the batch have negative numbers
+    outputs: frozenset[int]
+    first: int  # its first block: stages are passed in this order
+
+    @property
+    def work_bytes(self) -> int:
+        return self.kept_bytes + self.workspace_bytes
+
+
+class Footprints:
+    """Per block what its stage must hold; each parameter and each storage counts once in a stage."""
+
+    def __init__(self, draft: Draft, graph: BlockGraph):
+        self.blocks, self.graph = draft.blocks, graph
+        self.micro_batches = draft.options.micro_batches
+        self.budgets = [device.budget_bytes for device in draft.hardware.devices]
+        master = 4 if draft.options.precision in ("bf16", "fp16") else 0
+        self.per_param = draft.options.state_bytes_per_param + master
+        sent = {node for block in self.blocks for node in block.outputs}
+        batch: dict[object, int] = {}
+        self.parameters: list[dict[int, tuple[int, int]]] = []
+        self.kept, self.workspace = [], []  # type: tuple[list[int], list[int]]
+        self.saved: list[Storages] = []  # read from outside and needed by backward
+        self.own: list[Storages] = []  # made here and counted in `kept`
+        self.batch: list[dict[int, int]] = []
+        self.value_storages: list[Storages] = [{} for _ in graph.values]
+        for i, block in enumerate(self.blocks):
+            cost = block.cost
+            found = [p for node in block.nodes for p in draft.graph.node_parameters(node).values()]
+            self.parameters.append({
+                id(p): (
+                    aligned(p.numel() * compute_dtype(draft.graph, p).itemsize) * (1 + p.requires_grad),
+                    int(p.numel() * self.per_param) * p.requires_grad,
+                )
+                for p in found
+            })  # fmt: skip
+            self.kept.append(cost.kept_bytes)
+            self.workspace.append(max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes))
+            self.saved.append(storages(n for n, is_saved in zip(block.inputs, cost.saved_inputs) if is_saved))
+            self.own.append(storages(n for n, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved))
+            loaded = [n for n in block.inputs if n.op == "placeholder" and n not in sent]
+            sizes = (sum(storages([n]).values()) for n in loaded)
+            self.batch.append({-1 - batch.setdefault(n, len(batch)): size for n, size in zip(loaded, sizes)})
+            for k, node in zip(graph.made[i], block.outputs):
+                self.value_storages[k] = storages([node])
+        self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
+
+    def lasting_bytes(self, block: int) -> int:
+        """Weights, gradients and optimizer states."""
+        return sum(sum(row) for row in self.parameters[block].values())
+
+    def stage(self, members: Iterable[int]) -> StageNeed:
+        own = list(members)
+        inside = set(own)
+        parameters = {key: row for i in own for key, row in self.parameters[i].items()}
+        inputs: dict[int, tuple[int, bool]] = {}
+        entering: set[int] = set()
+        saved: Storages = {}
+        for i in own:
+            saved |= self.saved[i]
+            for k in self.graph.read[i]:
+                value = self.graph.values[k]
+                if value.maker not in inside:
+                    inputs[k] = value.bytes, value.has_gradient
+                    entering |= self.value_storages[k].keys()
+            inputs.update((k, (size, False)) for k, size in self.batch[i].items())
+        counted = {key for i in own for key in self.own[i]}
+        between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
+        outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
+        return StageNeed(
+            sum(weights for weights, _ in parameters.values()),
+            sum(states for _, states in parameters.values()),
+            sum(self.kept[i] for i in own) + between,
+            max((self.workspace[i] for i in own), default=0),
+            inputs,
+            frozenset(outputs),
+            min(own, default=0),
+        )
+
+    def activation_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them;
+        gradients of values that several stages read, or that are made here, until the last part is there; and twice
+        the gradients of one input."""
+        backward = sorted(stages, key=lambda stage: -stage.first)
+        made = {k for stage in stages for k in stage.outputs}
+        sizes = {k: row for stage in stages for k, row in stage.inputs.items()}
+        readers = Counter(k for stage in stages for k in stage.inputs)
+        held = peak = sum(size for size, _ in sizes.values())
+        waiting: set[int] = set()  # gradients
+        for stage in backward:
+            for k, (size, has_gradient) in stage.inputs.items():
+                readers[k] -= 1
+                if has_gradient and k not in waiting and (readers[k] or k in made):
+                    waiting.add(k)
+                    held += size
+                if not readers[k]:
+                    held -= size
+                    if k in waiting and k not in made:
+                        held -= size
+            peak = max(peak, held)
+            held -= sum(sizes[k][0] for k in stage.outputs if k in waiting)
+        passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
+        return self.micro_batches * peak + 2 * passing
+
+    def resident_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Of all these stages on one device, with everything that lasts on it."""
+        lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
+        return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
+
+    def spared(self, device: int, stages: Sequence[StageNeed]) -> list[bool]:
+        """Which resident stages of a device can keep the saved tensors of all micro-batches: the smallest ones."""
+        room = self.budgets[device] - self.resident_bytes(stages)
+        found = [False] * len(stages)
+        for j in sorted(range(len(stages)), key=lambda j: stages[j].kept_bytes):
+            room -= self.micro_batches * stages[j].kept_bytes
+            found[j] = room >= 0
+        return found
+
+    def swapped_bytes(self, stages: Sequence[StageNeed]) -> int:
+        """Of all these stages on one device, one at a time."""
+        largest = max((stage.weight_bytes + stage.work_bytes for stage in stages), default=0)
+        return largest + self.activation_bytes(stages)
+
+    def fits(self, device: int, stages: Sequence[StageNeed], swapped: bool) -> bool:
+        need = self.swapped_bytes(stages) if swapped else self.resident_bytes(stages)
+        return need <= self.budgets[device]

@@ -1,0 +1,279 @@
+"""`partition-mixed`: stages out of any blocks, several of them on each device (FTPipe 4.1, Mixed-pipe).
+
+In: blocks with costs, best single operators (`coarsen{level=operator}`). Out: stages that are connected and convex, in
+topological order, and the device of each. Three steps, each in a file of its own: coarsening to L clusters
+(`mixed_coarsen`), longest processing time first under every device's memory (`mixed_balance`), and refinement on
+un-coarsened blocks (`mixed_refine`). L is tried at N, 2N, 3N, 4N and 6N for N devices, with several centers each: fill
+and drain gains from more stages than the paper's asynchronous schedule, which L = 2N suits best.
+
+The paper minimises the longest period of a device, with T_i of the stages on it and C_i = forward + backward,
+
+    T_max = max_d sum_i T_i,    T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)              (eq. 1)
+
+which a step of many micro-batches tends to. Here the attempts compete by the whole step, filling and draining included
+(`mixed_estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
+all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
+
+For an asynchronous pipeline (`asynchronous`) the attempts do compete by T_max; of those within a hundredth the one of
+least depth wins, as depth is staleness, and no stage is swapped. All stages but the last compute their forward again,
+which is not known before the partition is: as in the paper (4.3) blocks are balanced again with the profiles that the
+last partition showed to be right, until the last stage stands still or nothing is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ...ir.errors import DoesNotFit
+from ...ir.units import format_bytes, format_seconds
+from ..draft import Draft
+from ..partition.partition import Partition, StagesDecision, asked_stages
+from .balance import earliest_end, exchange, longest_first, merge_components
+from .coarsen import Limits, evenly_by_both, evenly_by_load, heaviest, merge_around_centers, merge_by_type, merge_small
+from .estimate import Flow, Wires
+from .graph import NANO, BlockGraph, Clusters, block_graph
+from .memory import Footprints
+from .refine import Refinement
+
+CENTERS = (heaviest, evenly_by_load, evenly_by_both)
+GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a stage's load
+SLACK = 2  # clusters may have this much more memory than the mean of all stages
+ROUNDS = (1, 2, 3, 4, 6)  # L over the number of devices
+FINER = (8, 12)  # where none of these fits
+FRESHER = (1, 2, 3)  # of asynchronous pipelines, where stages cost staleness
+PROFILES = 4  # times that an asynchronous pipeline is balanced at most
+REFINED = 3  # attempts of each L that go on to the costly steps
+
+
+@dataclass(frozen=True)
+class PartitionMixed(Partition):
+    """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries several
+    multiples of the number of devices. Connected clusters of one device become one stage, so there may be fewer.
+    `asynchronous`: for `schedule-async`."""
+
+    name: ClassVar[str] = "partition-mixed"
+    stages: int = 0
+    asynchronous: bool = False
+
+    def plan(self, draft: Draft) -> StagesDecision:
+        """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
+        num_devices = draft.hardware.num_devices
+        asked = asked_stages(draft, self.stages)
+        counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
+        counts = sorted({min(count, len(draft.blocks)) for count in counts})
+        problem = _Problem.of(draft, max(counts) if self.asynchronous else 0)
+        if self.asynchronous:
+            found = problem.best_asynchronous(counts)
+        else:
+            found = problem.best(counts, swapped=False) or problem.best(counts, swapped=True)
+        if found is None and not asked and not self.asynchronous:  # smaller stages, so that any two of them fit
+            found = problem.best([min(n * num_devices, len(draft.blocks)) for n in FINER], swapped=True)
+        if found is None:
+            raise problem.does_not_fit(counts)
+        draft.notes[self.name] = found.remark(f" of {', '.join(map(str, counts))}" if len(counts) > 1 else "")
+        names = [block.name for block in draft.blocks]
+        return {"stages": [[names[i] for i in own] for own in found.members], "planned_for": found.device_of}
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A whole answer and what it is worth."""
+
+    count: int  # L
+    members: list[list[int]]
+    device_of: list[int]
+    swapped: bool
+    step_ns: int
+    loads_ns: list[int]
+    cut_bytes: int
+    depth: int
+    asynchronous: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        if self.asynchronous:
+            return 100 * len(self.loads_ns) * self.step_ns // sum(self.loads_ns), self.depth, self.step_ns
+        return self.step_ns, self.cut_bytes, self.depth
+
+    def remark(self, tried: str) -> str:
+        mean_ns = sum(self.loads_ns) / len(self.loads_ns)
+        return (
+            f"L={self.count}{tried}, {len(self.members)} stages of depth {self.depth}; "
+            f"busiest device {max(self.loads_ns) / mean_ns:.3f} of the mean, {format_bytes(self.cut_bytes)} between "
+            f"devices per micro-batch, {'one micro-batch' if self.asynchronous else 'step'} estimated "
+            f"{format_seconds(self.step_ns / NANO)}" + ("; stages are swapped" if self.swapped else "")
+        )
+
+
+@dataclass
+class _Problem:
+    """A draft as integers, and the search on it. `under_way`: of an asynchronous pipeline the most micro-batches that a
+    stage holds. `light`: its blocks that are taken not to be computed again."""
+
+    draft: Draft
+    graph: BlockGraph
+    memory: Footprints
+    wires: Wires
+    under_way: int = 0
+    light: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, draft: Draft, under_way: int = 0) -> _Problem:
+        graph = block_graph(draft.blocks, draft.hardware, draft.options.precision)
+        memory = Footprints(draft, graph)
+        if under_way:
+            memory.micro_batches = min(memory.micro_batches, under_way)
+        return cls(draft, graph, memory, Wires.of(draft.hardware), under_way)
+
+    def best_asynchronous(self, counts: list[int]) -> _Attempt | None:
+        """The best over all rounds of balancing, each with the profiles that the one before showed to be right."""
+        found: list[_Attempt] = []
+        for _ in range(PROFILES):
+            attempt = self.best(counts, swapped=False)
+            if attempt is None:
+                break
+            found.append(attempt)
+            last = frozenset(attempt.members[-1])
+            if last == self.light:
+                break
+            self.light = last
+        return min(found, key=lambda a: a.rank, default=None)
+
+    @property
+    def assumed(self) -> BlockGraph:
+        """The graph with the profiles that balancing goes by."""
+        rows = zip(self.graph.load_ns, self.graph.forward_ns)
+        loads = [
+            [load - forwards[i] * (i in self.light) for i, load in enumerate(own)] for own, forwards in rows
+        ]  # fmt: skip
+        return replace(self.graph, load_ns=loads) if self.light else self.graph
+
+    def best(self, counts: list[int], swapped: bool) -> _Attempt | None:
+        """The best attempt over these L; None if none fits."""
+        if not swapped and sum(map(self.memory.lasting_bytes, range(self.graph.num_blocks))) > self._room_bytes():
+            return None
+        attempts = [a for count in counts for a in self.attempts(count, swapped)]
+        return min(attempts, key=lambda a: a.rank, default=None)
+
+    def _room_bytes(self) -> int:
+        """What all devices hold together; a tied weight may count several times in what is compared to it."""
+        return 2 * sum(self.memory.budgets)
+
+    def attempts(self, count: int, swapped: bool) -> Iterator[_Attempt]:
+        """The most promising ones for one L, refined."""
+        started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
+        for grain in GRAINS:
+            coarse = self.coarsened(count, grain, swapped)
+            units = [sorted(own) for own in coarse.members.values()]
+            for centers in CENTERS:
+                clusters = coarse.copy()
+                merge_around_centers(clusters, self.graph, count, centers, self.limits(count, swapped))
+                flow = self.flow(clusters)
+                for devices in self.starts(flow, clusters, swapped):
+                    started.append((flow.step_ns(devices), devices, clusters.copy(), units))
+        started.sort(key=lambda row: row[0])
+        seen: set[int] = set()
+        for step_ns, devices, clusters, units in started:
+            if step_ns not in seen and len(seen) < REFINED:
+                seen.add(step_ns)
+                yield self.finished(count, clusters, devices, units, swapped)
+
+    def coarsened(self, count: int, grain: float, swapped: bool) -> Clusters:
+        """Clusters of blocks of one type."""
+        loads = [max(column) for column in zip(*self.assumed.load_ns)]
+        clusters = Clusters(self.graph.succ, loads, self.block_bytes(swapped))
+        limits = self.limits(count, swapped)
+        merge_small(clusters, self.graph, limits)
+        merge_by_type(clusters, self.graph, count, sum(loads) / (grain * count), limits)
+        return clusters
+
+    def limits(self, count: int, swapped: bool) -> Limits:
+        """So much that several stages fit a device. A swapped stage shares its device with the next one's weights."""
+        most = max(self.memory.budgets) // (2 if swapped else 1)
+        sizes = self.block_bytes(swapped)
+        return Limits(min(most, max(max(sizes), SLACK * sum(sizes) // count)), self.wires.slowest_ns_per_byte)
+
+    def block_bytes(self, swapped: bool) -> list[int]:
+        """What each block adds to its device for good: swapped weights come without optimizer states."""
+        if not swapped:
+            return self.memory.alone_bytes
+        return [sum(weight for weight, _ in row.values()) for row in self.memory.parameters]
+
+    def flow(self, clusters: Clusters) -> Flow:
+        return self._flow([clusters.members[c] for c in clusters.in_order()], ())
+
+    def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> Flow:
+        few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
+        count = min(self.draft.options.micro_batches, few)
+        return Flow(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
+
+    def starts(self, flow: Flow, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
+        needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
+        yield from filter(
+            None,
+            (
+                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=False),
+                longest_first(flow.load_ns, needs, self.memory, swapped, by_bytes=True),
+                earliest_end(flow, needs, self.memory, swapped),
+            ),
+        )
+
+    def finished(
+        self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
+    ) -> _Attempt:
+        """Exchanges, stages out of connected clusters, refinement; the last only where it shortens the step."""
+        order = clusters.in_order()
+        needs = [self.memory.stage(clusters.members[c]) for c in order]
+        devices = exchange(self.flow(clusters), devices, needs, self.memory, swapped)
+        device_of = dict(zip(order, devices))
+        merge_components(clusters, device_of, self.graph, self.memory, swapped)
+        members = [sorted(clusters.members[c]) for c in clusters.in_order()]
+        devices = [device_of[c] for c in clusters.in_order()]
+        plain = self.valued(count, members, devices, swapped)
+        refinement = Refinement(self.assumed, members, devices, self.memory, self.wires, swapped)
+        refinement.run(units)
+        refinement.run([[block] for block in range(self.graph.num_blocks)])
+        refined = self.valued(count, *refinement.stages(), swapped)
+        return min(plain, refined, key=lambda a: a.rank)
+
+    def valued(self, count: int, members: list[list[int]], devices: list[int], swapped: bool) -> _Attempt:
+        spared = [False] * len(members)
+        for device in set() if swapped else set(devices):
+            own = [s for s, home in enumerate(devices) if home == device]
+            found = self.memory.spared(device, [self.memory.stage(members[s]) for s in own])
+            for s, is_spared in zip(own, found):
+                spared[s] = is_spared
+        flow = self._flow(members, spared)
+        loads = flow.device_load_ns(devices, self.draft.hardware.num_devices)
+        return _Attempt(
+            count,
+            members,
+            devices,
+            swapped,
+            flow.step_ns(devices),
+            loads,
+            flow.cut_bytes(devices),
+            flow.depth(),
+            self.under_way > 0,
+        )
+
+    def does_not_fit(self, counts: list[int]) -> DoesNotFit:
+        needs = [self.memory.swapped_bytes([self.memory.stage([i])]) for i in range(self.graph.num_blocks)]
+        need, name = max(zip(needs, (block.name for block in self.draft.blocks)))
+        budget = max(self.memory.budgets)
+        if need > budget:
+            return DoesNotFit(
+                f"block {name!r} alone needs {format_bytes(need)} on a device; the largest has {format_bytes(budget)}, "
+                f"missing {format_bytes(need - budget)}. Nearest that fits: devices of {format_bytes(need)}, or more "
+                f"micro_batches (now {self.memory.micro_batches}), which are smaller",
+                memory="device",
+                missing_bytes=need - budget,
+            )
+        return DoesNotFit(
+            f"no mixed partition into {', '.join(map(str, counts))} stages fits the devices' memories; the largest "
+            f"block alone needs {format_bytes(need)} of {format_bytes(budget)}. Nearest that fits: more micro_batches "
+            f"(now {self.memory.micro_batches}), which are smaller, more stages, or devices with more memory",
+            memory="device",
+        )

@@ -1,0 +1,137 @@
+"""Mixed-pipe, step 3: blocks change to a neighbouring stage (FTPipe 4.1.3).
+
+In: stages in topological order on their devices, and units that move as one: first the clusters of step 1, then single
+blocks. Out: the same stages with other members. A unit moves to a stage it is connected to if that evens out the load
+of the two devices, or lowers communication without making the slowest device slower; memory must hold it, the order of
+stages must stay topological, and what it leaves must stay connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .estimate import Wires
+from .graph import BlockGraph
+from .memory import Footprints
+
+PASSES = 4  # over all units of a level
+WORTH_WHILE = 1e-4  # of the mean load of a device
+
+
+class Refinement:
+    """`members`: blocks of each stage, `device_of`: its device. Both in topological order of the stages."""
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        members: Sequence[Sequence[int]],
+        device_of: Sequence[int],
+        memory: Footprints,
+        wires: Wires,
+        swapped: bool,
+    ):
+        self.graph, self.memory, self.wires, self.swapped = graph, memory, wires, swapped
+        self.members = [set(own) for own in members]
+        self.device_of = list(device_of)
+        self.home = [0] * graph.num_blocks
+        for stage, own in enumerate(self.members):
+            for block in own:
+                self.home[block] = stage
+        self.busy_ns = [0] * len(graph.load_ns)
+        for block, stage in enumerate(self.home):
+            device = self.device_of[stage]
+            self.busy_ns[device] += graph.load_ns[device][block]
+        self.weight = 1 / len(self.busy_ns)  # devices' links work side by side
+        self.least_ns = WORTH_WHILE * sum(self.busy_ns) / len(self.busy_ns)
+
+    def run(self, units: Sequence[Sequence[int]]) -> None:
+        """Move units until a pass over all of them moves none. Units whose blocks are in several stages stay."""
+        for _ in range(PASSES):
+            moved = [self.move(unit) for unit in units if len({self.home[block] for block in unit}) == 1]
+            if not any(moved):
+                break
+
+    def stages(self) -> tuple[list[list[int]], list[int]]:
+        """Members and devices of the stages that are left."""
+        kept = [s for s, own in enumerate(self.members) if own]
+        return [sorted(self.members[s]) for s in kept], [self.device_of[s] for s in kept]
+
+    def move(self, unit: Sequence[int]) -> bool:
+        """To the neighbouring stage that gains most, if any does."""
+        source = self.home[unit[0]]
+        inside = set(unit)
+        before = {self.home[a] for block in unit for a in self.graph.pred[block] if a not in inside}
+        behind = {self.home[b] for block in unit for b in self.graph.succ[block] if b not in inside}
+        earliest, latest = max(before, default=0), min(behind, default=len(self.members) - 1)
+        gains = [
+            (gain, stage)
+            for stage in sorted(before | behind)
+            if stage != source and earliest <= stage <= latest and (gain := self.gain_ns(unit, stage)) > self.least_ns
+        ]
+        for _, stage in sorted(gains, reverse=True):
+            if self._stays_connected(source, inside) and self._fits(unit, source, stage):
+                self._place(unit, stage)
+                return True
+        return False
+
+    def gain_ns(self, unit: Sequence[int], stage: int) -> float:
+        """By how much the busier of the two devices, and communication, get shorter; never above the busiest."""
+        source = self.home[unit[0]]
+        a, b = self.device_of[source], self.device_of[stage]
+        if a == b:
+            return 0.0
+        less_ns = sum(self.graph.load_ns[a][block] for block in unit)
+        more_ns = sum(self.graph.load_ns[b][block] for block in unit)
+        after_ns = max(self.busy_ns[a] - less_ns, self.busy_ns[b] + more_ns)
+        if after_ns > max(self.busy_ns):
+            return 0.0
+        touched = {k for block in unit for k in (*self.graph.read[block], *self.graph.made[block])}
+        before = sum(self._sending_ns(k) for k in touched)
+        for block in unit:
+            self.home[block] = stage
+        after = sum(self._sending_ns(k) for k in touched)
+        for block in unit:
+            self.home[block] = source
+        return max(self.busy_ns[a], self.busy_ns[b]) - after_ns + self.weight * (before - after)
+
+    def _sending_ns(self, k: int) -> float:
+        value = self.graph.values[k]
+        maker = self.device_of[self.home[value.maker]]
+        rates = self.wires.ns_per_byte[maker]
+        readers = {self.device_of[self.home[reader]] for reader in value.readers}
+        return sum(rates[d] for d in readers) * value.bytes * (1 + value.has_gradient)
+
+    def _stays_connected(self, stage: int, leaving: set[int]) -> bool:
+        rest = self.members[stage] - leaving
+        if not rest:
+            return True
+        stack = [next(iter(rest))]
+        found = set(stack)
+        while stack:
+            block = stack.pop()
+            near = ((self.graph.succ[block] | self.graph.pred[block]) & rest) - found
+            found |= near
+            stack += near
+        return len(found) == len(rest)
+
+    def _fits(self, unit: Sequence[int], source: int, stage: int) -> bool:
+        changed = {source: self.members[source].difference(unit), stage: self.members[stage].union(unit)}
+        for device in {self.device_of[source], self.device_of[stage]}:
+            held = [
+                self.memory.stage(sorted(changed.get(s, self.members[s])))
+                for s, home in enumerate(self.device_of)
+                if home == device and changed.get(s, self.members[s])
+            ]
+            if not self.memory.fits(device, held, self.swapped):
+                return False
+        return True
+
+    def _place(self, unit: Sequence[int], stage: int) -> None:
+        source = self.home[unit[0]]
+        a, b = self.device_of[source], self.device_of[stage]
+        self.members[source].difference_update(unit)
+        self.members[stage].update(unit)
+        for block in unit:
+            self.home[block] = stage
+            self.busy_ns[a] -= self.graph.load_ns[a][block]
+            self.busy_ns[b] += self.graph.load_ns[b][block]

@@ -1,0 +1,49 @@
+"""Programs that evaluate: forward only, on the stages that a training step has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...ir import ops
+from ...ir.program import Program, plan_arena
+from ..draft import Draft
+from ..memory.insert_fetch import Early, fetch_weights, look_ahead
+from ..memory.insert_ssd import read_within
+from ..phases import state_bytes
+from ..sharding.gathering import gather_weights
+from .durations import ended_in_turn
+from .emitter import Emitter, interface_of
+from .flow import Flow
+
+
+def evaluation_programs(
+    draft: Draft, fetch: Early | None = None, ssd: Mapping[str, Any] | None = None
+) -> list[Program]:
+    """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
+
+    `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
+    memory allows beside the optimizer states of the others, in the arena of training. `ssd`: what lies on SSD (the
+    decision of `insert-ssd`); weights that do are read into the arena of training in DRAM.
+    """
+    face = draft.programs[0].interface if draft.programs else interface_of(draft)
+    flow = Flow(face, draft.devices)
+    ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
+    order = [row for row in ended if not row[1].is_backward]
+    programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
+    if draft.sharding is not None:
+        for program in programs:
+            gather_weights(program, replace(draft.sharding, held=()))
+    for program, training in zip(programs, draft.programs) if fetch else ():
+        mine = [stage.spec for stage in draft.stages_on(program.device)]
+        swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
+        states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
+        budget = draft.hardware.devices[program.device].budget_bytes
+        if draft.sharding is None:
+            arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
+            fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
+        if ssd:
+            whole = [spec.name for spec in mine if ssd["stages"].get(spec.name) == "all"]
+            read_within(program, whole, ssd["ahead"], plan_arena(training, ops.DRAM)[1])
+    return programs

@@ -1,0 +1,103 @@
+"""`schedule-interleaved`: one forward, one backward over several stages a device (Megatron-LM, Narayanan 2021, 2.2).
+
+In: a multiple of as many stages as devices, two or more on each, taken round robin. Out: `draft.programs`, as of
+`schedule-pipeline` but for the order. A device runs a group of about as many micro-batches as there are devices through
+its first stage, then through its second, and so on, and backward in reverse. The pipeline fills with one stage's work
+instead of a whole device's, so with v stages a device its bubble is a v-th of that of `schedule-1f1b`; for that a value
+crosses v times as many borders, and the first device holds (v - 1) N + 2 (N - 1) + 1 stages' micro-batches, N devices,
+each a v-th of what a micro-batch of `schedule-1f1b` holds.
+
+Micro-batches need not be a multiple of the devices: groups are as equal as they can be, none smaller than the number of
+devices where there are as many. Backwards of a stage come in the order of its micro-batches and those of a device in
+reverse order of stages, so training is bit for bit that of `schedule-pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from ...ir.errors import PassError
+from ..base import Pass, require_own
+from ..draft import Draft
+from .durations import ended_in_turn
+from .emitter import Emitter, interface_of
+from .flow import Flow, Turn
+
+Slot = tuple[int, int]  # which of a device's stages, and a micro-batch
+
+
+@dataclass(frozen=True)
+class ScheduleInterleaved(Pass):
+    """Raises `PassError` where stages do not go round the devices at least twice."""
+
+    name: ClassVar[str] = "schedule-interleaved"
+    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
+    gives: ClassVar[tuple[str, ...]] = ("programs",)
+    decides: ClassVar[str] = "schedule"
+
+    def plan(self, draft: Draft) -> str:
+        return "interleaved"
+
+    def rewrite(self, draft: Draft, decision: str) -> None:
+        require_own(self, "schedule", decision, self.plan(draft))
+        _check_stages(draft.devices, draft.hardware.num_devices)
+        face = interface_of(draft)
+        flow = Flow(face, draft.devices)
+        flow.turns = {device: turns_of(flow, device) for device in range(face.num_devices)}
+        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
+        draft.programs = [Emitter(flow, device, ended).step() for device in range(face.num_devices)]
+
+
+def _check_stages(devices: Sequence[int], num_devices: int) -> None:
+    count = len(devices)
+    if count < 2 * num_devices or count % num_devices:
+        rounds = max(2, count // num_devices)
+        near = [n * num_devices for n in (rounds, rounds + 1)]
+        raise PassError(
+            f"schedule-interleaved goes round the devices at least twice, but there are {count} stages for "
+            f"{num_devices} devices; the nearest numbers that work are {near[0]} and {near[1]}, for instance "
+            f"partition-balanced{{stages={near[0]}}}; schedule-1f1b takes any"
+        )
+    wrong = next((i for i, device in enumerate(devices) if device != i % num_devices), None)
+    if wrong is not None:
+        raise PassError(
+            f"schedule-interleaved needs stages that go round the devices, but stage{wrong} is on device "
+            f"{devices[wrong]} instead of {wrong % num_devices}; use map-round-robin, or schedule-1f1b, which takes any"
+        )
+
+
+def turns_of(flow: Flow, device: int) -> list[Turn]:
+    """What a device runs, in order: forwards until its first backward can begin, then in turns, then backwards."""
+    own = flow.on(device)
+    order = interleaved(device, flow.face.num_devices, len(own), flow.face.micro_batches)
+    turns = [Turn(own[stage].name, m, is_backward) for (stage, m), is_backward in order]
+    return [turn for turn in turns if not turn.is_backward or turn.stage in flow.trained]
+
+
+def interleaved(device: int, num_devices: int, num_stages: int, micro_batches: int) -> list[tuple[Slot, bool]]:
+    """Of one of a device's `num_stages` stages and a micro-batch a forward, or a backward (True), in order."""
+    groups = micro_batch_groups(num_devices, micro_batches)
+    forwards = _through(range(num_stages), groups)
+    backwards = _through(range(num_stages - 1, -1, -1), groups)
+    ahead = min(len(forwards), (num_stages - 1) * len(groups[0]) + 2 * (num_devices - 1 - device))
+    order = [(slot, False) for slot in forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards):
+        order += [(forward, False), (backward, True)]
+    return order + [(slot, True) for slot in backwards[len(forwards) - ahead :]]
+
+
+def micro_batch_groups(num_devices: int, micro_batches: int) -> list[range]:
+    """As many groups as hold one micro-batch per device, the larger ones first; one where there are too few."""
+    count = max(1, micro_batches // num_devices)
+    least, more = divmod(micro_batches, count)
+    ends = accumulate((least + (i < more) for i in range(count)), initial=0)
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def _through(stages: Iterable[int], groups: Sequence[range]) -> list[Slot]:
+    """Every group through all stages before the next group."""
+    stages = list(stages)
+    return [(stage, m) for group in groups for stage in stages for m in group]

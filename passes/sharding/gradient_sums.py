@@ -1,0 +1,90 @@
+"""How a stage's gradients are added up over lanes: once a step, or micro-batch by micro-batch (MiCS 3.4).
+
+In: programs whose results hold every stage's gradients, summed over the lane's own micro-batches. Out: programs whose
+results hold the sums over all lanes; of stages that lanes share, each device's part.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...ir import ops
+from ...ir.program import Program, place_frees
+
+STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
+WAYS = (STEP, TWO_HOP, MICRO_BATCH)
+
+
+def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> None:
+    """Rewrite a program. `every`: one of `WAYS`, see `insert_two_hop.py`. `hierarchical`: scatters add up inside hosts
+    first."""
+    how = {"hierarchical": True} if hierarchical else {}
+    results = program.results()
+    grads = results.get("grads", [])
+    results["grads"] = [
+        sum_once(program, g, **how) if every == STEP else _sum_each(program, g, every, **how) for g in grads
+    ]
+    program.returns(results)
+    place_frees(program)
+
+
+def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
+    """Behind the last backward the sum over the group's lanes is scattered, and added up over the replicas."""
+    name, face = short("g", str(total.meta["type"].stage)), program.interface
+    with program.graph.inserting_before(total.next):
+        if face.shards > 1:
+            (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
+        if face.replicas > 1:
+            (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_all"], group=ops.REPLICAS)
+    return total
+
+
+def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.Node:
+    """Every backward gives gradients of its own, which are scattered and added to those of the micro-batches before;
+    over the replicas they are added up behind the last backward (`TWO_HOP`), or each time."""
+    face, graph = program.interface, program.graph
+    name = short("g", str(total.meta["type"].stage))
+    found: fx.Node | None = None
+    own = _apart(program, total)
+    for number, grads in enumerate(own):
+        with graph.inserting_before(grads.next):
+            if every == TWO_HOP:
+                before = () if found is None else (found,)
+                names = [f"{name}_shard_m{number}"]
+                (found,) = program.emit(ops.reduce_scatter, grads, *before, names=names, group=ops.SHARDS, **how)
+                continue
+            (part,) = program.emit(
+                ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS, **how
+            )
+            if face.replicas > 1:
+                names = [f"{name}_all_m{number}"]
+                (part,) = program.emit(ops.all_reduce, part, names=names, group=ops.REPLICAS)
+            if found is not None:
+                (part,) = program.emit(ops.add, found, part, names=[f"{name}_sum_m{number}"])
+            found = part
+    assert found is not None
+    if every == TWO_HOP and face.replicas > 1:
+        with graph.inserting_before(found.next):
+            (found,) = program.emit(ops.all_reduce, found, names=[f"{name}_all"], group=ops.REPLICAS)
+    return found
+
+
+def _apart(program: Program, total: fx.Node) -> list[fx.Node]:
+    """The gradients of each backward, in order, none added to those before it any more."""
+    found: list[fx.Node] = []
+    value: fx.Node | None = total
+    while value is not None:
+        found.append(value)
+        producer = value if isinstance(value.target, ops.Op) else value.args[0]
+        assert isinstance(producer, fx.Node) and isinstance(producer.target, ops.Op)
+        before = producer.target.bind(producer.args, producer.kwargs)["grads"]
+        if before is not None:
+            place = list(producer.target.signature.parameters).index("grads")
+            producer.args = producer.args[:place]
+            producer.kwargs = {name: given for name, given in producer.kwargs.items() if name != "grads"}
+        value = before
+    return found[::-1]
+
+
+def short(prefix: str, stage: str) -> str:
+    return f"{prefix}{stage.removeprefix('stage')}"

@@ -1,0 +1,58 @@
+"""How many devices share a stage's weights: as few as can hold them (MiCS 3.2).
+
+The fewer members a group has, the less goes over slow links: a group inside one host gathers at the speed of that. What
+a group of p holds is estimated from the blocks, before stages are cut; the memory of the programs is verified later.
+"""
+
+from __future__ import annotations
+
+from ...ir.machine.hardware import Hardware
+from ..draft import Draft
+
+WHOLE = 4  # blocks that are whole at a time: the one that runs, the next, what is staged of it, and gradients
+
+
+def smallest_group(draft: Draft, depth: int) -> int:
+    """Of the numbers that share the machine's devices and the micro-batches out equally, the smallest with which a
+    device holds its part of weights, gradients, masters and optimizer states beside what runs; where none does, the
+    smallest with which the hosts' DRAM holds the parts; else the largest."""
+    able = _sizes(draft.hardware.num_devices, depth)
+    lasting, running = _lasting_bytes(draft), _running_bytes(draft, depth)
+    budget = min(device.budget_bytes for device in draft.hardware.devices)
+    on_device = (p for p in able if p * depth * (budget - running) >= lasting)
+    in_dram = (p for p in able if _dram_holds(draft.hardware, lasting / (p * depth)))
+    return next(on_device, None) or next(in_dram, able[-1])
+
+
+def _sizes(count: int, depth: int) -> list[int]:
+    """At least 2, where the machine has so many devices."""
+    lanes = max(1, count // depth)
+    return [p for p in range(2, lanes + 1) if lanes % p == 0] or [1]
+
+
+def _dram_holds(hardware: Hardware, part_bytes: float) -> bool:
+    for host in range(len(hardware.hosts)):
+        devices = sum(device.host == host for device in hardware.devices)
+        if devices * part_bytes > hardware.dram_budget_bytes(host):
+            return False
+    return True
+
+
+def _lasting_bytes(draft: Draft) -> float:
+    """Of one copy of the model: weights and gradients in the dtype of the computation, masters, optimizer states."""
+    ties = draft.graph.ties()
+    own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
+    trained = sum(p.numel() for p in own if p.requires_grad)
+    size = 4 if draft.options.precision == "fp32" else 2
+    masters = 0 if draft.options.precision == "fp32" else 4 * trained
+    weights = size * sum(p.numel() for p in own)
+    return weights + size * trained + masters + draft.options.state_bytes_per_param * trained
+
+
+def _running_bytes(draft: Draft, depth: int) -> int:
+    """Of the largest block, and what all of them need of the micro-batches that are under way where stages are
+    rematerialised: their inputs."""
+    whole = max(block.param_bytes for block in draft.blocks)
+    working = max(block.cost.kept_bytes + block.cost.backward_peak_bytes for block in draft.blocks)
+    between = max(block.cost.forward_peak_bytes - block.cost.kept_bytes for block in draft.blocks)
+    return WHOLE * whole + working + between * -(-len(draft.blocks) // depth)

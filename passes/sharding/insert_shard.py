@@ -1,0 +1,195 @@
+"""`insert-shard`: lanes share their stages. Every device keeps a part of each of its stages, weights, gradients and
+optimizer states, and has a stage whole only while it runs (MiCS 3.2; over all devices that is ZeRO-3, with shards in
+DRAM ZeRO-3 with CPU offload: Mobius section 2.2 and eq. 2).
+
+In: programs of a lane whose stages are shared with other lanes, on resident weights. Out: the same programs in which
+each phase of a stage begins with an `all_gather` over those that share it, of shards that stay on the device, or are
+fetched from the host's DRAM, where `insert-ssd` may move them on to SSDs. How many phases ahead stages are gathered,
+and which stay whole from their first use to their last, is decided here once, by what the device's memory holds. Where
+members of a group are on several hosts, several on each, they gather in a hierarchy (MiCS 3.3).
+
+`insert-two-hop`, or else the pass that updates, scatters the sum of each stage's gradients, and every device steps its
+shard where that lies. A shard holds a piece of every parameter, not of the stage's memory as a whole: parameters that
+are tied across stages are cut alike, so their gradients are added shard by shard on each device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from ...ir import ops
+from ...ir.errors import PassError
+from ...ir.program import Home, bytes_of_homes, members_of
+from ...runtime.device.exchange import seats_of
+from ..base import Pass
+from ..draft import Draft, Sharding
+from ..memory.alike import look, once
+from .gathering import gather_weights, peak_bytes
+from .gradient_sums import STEP, TWO_HOP
+
+TIERS = ("auto", ops.DEVICE, ops.DRAM, ops.SSD)
+HOW = ("auto", "true", "false")
+MOST_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class InsertShard(Pass):
+    """`tier`: where shards lie; auto: on the devices where these hold them, their states and everything else, else in
+    DRAM. `prefetch`: gather at most so many phases ahead. `hold`: whether stages may stay whole for all micro-batches,
+    as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be done.
+
+    Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for a hierarchy
+    of groups that have none.
+    """
+
+    name: ClassVar[str] = "insert-shard"
+    needs: ClassVar[tuple[str, ...]] = ("programs", "mesh", "remat")
+    gives: ClassVar[tuple[str, ...]] = ("tiers",)
+    decides: ClassVar[str] = "fetch"
+    fields: ClassVar[tuple[str, ...]] = ("fetch", "sharding")
+    tier: str = "auto"
+    prefetch: int = 2
+    hold: bool = True
+    hierarchical: str = "auto"
+
+    def __post_init__(self) -> None:
+        for option, value, allowed in (("tier", self.tier, TIERS), ("hierarchical", self.hierarchical, HOW)):
+            if value not in allowed:
+                raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
+        if not 0 <= self.prefetch <= MOST_AHEAD:
+            raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_AHEAD}")
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
+        self.check(draft)
+        room = _Room(draft)
+        start = Sharding(hierarchical=self._by_host(draft), ahead=self.prefetch)
+        tiers = TIERS[1:3] if self.tier == "auto" else (self.tier,)
+        found = next((s for t in tiers if (s := room.earliest(replace(start, tier=t)))), None)
+        if found is None:  # whoever checks the budgets says what is missing
+            found = replace(start, tier=tiers[-1], ahead=0)
+        elif self.hold:
+            found = room.holding(found)
+        names = [stage.spec.name for stage in draft.stages if stage.spec.params]
+        fetched: dict[str, dict[str, int]] = {} if found.tier == ops.DEVICE else {name: {} for name in names}
+        return {"fetch": fetched, "sharding": {**asdict(found), "held": list(found.held)}}
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        self.check(draft)
+        given = decision["sharding"]
+        names = [stage.spec.name for stage in draft.stages if stage.spec.params]
+        odd = sorted({*given["held"], *decision["fetch"]} - set(names))
+        if odd:
+            raise PassError(f"sharding names {odd[0]!r}; the stages with weights are {', '.join(names)}")
+        if given["tier"] not in TIERS[1:] or not 0 <= given["ahead"] <= MOST_AHEAD:
+            raise PassError(
+                f"sharding has shards on {given['tier']!r}, gathered {given['ahead']} phases ahead; allowed: "
+                f"{', '.join(TIERS[1:])}, and 0 to {MOST_AHEAD}"
+            )
+        if bool(decision["fetch"]) == (given["tier"] == ops.DEVICE):
+            raise PassError(f"sharding has shards on {given['tier']!r}, but fetch names {list(decision['fetch'])}")
+        draft.sharding = Sharding(**{**given, "held": tuple(given["held"])})
+        for program in draft.programs:
+            gather_weights(program, draft.sharding)
+
+    def check(self, draft: Draft) -> None:
+        """Raise `PassError` where no lanes share their weights, or what puts shards on SSD is missing."""
+        require_shards(self, draft)
+        if self.tier == ops.SSD and draft.to_come and "insert-ssd" not in draft.to_come:
+            raise PassError(
+                f"{self.name}: tier=ssd needs insert-ssd behind it: insert-shard{{tier=ssd}}, insert-ssd, "
+                "overlap-optimizer"
+            )
+
+    def _by_host(self, draft: Draft) -> bool:
+        """Whether to gather in a hierarchy."""
+        count, depth = len(draft.lanes), len(draft.lanes[0])
+        able = any(_is_grid(draft, lane, role) for lane in range(count) for role in range(depth))
+        if self.hierarchical == "true" and not able:
+            raise PassError(
+                f"{self.name}: hierarchical=true needs groups with the same number of members, at least 2, on each of "
+                f"several hosts; {draft.shards} shards of {draft.whole.name} are not so"
+            )
+        return able and self.hierarchical != "false"
+
+
+def require_shards(p: Pass, draft: Draft) -> None:
+    """Raise `PassError` where no lanes share their weights."""
+    if draft.shards == 1:
+        raise PassError(f"{p.name}: no lanes share their weights; say how many, such as mesh{{shards=2}}")
+
+
+def _is_grid(draft: Draft, lane: int, role: int) -> bool:
+    """Whether the group that shares the stages of a device has several members on each of several hosts."""
+    face, devices = draft.programs[0].interface, draft.whole.devices
+    members = members_of(face, lane, role, ops.SHARDS)
+    return bool(seats_of([devices[member].host for member in members], 0).hosts)
+
+
+class _Room:
+    """What fits the memories of a draft's devices; alike programs are tried once."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+        # Where two hops are to come, they need not hold all gradients; else the sums are taken once.
+        self.every = TWO_HOP if "insert-two-hop" in draft.to_come else STEP
+        self.specs = [[s.spec for s in draft.stages_on(program.device)] for program in draft.programs]
+        self.looks = [look(program, specs) for program, specs in zip(draft.programs, self.specs)]
+        self.budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
+        self.known: dict[Hashable, int] = {}
+
+    def spare_bytes(self, sharding: Sharding) -> int:
+        """Of the device that has the least left; below 0 where it does not fit."""
+        return min(budget - self._peak(number, sharding) for number, budget in enumerate(self.budgets))
+
+    def _peak(self, number: int, sharding: Sharding) -> int:
+        held = tuple(i for i, spec in enumerate(self.specs[number]) if spec.name in sharding.held)
+
+        def of_trial() -> int:
+            trial = self.draft.programs[number].copy()
+            gather_weights(trial, sharding)
+            return peak_bytes(trial, self.every)
+
+        return once(self.known, (self.looks[number], held, replace(sharding, held=())), of_trial)
+
+    def earliest(self, sharding: Sharding) -> Sharding | None:
+        """As far ahead as fits; None where it does not fit even without looking ahead."""
+        if sharding.tier == ops.DEVICE and any(self._lasting(i) > budget for i, budget in enumerate(self.budgets)):
+            return None  # seen without a trial
+        tries = (replace(sharding, ahead=ahead) for ahead in range(sharding.ahead, -1, -1))
+        return next((s for s in tries if self.spare_bytes(s) >= 0), None)
+
+    def _lasting(self, number: int) -> int:
+        """What a device keeps of its stages across steps, where their shards lie on it."""
+        face = self.draft.programs[number].interface
+        homes = {spec.name: Home(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
+        return bytes_of_homes(face, homes).total(ops.DEVICE)
+
+    def holding(self, sharding: Sharding) -> Sharding:
+        """With as many stages whole for all micro-batches as fit: of each device the last first, which is back soonest
+        and lets the others take turns."""
+        rows = [[spec for spec in specs if spec.params] for specs in self.specs]
+
+        def held(count: int) -> Sharding:
+            return replace(sharding, held=tuple(s.name for row in rows for s in row[max(0, len(row) - count) :]))
+
+        # A stage that stays takes its own bytes, once the places are full that others had in turn.
+        turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)
+        room = self.spare_bytes(sharding) + turns
+        longest = max(len(row) for row in rows)
+        limits = [bisect_right([*accumulate(s.weight_bytes for s in reversed(row))], room) for row in rows]
+        most = min((limit for limit, row in zip(limits, rows) if limit < len(row)), default=longest)
+        return held(_most(most, lambda count: self.spare_bytes(held(count)) >= 0))
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that fits; 0 does. `most` is likely to be it."""
+    low, high, middle = 0, most, most
+    while low < high:
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        middle = (low + high + 1) // 2
+    return low

@@ -1,0 +1,70 @@
+"""`insert-two-hop`: gradients of shared stages are added up in two hops (MiCS 3.4).
+
+In: programs of a lane whose stages are shared with other lanes. Out: programs in which the first hop is taken with
+every micro-batch and stays inside the group that shares the weights (`reduce_scatter`, added to what the micro-batches
+before gave), and the second once a step: the devices that hold the same piece add up their sums (`all_reduce`). No
+device ever holds more of a stage's gradients than one micro-batch's and its own piece.
+
+For comparison `every=micro-batch` takes the second hop with every micro-batch, too, as a plain ZeRO does; and
+`every=step` adds up a lane's micro-batches on the device first and takes both hops once, which moves the fewest bytes
+where the gradients of all stages fit. `every=auto` is that where it fits, else two-hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir import ops
+from ...ir.errors import PassError
+from ..base import Pass
+from ..draft import Draft
+from .gathering import peak_bytes
+from .gradient_sums import STEP, TWO_HOP, WAYS, sum_gradients
+from .insert_shard import require_shards
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class InsertTwoHop(Pass):
+    """`every`: see above; default two-hop. Raises `PassError` where no lanes share their weights."""
+
+    name: ClassVar[str] = "insert-two-hop"
+    needs: ClassVar[tuple[str, ...]] = ("programs", "tiers", "mesh")
+    gives: ClassVar[tuple[str, ...]] = ("sums",)
+    decides: ClassVar[str] = "sums"
+    optional: ClassVar[bool] = True
+    every: str = TWO_HOP
+
+    def __post_init__(self) -> None:
+        if self.every not in (AUTO, *WAYS):
+            raise PassError(f"pass {self.name!r}: option every={self.every!r} is none of {', '.join((AUTO, *WAYS))}")
+
+    def plan(self, draft: Draft) -> str:
+        """One of `WAYS`."""
+        self._check(draft)
+        if self.every != AUTO:
+            return self.every
+        budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
+        fits = all(peak_bytes(program.copy(), STEP) <= budget for program, budget in zip(draft.programs, budgets))
+        return STEP if fits else TWO_HOP
+
+    def rewrite(self, draft: Draft, every: str) -> None:
+        self._check(draft)
+        if every not in WAYS:
+            raise PassError(f"sums is {every!r}; allowed: {', '.join(WAYS)}")
+        for program in draft.programs:
+            sum_gradients(program, every, self._by_host(draft))
+
+    def _by_host(self, draft: Draft) -> bool:
+        """Whether scatters go in a hierarchy as gathers do. Between GPUs they are NCCL's own, which has its ways."""
+        on_cpus = all(device.kind == "cpu" for device in draft.hardware.devices)
+        return on_cpus and draft.sharding is not None and draft.sharding.hierarchical
+
+    def _check(self, draft: Draft) -> None:
+        require_shards(self, draft)
+        if draft.sharding is None:
+            raise PassError(f"{self.name}: the stages are not spread over their group yet; put insert-shard before it")
+        if any(node.target is ops.step for program in draft.programs for node in program.ops()):
+            raise PassError(f"{self.name} comes before the pass that updates: put insert-optimizer behind it")

@@ -1,0 +1,113 @@
+"""`mesh`: the machine's devices as lanes, each a whole copy of the computation on its share of the micro-batches.
+
+In: a machine and a number of micro-batches. Out: a draft whose `hardware` is what one lane has of the machine and whose
+micro-batches are those of one lane, so that the passes behind it plan one lane as they would plan a machine. A lane is
+`depth` devices that divide the stages; `shards` lanes, one behind the other, share each stage's weights, gradients and
+optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...ir.errors import PassError
+from ...ir.program import slice_of
+from ..base import Pass
+from ..draft import Draft
+from .group_size import smallest_group
+
+NEAREST = ("shards", "pipeline")  # whose devices are neighbours
+
+
+@dataclass(frozen=True)
+class Mesh(Pass):
+    """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
+    pipeline; `nearest`: which of the two are next to each other in the machine's order, so on one host as far as they
+    fit. The rest of the machine are replicas.
+
+    Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
+    buffer: the lanes' copies of that would drift apart.
+    """
+
+    name: ClassVar[str] = "mesh"
+    decides: ClassVar[str] = "mesh"
+    needs: ClassVar[tuple[str, ...]] = ("blocks",)  # whose times are those of all the machine's devices
+    gives: ClassVar[tuple[str, ...]] = ("mesh",)
+    optional: ClassVar[bool] = True
+    automatic: ClassVar[tuple[str, ...]] = ("shards",)
+    shards: int = 1
+    depth: int = 1
+    nearest: str = "shards"
+
+    def __post_init__(self) -> None:
+        if self.nearest not in NEAREST:
+            raise PassError(f"pass {self.name!r}: option nearest={self.nearest!r} is none of {', '.join(NEAREST)}")
+        for name, value, least in (("shards", self.shards, 0), ("depth", self.depth, 1)):
+            if value < least:
+                raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
+
+    def plan(self, draft: Draft) -> dict[str, Any]:
+        """`lanes`: per lane its devices, in the order of its pipeline; `shards`: lanes that share weights."""
+        shards = self.shards or smallest_group(draft, self.depth)
+        count, each = draft.hardware.num_devices, shards * self.depth
+        if count % each:
+            near = [n for n in range(each, count + 1) if count % n == 0]
+            raise PassError(
+                f"{shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
+                f"the nearest number that can is {near[0]}"
+            )
+        return {"lanes": regular_lanes(count, shards, self.depth, self.nearest), "shards": shards}
+
+    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
+        lanes, shards = decision["lanes"], decision["shards"]
+        _check_lanes(lanes, shards, draft.hardware.num_devices)
+        if draft.partition:
+            raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
+        if len(lanes) == 1:
+            return
+        _check_shares(draft.options.micro_batches, len(lanes))
+        _check_buffers(draft)
+        draft.lanes, draft.shards = [list(lane) for lane in lanes], shards
+        draft.machine, draft.hardware = draft.hardware, slice_of(draft.hardware, lanes)
+        draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // len(lanes))
+
+
+def regular_lanes(count: int, shards: int, depth: int, nearest: str = "shards") -> list[list[int]]:
+    """So many devices in lanes of `depth`, those which share stages one behind the other."""
+    if nearest == "shards":
+        rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
+    else:
+        rows = np.arange(count).reshape(-1, shards, depth)
+    lanes: list[list[int]] = rows.reshape(-1, depth).tolist()
+    return lanes
+
+
+def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:
+    """Raise `PassError` where a plan's lanes are not what every lane must be."""
+    used = sorted(device for lane in lanes for device in lane)
+    if used != list(range(count)) or len({len(lane) for lane in lanes}) != 1:
+        raise PassError(f"mesh: lanes are {lanes}; equally long, they hold each of the devices 0 to {count - 1} once")
+    if shards < 1 or len(lanes) % shards:
+        raise PassError(f"mesh: {shards} shards; the {len(lanes)} lanes cannot be divided by that")
+
+
+def _check_shares(count: int, lanes: int) -> None:
+    if count % lanes:
+        near = max(lanes, round(count / lanes) * lanes)
+        raise PassError(
+            f"{count} micro-batches cannot be shared out equally among {lanes} lanes; the nearest micro_batches that "
+            f"can is {near}"
+        )
+
+
+def _check_buffers(draft: Draft) -> None:
+    changed = next((n for n in draft.graph.nodes if n.meta.get("updates_buffers")), None)
+    if changed is not None:
+        raise PassError(
+            f"{changed.name} ({changed.meta.get('source', '')}) changes a buffer in every forward, such as the running "
+            "statistics of a batch normalisation; lanes that train on different micro-batches would each have their "
+            'own. Use a pipeline, such as strategy="gpipe", or freeze the statistics'
+        )

@@ -1,0 +1,132 @@
+"""How the ops of a program are issued on a real device: what they take and give back, and the stream that runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...ir.errors import BudgetExceeded
+from ..optimizer.gradients import Grads
+from ..stage.runner import Kept
+from .prepare import Issue, Issues
+from .streams import CudaStream, Event, Fault, Stream
+
+if TYPE_CHECKING:
+    from .session import DeviceSession
+
+
+class Box:
+    """A value that may not exist yet. Who still needs it holds the box; the last one to let go frees the memory."""
+
+    __slots__ = ("stream", "value")
+
+    def __init__(self, stream: Stream | None = None, value: Any = None):
+        self.stream = stream
+        self.value = value
+
+
+class Handle:
+    """What the program's text has a name for; empty once it is freed or taken over."""
+
+    __slots__ = ("box",)
+
+    def __init__(self, box: Box):
+        self.box = box
+
+    def release(self) -> None:
+        del self.box
+
+
+class Issuing:
+    """One run of one program on `session`, the device with its state."""
+
+    def __init__(self, session: DeviceSession, plan: Issues, streams: Mapping[str, Stream]):
+        self.session, self.streams, self.issues = session, streams, plan.ops
+        self.face, self.index, self.device, self.stores = session.face, session.index, session.device, session.stores
+        self.loss_scale = 1.0 if session.loss_scale is None else session.loss_scale.scale
+        self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
+        self._events: list[Event | None] = [None] * len(plan.ops)
+        self._cursor = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every op has been issued."""
+        return self._cursor == len(self.issues)
+
+    def _next(self, op: str) -> Issue:
+        """The op that the text has next: give back what it takes over, take what it makes."""
+        issue = self.issues[self._cursor]
+        assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
+        self.session.raise_fault()
+        self._cursor += 1
+        accounts = self.session.memory.accounts
+        for memory, name in issue.gives:
+            accounts[memory].give(name)
+        try:
+            for memory, name, num_bytes in issue.takes:
+                accounts[memory].take(name, num_bytes, issue.text)
+            if issue.workspace_bytes:
+                accounts[issue.workspace_memory].take("workspace", issue.workspace_bytes, issue.text)
+                accounts[issue.workspace_memory].give("workspace")
+        except BudgetExceeded as error:
+            raise Fault(issue, error) from error
+        return issue
+
+    def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
+        """Issue `run`, which reads the boxes and gives the op's results; return their handles.
+
+        Weights are not among the boxes: nobody gives their memory back during a step.
+        """
+        stream = self.streams[issue.stream]
+        made = [Box(stream) for _ in issue.results]
+
+        def task() -> None:
+            if isinstance(stream, CudaStream):  # here, as what a thread makes is not there before
+                for box in reads:
+                    if box.stream is not None and box.stream is not stream:
+                        stream.hold(tensors_in(box.value))
+            for box, value in zip(made, run(), strict=True):
+                box.value = value
+
+        events = self._events
+        if isinstance(stream, CudaStream) and self.session.link is None:
+            self._make_room(issue)
+        events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
+        return [Handle(box) for box in made]
+
+    def _make_room(self, issue: Issue) -> None:
+        """Let torch's allocator find the memory that the account has: it hands out what crossed streams only when they
+        are past it, and would else take more from the GPU, the further the issuing runs ahead.
+
+        The op waits for the same on the GPU anyway. Not with several devices: the issuing of a send behind this op
+        would wait too, and with it a device on which this one may depend.
+        """
+        for index in issue.room:
+            event = self._events[index]
+            if event is not None:
+                event.wait()
+
+    def _pace(self, issue: Issue) -> Callable[[], None]:
+        """A transfer begins: what this returns waits until slower links would have moved it as well."""
+        if issue.shared is not None:
+            assert self.session.link_server is not None
+            return self.session.link_server.begin(issue.shared)
+        end_s = time.perf_counter() + issue.least_s
+
+        def rest() -> None:
+            rest_s = end_s - time.perf_counter()
+            if issue.least_s and rest_s > 0:
+                time.sleep(rest_s)
+
+        return rest
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Grads):
+        return [*value.tensors.values(), *([] if value.factor is None else [value.factor])]
+    if isinstance(value, Kept):
+        return list(value.tensors.values())
+    return [value] if isinstance(value, Tensor) else []

@@ -1,0 +1,42 @@
+"""How a device asks for its turn before it copies a chunk of weights; `emulate/turn_server.py` hands the turns out."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...ir.errors import WorkerError
+
+CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: as long may what is urgent have to wait
+REQUEST = struct.Struct("<ii")  # root complex, turn
+GRANTED, DONE = b".", b"!"
+
+
+class TurnClient:
+    """The side of one device, under root complex `complex_` of its host: any of its threads may ask."""
+
+    def __init__(self, address: str, complex_: int):
+        self.address, self.complex_ = address, complex_
+        self._own = threading.local()
+
+    @contextmanager
+    def hold(self, turn: int) -> Iterator[None]:
+        """Have the root complex to oneself. Raises `WorkerError` where the server is gone."""
+        channel = getattr(self._own, "channel", None)
+        if channel is None:
+            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            channel.connect(self.address)
+        try:
+            channel.sendall(REQUEST.pack(self.complex_, turn))
+            granted = channel.recv(len(GRANTED))
+        except OSError:
+            granted = b""
+        if not granted:
+            raise WorkerError("the process that hands out the turns of copies is gone")
+        try:
+            yield
+        finally:
+            channel.sendall(DONE)

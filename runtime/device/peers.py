@@ -1,0 +1,236 @@
+"""What joins the devices: sends, receives and sums on torch.distributed, gloo for host memory and NCCL between GPUs.
+
+Backends are made directly from a store, so the process's own default group is neither needed nor touched. Host traffic
+blocks the calling thread (one thread per stream); NCCL traffic is enqueued on the current CUDA stream. A peer that dies
+raises at once on gloo, and a silent one after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ir import ops
+from ...ir.errors import PlanError
+from ...ir.program import Program, work_of
+from .exchange import gather_rows, seats_of, sum_rows
+
+LOOPBACK = "127.0.0.1"
+INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
+
+
+class Link:
+    """One device's end of all connections.
+
+    `groups`: per name, the devices that take part, in the order in which their parts are added. `hosts`: per device the
+    host it is on; all are on one where it is empty.
+    `hostname` binds gloo to one address; None to the interface that GLOO_SOCKET_IFNAME names, else this host's own.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        device_index: int,
+        num_devices: int,
+        groups: Mapping[str, Sequence[int]],
+        device: torch.device,
+        *,
+        timeout_s: float = 600.0,
+        hostname: str | None = None,
+        hosts: Sequence[int] = (),
+    ):
+        self.index = device_index
+        self.device = device
+        self.groups = {name: list(members) for name, members in groups.items() if device_index in members}
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._hostname = hostname
+        self._everyone = self._gloo("messages", device_index, num_devices)
+        self._gloo_groups: dict[str, Any] = {}
+        self._nccl_groups: dict[str, Any] = {}
+        self._nccl_pairs: dict[tuple[int, int], Any] = {}
+        self._tags: dict[tuple[int, int], dict[str, int]] = {}
+        self._single = {name for name, members in self.groups.items() if len(members) == 1}
+        self._seats = {
+            name: seats_of([hosts[device] if hosts else 0 for device in members], members.index(device_index))
+            for name, members in self.groups.items()
+        }
+
+    def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
+        """Make every connection that the programs need.
+
+        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. A
+        group is summed by NCCL where all its parts lie in GPUs, else by gloo. Raises `PlanError` where two GPUs would
+        exchange messages in different orders, which NCCL cannot.
+        """
+        self._tags = {pair: {tag: i for i, tag in enumerate(sorted(set(tags)))} for pair, tags in orders.items()}
+        if self.device.type == "cuda":
+            for (src, dst), tags in sorted(orders.items()):
+                self._agree_on_order(src, dst, tags)
+                self._nccl_pairs[src, dst] = self._nccl_pair(src, dst)
+        for name, memory in sorted(group_memories.items()):
+            if name not in self._single:
+                self._connect_group(name, self.groups[name], memory)
+
+    def _connect_group(self, name: str, members: list[int], memory: str) -> None:
+        rank = members.index(self.index)
+        self._gloo_groups[name] = self._gloo(f"gloo/{name}", rank, len(members))
+        mine = f"{self.device.type} {memory}"
+        self._store.set(f"memory/{name}/{self.index}", mine)
+        found = {self._store.get(f"memory/{name}/{member}").decode() for member in members}
+        if found == {"cuda device"}:
+            self._nccl_groups[name] = self._nccl(f"nccl/{name}", rank, len(members))
+            self.sum(torch.zeros(1, device=self.device), name)  # connects, while nothing else is under way
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _agree_on_order(self, src: int, dst: int, tags: Sequence[str]) -> None:
+        self._store.set(f"order/{src}-{dst}/{self.index}", json.dumps(list(tags)))
+        other = src if self.index == dst else dst
+        theirs = json.loads(self._store.get(f"order/{src}-{dst}/{other}"))
+        if theirs != list(tags):
+            first = next((a, b) for a, b in zip([*tags, "none"], [*theirs, "none"]) if a != b)
+            raise PlanError(
+                f"messages from device {src} to device {dst} are sent and received in different orders ({first[0]!r} "
+                f"on device {self.index}, {first[1]!r} on device {other}); on GPUs the orders must be the same"
+            )
+
+    # --- messages
+
+    def send(self, value: Tensor, dst: int, tag: str) -> None:
+        """Deliver to `dst`, which must receive under the same tag."""
+        if value.is_cuda:
+            self._nccl_pairs[self.index, dst].send([value], 1, 0).wait()
+        else:
+            self._everyone.send([value], dst, self._tags[self.index, dst][tag]).wait()
+
+    def recv(self, into: Tensor, src: int, tag: str) -> None:
+        """Fill `into` (contiguous) with what `src` sends under this tag."""
+        if into.is_cuda:
+            self._nccl_pairs[src, self.index].recv([into], 0, 0).wait()
+        else:
+            self._everyone.recv([into], src, self._tags[src, self.index][tag]).wait()
+
+    def meet_receiver(self, dst: int, tag: str) -> None:
+        """Wait until `dst` is at the receive of this tag, without handing over anything. Host memory only."""
+        self._everyone.send([torch.zeros(1, dtype=torch.uint8)], dst, self._tags[self.index, dst][tag]).wait()
+
+    def meet_sender(self, src: int, tag: str) -> None:
+        """The other side of `meet_receiver`."""
+        self._everyone.recv([torch.zeros(1, dtype=torch.uint8)], src, self._tags[src, self.index][tag]).wait()
+
+    def meet_all(self, group: str) -> None:
+        """Wait until all members of the group are here. Host memory only."""
+        if group not in self._single:
+            self._gloo_groups[group].barrier().wait()
+
+    # --- collectives
+
+    def on_device(self, group: str) -> bool:
+        """Whether the group's sums run on the GPU (else the caller's thread blocks, with values in host memory)."""
+        return group in self._nccl_groups or (group in self._single and self.device.type == "cuda")
+
+    def sum(self, value: Tensor, group: str) -> None:
+        """Replace `value` (contiguous) by the sum over the group's devices: the same bits on all of them."""
+        if group not in self._single:
+            groups = self._nccl_groups if value.is_cuda else self._gloo_groups
+            groups[group].allreduce([value], dist.AllreduceOptions()).wait()
+
+    def gather(self, value: Tensor, group: str) -> list[Tensor]:
+        """Every device's value, in the group's order."""
+        if group in self._single:
+            return [value]
+        groups = self._nccl_groups if value.is_cuda else self._gloo_groups
+        found = [torch.empty_like(value) for _ in self.groups[group]]
+        groups[group].allgather([found], [value]).wait()
+        return found
+
+    def sum_all(self, values: Sequence[Tensor], group: str) -> None:
+        """As `sum`, for several values (contiguous, of one dtype) at once."""
+        if group not in self._single:
+            groups = self._nccl_groups if values[0].is_cuda else self._gloo_groups
+            groups[group].allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions()).wait()
+
+    def gather_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> None:
+        """Fill `rows` (members, n), of which this device's own is there, with those of all devices in the group's
+        order. `hierarchical`: first between hosts, then inside them."""
+        if group not in self._single:
+            groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+            gather_rows(groups[group], self._seats[group], rows, hierarchical)
+
+    def sum_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> Tensor:
+        """Of `rows` (members + 1, n), one for each device of the group and room for one more, the sum over the devices
+        of this device's row; it lies in one of the rows, and all of them are used up. `hierarchical`: in host memory,
+        first inside hosts, then between them."""
+        if group in self._single:
+            return rows[0]
+        groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
+        return sum_rows(groups[group], rows, self._seats[group], hierarchical)
+
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._everyone.broadcast([value], options).wait()
+        return value
+
+    # --- backends
+
+    def _gloo(self, name: str, rank: int, size: int) -> Any:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        where = {"interface": os.environ[INTERFACE_SETTING]} if INTERFACE_SETTING in os.environ else {}
+        if self._hostname is not None:
+            where = {"hostname": self._hostname}
+        make = dist.ProcessGroupGloo.create_device if where else dist.ProcessGroupGloo.create_default_device
+        options._devices = [make(**where)]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, options)
+
+    def _nccl_pair(self, src: int, dst: int) -> Any:
+        """One direction between two GPUs. The first message, which makes the connection and blocks until the other side
+        does so too, is sent here: all devices walk over their pairs in the same order."""
+        pair = self._nccl(f"nccl/{src}-{dst}", 0 if self.index == src else 1, 2)
+        first = torch.zeros(1, device=self.device)
+        (pair.send([first], 1, 0) if self.index == src else pair.recv([first], 0, 0)).wait()
+        torch.cuda.current_stream(self.device).synchronize()
+        return pair
+
+    def _nccl(self, name: str, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
+
+
+def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[str]]:
+    """Per (source, destination) that the programs' device is one of: the tags in text order, over all programs."""
+    orders: dict[tuple[int, int], list[str]] = {}
+    for program in programs:
+        for node in program.ops():
+            if node.target in (ops.send, ops.recv):
+                work = work_of(program, node)
+                own = program.device
+                pair = (own, work.peer) if node.target is ops.send else (work.peer, own)
+                orders.setdefault(pair, []).append(work.tag)
+    return orders
+
+
+def group_memories(programs: Sequence[Program]) -> dict[str, str]:
+    """Per group in which the programs meet, the memory in which the values lie."""
+    found: dict[str, str] = {}
+    for program in programs:
+        for node in program.ops():
+            if node.target in (ops.all_reduce, ops.all_gather, ops.reduce_scatter):
+                work = work_of(program, node)
+                found[work.group] = ops.DRAM if ops.DRAM in (work.source, found.get(work.group)) else ops.DEVICE
+    return found
+
+
+def group_members(groups: Mapping[str, Sequence[tuple[int, str, str]]]) -> dict[str, list[int]]:
+    """Per group its devices, each once, in the order of the members."""
+    return {name: list(dict.fromkeys(device for device, _, _ in rows)) for name, rows in groups.items()}

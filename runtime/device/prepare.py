@@ -1,0 +1,213 @@
+"""One program made ready to be issued: per op, everything that can be known before the first step.
+
+Most of all what it waits for. The order is that of the verifier and the simulator (`ir/program/order.py`), so a device
+cannot block where the verifier saw that it would not, and memory is reused only behind those who used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...ir import ops
+from ...ir.program import (
+    ON_DEVICE,
+    PAGE,
+    STAGED,
+    Home,
+    Memory,
+    Persistent,
+    Program,
+    aligned,
+    build_order,
+    donated,
+    homes_of,
+    lack_of,
+    line_numbers,
+    operands,
+    place_bytes,
+    places_of,
+    plan_arena,
+    print_node,
+    profile_memory,
+    takes_place,
+    values_of,
+    work_of,
+)
+from ..simulate.priority import is_weights_fetch, turn_of
+
+
+@dataclass
+class Issue:
+    """One op. `takes` and `gives` are values by name and memory, `waits` the indices of earlier ops (see `Issues`)."""
+
+    index: int
+    op: str
+    line: int  # 1-based, in the generated file
+    text: str
+    stream: str
+    memory: str  # in which it works: that of its first operand or result
+    results: list[str]
+    takes: list[tuple[str, str, int]]  # memory, name, bytes
+    gives: list[tuple[str, str]]  # taken over in place, or freed
+    workspace_bytes: int
+    workspace_memory: str
+    moved_bytes: int
+    route: tuple[str, str]  # source, target
+    micro_batch: int | None
+    pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
+    place: int | None  # of what is read, offloaded, written or scattered: its offset in the arena of its memory
+    place_bytes: int  # in host memories whole pages
+    staging: tuple[int, int] | None  # offset in the device's arena, and bytes, for what is between devices
+    turn: int  # of fetched weights: see `pacing.py`
+    tag: str  # of a message; for a load the name of the input
+    peer: int
+    group: str  # of a collective
+    stages: list[str]  # of its operands and results, in order
+    keeps: bool = False  # its last result is what backward needs
+    waits: tuple[int, ...] = ()
+    room: tuple[int, ...] = ()  # those of the waits without whose end there is no device memory for it
+    least_s: float = 0.0  # what a transfer takes at least, where links are held down
+    shared: int | None = None  # its number at the link server, where it may have to share such links
+
+    @property
+    def stage(self) -> str:
+        """The one that its result, or first operand, belongs to."""
+        return self.stages[0]
+
+    @property
+    def where(self) -> str:
+        """For messages: the op's text, with its micro-batch."""
+        return f"`{self.text}`" + ("" if self.micro_batch is None else f" (micro-batch {self.micro_batch})")
+
+
+@dataclass
+class Issues:
+    """All ops of a program in text order."""
+
+    ops: list[Issue]
+    arenas: dict[str, int]  # bytes of each memory's arena
+    persistent: Persistent
+    homes: dict[str, Home]  # per stage that runs here, the memories in which it persists
+    streams: set[str] = field(default_factory=set)
+
+    @property
+    def batch_names(self) -> list[str]:
+        """The inputs of the batch that this device loads."""
+        return sorted({op.tag for op in self.ops if op.op == "load"})
+
+
+StreamOf = Callable[[fx.Node, ops.Work], str]
+
+
+def plan_issues(
+    program: Program,
+    budget_bytes: int,
+    dram_budget_bytes: int | None = None,
+    stream_of: StreamOf = lambda node, work: work.stream,
+) -> Issues:
+    """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
+    profile = profile_memory(program)
+    arenas = [plan_arena(program, memory) for memory in ops.MEMORIES]
+    offsets = {node: offset for arena in arenas for node, offset in arena.offsets.items()}
+    staging = {node: offset for arena in arenas for node, offset in arena.staging.items()}
+    lines = line_numbers(program)
+    plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
+    index_of: dict[fx.Node, int] = {}
+    for node in program.ops():
+        work = work_of(program, node)
+        index_of[node] = len(plan.ops)
+        plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
+        if node in staging:
+            plan.ops[-1].staging = staging[node], work.workspace_bytes
+        if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:
+            plan.ops[-1].pieces = _pieces(program, node, offsets)
+        elif node.target is ops.reduce_scatter:
+            places = places_of(node)  # maybe that of the sum so far
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[places[0]] if places else None, place_bytes(node)
+        elif takes_place(node):
+            plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
+        if node.target not in (ops.free, ops.resident):
+            plan.streams.add(plan.ops[-1].stream)
+    order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
+    direct: list[set[int]] = [set() for _ in plan.ops]
+    room: list[set[int]] = [set() for _ in plan.ops]
+    for node, index in index_of.items():
+        for other, why in order.tasks[order.task_of[node]].waits:
+            before = index_of[order.tasks[other].parts[0][1]]
+            direct[index].add(before)
+            if why == lack_of(ops.DEVICE):
+                room[index].add(before)
+    for issue in plan.ops:
+        issue.waits = _last_on_others(issue, direct[issue.index], plan.ops, direct)
+        issue.room = _last_on_others(issue, room[issue.index], plan.ops, direct)
+    return plan
+
+
+def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
+    assert isinstance(node.target, ops.Op)
+    made, read = values_of(node), operands(node)
+    gone = [v for v in (read if node.target is ops.free else donated(node)) if not places_of(v)]
+    kinds = [v.meta["type"] for v in made or read]
+    owned = [v for v in made if v.meta["type"].owned and not places_of(v)]
+    takes = [(v.meta["type"].memory, v.name, v.meta["type"].bytes) for v in owned]
+    micro_batch = node.kwargs.get("micro_batch")
+    return Issue(
+        index=index,
+        op=node.target.name,
+        line=line,
+        text=print_node(node) or "",
+        stream=stream,
+        memory=kinds[0].memory if kinds else ops.DEVICE,
+        results=[v.name for v in made],
+        takes=takes,
+        gives=[(v.meta["type"].memory, v.name) for v in gone],
+        workspace_bytes=0 if node.target in STAGED else work.workspace_bytes,
+        workspace_memory=work.workspace_memory,
+        moved_bytes=work.moved_bytes,
+        route=(work.source, work.target),
+        micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+        pieces=(),
+        place=None,
+        place_bytes=0,
+        staging=None,
+        turn=turn_of(node) if is_weights_fetch(node) else 0,
+        tag=str(node.args[1]) if node.target is ops.load else work.tag,
+        peer=work.peer,
+        group=work.group,
+        keeps=bool(made) and made[-1].meta["type"].kind == "kept",
+        stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
+    )
+
+
+def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
+    """Where the parameters lie that are there once these weights have come, what the op brings itself last."""
+    found: list[tuple[int, int, int]] = []
+    for fetch in places_of(node):
+        params = fetch.kwargs.get("params")
+        stage = fetch.meta["type"].stage
+        count = params if isinstance(params, int) else len(program.interface.stages[stage].params)
+        found.append((offsets[fetch], found[-1][2] if found else 0, count))
+    return tuple(found)
+
+
+def _last_on_others(issue: Issue, before: set[int], issues: list[Issue], direct: list[set[int]]) -> tuple[int, ...]:
+    """One per other stream, the last: streams work in order. `free` has no stream and passes on what it waits for."""
+    last: dict[str, int] = {}
+    for other in _expand(before, issues, direct):
+        stream = issues[other].stream
+        if stream != issue.stream:
+            last[stream] = max(other, last.get(stream, other))
+    return tuple(sorted(last.values()))
+
+
+def _expand(indices: set[int], issues: list[Issue], direct: list[set[int]]) -> set[int]:
+    found: set[int] = set()
+    for index in indices:
+        if issues[index].op in ("free", "resident"):
+            found |= _expand(direct[index], issues, direct)
+        else:
+            found.add(index)
+    return found

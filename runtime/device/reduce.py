@@ -1,0 +1,88 @@
+"""Sums over the members of a group: first those on this device, in the members' order, then over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ir.program import StageSpec
+from ..optimizer.gradients import Grads
+from .peers import Link
+
+
+def reduce_grads(
+    grads: Sequence[dict[str, Tensor]], specs: Sequence[StageSpec], names: Sequence[str], link: Link | None, group: str
+) -> None:
+    """Put the sum of a tied parameter's gradients into every member's dict. A missing gradient counts as zero."""
+    here = [g[name] for g, name in zip(grads, names, strict=True) if name in g]
+    if here:
+        total = here[0].clone(memory_format=torch.contiguous_format) if len(here) > 1 else here[0].contiguous()
+        for grad in here[1:]:
+            total += grad.to(total.device)
+    else:
+        param = next(p for p in specs[0].params if p.name == names[0])
+        total = torch.zeros(param.shape, dtype=getattr(torch, param.dtype), device=_device_of(grads))
+    if link is not None:
+        total = _over_devices(total, link, group)
+    for g, name in zip(grads, names, strict=True):
+        if name not in g:
+            g[name] = total.clone()
+        elif g[name] is not total:
+            g[name].copy_(total)
+    _settle(total)
+
+
+def reduce_whole(grads: Grads, link: Link | None, group: str) -> None:
+    """Replace a stage's gradients by their sums over the group; in place, where they lie in flat buffers. Which
+    parameters get a gradient follows from the graph, so that all devices hold the same names."""
+    if link is None:
+        return
+    tensors = grads.tensors
+    for dtype in sorted({g.dtype for g in tensors.values()}, key=str):
+        names = [name for name, g in tensors.items() if g.dtype == dtype and not grads.flats]
+        values = [flat for flat in grads.flats if flat.dtype == dtype] or [tensors[name].contiguous() for name in names]
+        if values[0].is_cuda and not link.on_device(group):
+            staged = [value.cpu() for value in values]
+            link.sum_all(staged, group)
+            values = [value.copy_(total) for value, total in zip(values, staged)]
+        else:
+            link.sum_all(values, group)
+        tensors.update(zip(names, values))
+    _settle(next(iter(tensors.values()), torch.zeros(())))
+
+
+def reduce_norms(values: Sequence[Tensor], link: Link | None, group: str) -> Tensor:
+    """The sum of all members' values, added in the group's order, so that every device gets the same bits."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    if link is None:
+        return total
+    if total.is_cuda and not link.on_device(group):
+        total = total.cpu()
+    parts = link.gather(total.reshape(1), group)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.reshape(())
+
+
+def _over_devices(total: Tensor, link: Link, group: str) -> Tensor:
+    if not total.is_cuda or link.on_device(group):
+        link.sum(total, group)
+        return total
+    staged = total.cpu()  # some other member's gradients lie in host memory
+    link.sum(staged, group)
+    return total.copy_(staged)
+
+
+def _device_of(grads: Sequence[dict[str, Tensor]]) -> torch.device:
+    return next((t.device for g in grads for t in g.values()), torch.device("cpu"))
+
+
+def _settle(total: Tensor) -> None:
+    """Wait for what a host thread has put on its CUDA stream: who comes next waits for the thread only."""
+    if total.is_cuda and torch.cuda.current_stream(total.device) == torch.cuda.default_stream(total.device):
+        torch.cuda.current_stream(total.device).synchronize()

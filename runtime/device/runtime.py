@@ -1,0 +1,213 @@
+"""The device runtime: what `rt` is in a generated `step(rt, batch)` on a real device.
+
+The function runs once, fast, on the calling thread: every op returns handles at once and is issued to its stream, where
+it starts when its inputs are ready. Memory is taken and given back in issue order under the budgets of the device and
+of DRAM, so exceeding one raises at the op that would, whatever has run so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
+from ..stage.file import Staged
+from ..stage.runner import micro_batch_seed
+from .issuing import Box, Handle
+from .messages import Messages
+from .prepare import Issue
+from .transfers import Transfers
+from .versions import Versions
+
+
+class DeviceRuntime(Transfers, Messages, Versions):
+    """One run of one program on `session`; its methods are the ops."""
+
+    # --- ops: compute
+
+    def forward(
+        self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int, keep: bool = True
+    ) -> tuple[Handle, ...]:
+        issue = self._next("forward")
+        store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
+        seed = self._seed(stage, issue)
+
+        def run() -> list[Any]:
+            with self._bound(store, bound.value) as runner:
+                outputs, kept = runner.forward([box.value for box in boxes], seed, keep)
+            return [*outputs, kept] if keep else outputs
+
+        return tuple(self._launch(issue, boxes, run))
+
+    def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
+        issue = self._next("evaluate")
+        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+
+        def run() -> list[Any]:
+            runner.bind(bound.value)
+            return runner.evaluate([box.value for box in boxes])
+
+        return tuple(self._launch(issue, boxes, run))
+
+    def backward(
+        self,
+        stage: str,
+        weights: Handle,
+        kept: Handle | None,
+        inputs: Sequence[Handle],
+        douts: Sequence[Handle | float | None],
+        grads: Handle | None = None,
+        *,
+        micro_batch: int,
+    ) -> tuple[Handle, ...]:
+        issue = self._next("backward")
+        store, bound = self.stores[stage], weights.box
+        boxes = [h.box for h in inputs]
+        kept_box = Box() if kept is None else kept.box
+        grads_box = Box() if grads is None else grads.box
+        scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
+        given = [d.box if isinstance(d, Handle) else d for d in scaled]
+        seed = self._seed(stage, issue)
+        if grads is not None:
+            grads.release()
+
+        def run() -> list[Any]:
+            so_far = None if grads_box.value is None else grads_box.value.tensors
+            values = [None if box is None else box.value for box in given]
+            with self._bound(store, bound.value) as runner:
+                dinputs, total = runner.backward(kept_box.value, [box.value for box in boxes], values, so_far, seed)
+            return [*dinputs, Grads(total)]
+
+        return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))
+
+    def backward_input(
+        self,
+        stage: str,
+        weights: Handle,
+        kept: Handle | None,
+        inputs: Sequence[Handle],
+        douts: Sequence[Handle | float | None],
+        *,
+        micro_batch: int,
+    ) -> tuple[Handle, ...]:
+        issue = self._next("backward_input")
+        runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        kept_box = Box() if kept is None else kept.box
+        scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
+        given = [d.box if isinstance(d, Handle) else d for d in scaled]
+        seed = self._seed(stage, issue)
+        if kept is not None:
+            kept.release()
+
+        def run() -> list[Any]:
+            runner.bind(bound.value)
+            values = [None if box is None else box.value for box in given]
+            dinputs, rest = runner.backward_input(kept_box.value, [box.value for box in boxes], values, seed)
+            return [*dinputs, rest]
+
+        return tuple(self._launch(issue, [*boxes, kept_box, *(b for b in given if b)], run))
+
+    def backward_weight(
+        self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
+    ) -> Handle:
+        issue = self._next("backward_weight")
+        runner, bound, rest_box = self.stores[stage].runner, weights.box, rest.box
+        grads_box = Box() if grads is None else grads.box
+        if grads is not None:
+            grads.release()
+
+        def run() -> list[Any]:
+            runner.bind(bound.value)
+            so_far = None if grads_box.value is None else grads_box.value.tensors
+            return [Grads(runner.backward_weight(rest_box.value, so_far))]
+
+        return self._launch(issue, [rest_box, grads_box], run)[0]
+
+    def add(self, left: Handle, right: Handle) -> Handle:
+        issue = self._next("add")
+        a, b = left.box, right.box
+        left.release()
+
+        def run() -> list[Any]:
+            if isinstance(a.value, Grads):
+                for total, more in zip(a.value.flats, b.value.flats, strict=True):
+                    total.add_(more)
+            else:
+                a.value.add_(b.value)
+            return [a.value]
+
+        return self._launch(issue, [a, b], run)[0]
+
+    def _seed(self, stage: str, issue: Issue) -> int:
+        """By the micro-batch's number in the whole batch, which a lane counts anew."""
+        assert issue.micro_batch is not None
+        return micro_batch_seed(self.session.seed, self.session.step_count, stage, issue.micro_batch)
+
+    # --- ops: update
+
+    def norm(self, *grads: Handle) -> Handle:
+        issue = self._next("norm")
+        boxes = [handle.box for handle in grads]
+        specs = [self.face.stages[stage] for stage in issue.stages]
+
+        def run() -> list[Any]:
+            return [sum_of_squares((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))]
+
+        return self._launch(issue, boxes, run)[0]
+
+    def clip(self, grads: Handle, norm: Handle, *, max_norm: float) -> Handle:
+        issue = self._next("clip")
+        box, squares = grads.box, norm.box
+        grads.release()
+        self.squares = squares
+
+        def run() -> list[Any]:
+            box.value.scale(clip_factor(squares.value, max_norm, self.loss_scale))
+            return [box.value]
+
+        return self._launch(issue, [box, squares], run)[0]
+
+    def step(
+        self,
+        stage: str,
+        grads: Handle,
+        norm: Handle | None = None,
+        states: Handle | None = None,
+        *,
+        speculative: bool = False,
+    ) -> Handle | None:
+        issue = self._next("step")
+        box, squares, store = grads.box, None if norm is None else norm.box, self.stores[stage]
+        staged_box = None if states is None else states.box
+        factor = speculative_factor(self.loss_scale) if speculative else None
+        if squares is not None:
+            self.squares = squares
+        if states is not None:
+            states.release()
+
+        def run() -> list[Any]:
+            staged: Staged | None = None if staged_box is None else staged_box.value
+            if squares is None or bool(torch.isfinite(squares.value)):
+                store.update(box.value, staged, factor)
+            else:
+                store.skip(staged)
+            return [] if staged is None else [staged]
+
+        made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
+        return made[0] if made else None
+
+    def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
+        issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]
+        loss_scale = None if self.session.loss_scale is None else self.loss_scale
+        self.squares = squares
+
+        def run() -> list[Any]:
+            verdict = judge(squares.value, max_norm, loss_scale)
+            if verdict is not Verdict.KEEP:
+                clipped = verdict is Verdict.REDO
+                store.redo(box.value, clip_factor(squares.value, max_norm, self.loss_scale) if clipped else None)
+            return []
+
+        self._launch(issue, [box, squares], run)

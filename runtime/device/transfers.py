@@ -1,0 +1,222 @@
+"""The ops of the device runtime that move values between memories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer.gradients import Grads
+from ..stage.arena import grads_layout
+from ..stage.runner import Kept
+from .issuing import Box, Handle, Issuing
+from .pacing import CHUNK_BYTES
+from .prepare import Issue
+
+FIRST_TURN = -1  # before that of any stage
+
+
+@dataclass(frozen=True)
+class OnSsd:
+    """An activation in the file of activations. `like`: its shapes and dtypes, on the meta device."""
+
+    offset_bytes: int
+    like: Any
+
+
+class Transfers(Issuing):
+    """`load` to `free`."""
+
+    def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
+        issue = self._next("load")
+        rows = self.face.batch[name].shape[0]
+        piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # of its lane, whose rows it is given
+        if self.device.type == "cpu":  # a view: no memory is taken, nothing need be waited for
+            return Handle(Box(None, piece))
+
+        def run() -> list[Any]:
+            host = piece if piece.is_cuda else piece.pin_memory()
+            return [host.to(self.device, copy=True, non_blocking=True)]
+
+        return self._launch(issue, [], run)[0]
+
+    def resident(self, name: str, *, group: str | None = None) -> Handle:
+        self._next("resident")
+        return Handle(self.session.resident[name.partition(".")[0]])
+
+    def fetch(
+        self,
+        what: str | Handle,
+        begun: Handle | None = None,
+        *,
+        params: int | None = None,
+        group: str | None = None,
+    ) -> Handle:
+        issue = self._next("fetch")
+        if begun is not None:
+            begun.release()
+        if isinstance(what, Handle) and not issue.pieces:
+            return self._fetch_activation(issue, what.box)
+        stage = issue.stage
+        store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
+        offset_bytes, first, last = issue.pieces[-1]
+        start, end = store.layout.start_of(first), store.layout.start_of(last)
+        place = self.session.memory.device_arena.range(offset_bytes, end - start)
+        # Of a shard nothing is computed: it goes on as it is.
+        value = (
+            place if group is not None else self.session.memory.device_arena.views(stage, store.layout, issue.pieces)
+        )
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            source = store.flat if box is None else box.value
+            self._copy_in(place, source[start:end], issue.turn)
+            rest()
+            return [value]
+
+        return self._launch(issue, [] if box is None else [box], run)[0]
+
+    def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
+        """From DRAM to the device; where fetches have turns, in chunks, each when its turn has come."""
+        session = self.session
+        if session.turns is None or session.copies is None:
+            with self._issued_apart():
+                place.copy_(source, non_blocking=True)
+            return
+        with torch.cuda.stream(session.copies):
+            for start in range(0, len(place), CHUNK_BYTES):
+                with session.turns.hold(turn):
+                    end = min(start + CHUNK_BYTES, len(place))
+                    place[start:end].copy_(source[start:end], non_blocking=True)
+                    session.copies.synchronize()
+
+    def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            given: Any = box.value
+            with self._alone():
+                if isinstance(given, Kept):
+                    moved: Any = given.copied_to(torch.empty(given.num_bytes, dtype=torch.uint8, device=self.device))
+                else:
+                    moved = torch.empty_like(given, device=self.device).copy_(given, non_blocking=True)
+            rest()
+            return [moved]
+
+        return self._launch(issue, [box], run)[0]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where fetches have turns, activations come before all weights."""
+        turns = self.session.turns
+        with nullcontext() if turns is None else turns.hold(FIRST_TURN), self._issued_apart():
+            yield
+
+    @contextmanager
+    def _issued_apart(self) -> Iterator[None]:
+        """Copies that a thread issues are there when this ends."""
+        copies = self.session.copies
+        if copies is None:
+            yield
+            return
+        with torch.cuda.stream(copies):
+            yield
+            copies.synchronize()
+
+    def offload(self, value: Handle) -> Handle:
+        issue = self._next("offload")
+        box, place = value.box, issue.place
+        num_bytes = issue.place_bytes
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            given: Any = box.value
+            if place is None:  # a result of the step, which is handed out
+                moved: Any = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(
+                    given, non_blocking=True
+                )
+            else:
+                moved = self._placed(given, self.session.memory.dram_arena.range(place, num_bytes), issue)
+            rest()
+            return [moved]
+
+        return self._launch(issue, [box], run)[0]
+
+    def _placed(self, given: Any, flat: Tensor, issue: Issue) -> Any:
+        """A copy of gradients, of a tensor or of what a forward kept, in its place in DRAM."""
+        if isinstance(given, Grads):
+            places = grads_layout(self.stores[issue.stage].part).views(flat)
+            tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
+            return Grads(tensors, given.factor)
+        if isinstance(given, Kept):
+            return given.copied_to(flat)
+        return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
+
+    def read(self, what: str | Handle, *, group: str | None = None) -> Handle:
+        issue = self._next("read")
+        assert issue.place is not None
+        flat = self.session.memory.dram_arena.range(issue.place, issue.place_bytes)
+        if isinstance(what, Handle):
+            return self._read_activation(issue, what.box, flat)
+        file = self.stores[issue.stage].file
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            assert file is not None
+            if what.endswith(".weights"):
+                file.read_weights(flat)
+            else:
+                file.read(flat)
+            rest()
+            return [flat if what.endswith(".weights") else file.views(flat)]
+
+        return self._launch(issue, [], run)[0]
+
+    def _read_activation(self, issue: Issue, box: Box, flat: Tensor) -> Handle:
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            there: OnSsd = box.value
+            assert self.session.memory.ssd_arena is not None
+            self.session.memory.ssd_arena.read(there.offset_bytes, flat)
+            rest()
+            if isinstance(there.like, Kept):
+                return [there.like.placed_in(flat)]
+            num_bytes = there.like.numel() * there.like.element_size()
+            return [flat[:num_bytes].view(there.like.dtype).view(there.like.shape)]
+
+        return self._launch(issue, [box], run)[0]
+
+    def write(self, value: Handle, *, to: str | None = None) -> Handle | None:
+        issue, box = self._next("write"), value.box
+        file = None if to is None else self.stores[to.partition(".")[0]].file
+
+        def run() -> list[Any]:
+            rest = self._pace(issue)
+            given = box.value
+            if file is not None:
+                file.write(given.flat)
+                rest()
+                return []
+            there = self._write_activation(given, issue)
+            rest()
+            return [there]
+
+        made = self._launch(issue, [box], run)
+        return made[0] if made else None
+
+    def _write_activation(self, given: Any, issue: Issue) -> OnSsd:
+        assert self.session.memory.ssd_arena is not None and issue.place is not None
+        first = next(iter(given.tensors.values())) if isinstance(given, Kept) else given
+        _, flat = self.session.memory.dram_arena.pages_of(first, issue.place_bytes)
+        self.session.memory.ssd_arena.write(issue.place, flat)
+        if isinstance(given, Kept):
+            return OnSsd(issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()}))
+        return OnSsd(issue.place, given.to("meta"))
+
+    def free(self, *values: Handle) -> None:
+        self._next("free")
+        for handle in values:
+            handle.release()

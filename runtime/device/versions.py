@@ -1,0 +1,62 @@
+"""The ops of the device runtime that make versions of a stage's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir.ops import apart, shared_params
+from ..optimizer.extrapolate import extrapolate
+from ..optimizer.gradients import Grads
+from ..stage.runner import StageRunner
+from ..stage.store import StageStore
+from .issuing import Handle, Issuing
+
+
+class Versions(Issuing):
+    """`stash`, `predict` and `split`. All run on the stream of computation, between the updates that the text has them
+    between; what they make is used and given back on that stream, too."""
+
+    @contextmanager
+    def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> Iterator[StageRunner]:
+        """A stage's runner on these weights. Of a version it lets go at once: a `free` gives its memory back."""
+        store.runner.bind(weights)
+        yield store.runner
+        if self.face.asynchronous and weights is not store.weights:
+            store.runner.bind(store.weights)
+
+    def stash(self, stage: str, weights: Handle) -> Handle:
+        issue, store = self._next("stash"), self.stores[stage]
+        return self._launch(issue, [], lambda: [_copied(store)])[0]
+
+    def predict(self, stage: str, weights: Handle, *, updates: int, shared: int = 0) -> Handle:
+        issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.face, stage)
+
+        def run() -> list[Any]:
+            made = _copied(store)
+            if store.optimizer is not None:
+                extrapolate(store.optimizer, made, updates, shared, names)
+            return [made]
+
+        return self._launch(issue, [], run)[0]
+
+    def split(self, stage: str, grads: Handle) -> tuple[Handle, ...]:
+        issue, box, names = self._next("split"), grads.box, shared_params(self.face, stage)
+        grads.release()
+
+        def run() -> list[Any]:
+            own, others = apart(box.value.tensors, names)
+            return [Grads(own, part="own"), Grads(others, part="shared")]
+
+        return tuple(self._launch(issue, [box], run))
+
+
+def _copied(store: StageStore) -> dict[str, Tensor]:
+    """A stage's weights in a flat buffer of their own."""
+    flat = torch.empty_like(store.flat)
+    flat.copy_(store.flat)
+    return store.layout.views(flat)

@@ -1,0 +1,153 @@
+"""Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
+
+Run as `python -m penstock.runtime.measure.cpu RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device,
+all at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..device.malloc import keep_freed_memory
+from ..processes.worker import SWITCH_S
+from .disks import disk_rates
+from .links import fetch_latency_s, message_rates
+from .waiting import waited_s
+
+SLICE_S = 0.4  # time for one figure
+LEAST_S = 1e-7  # no clock here tells less from nothing
+MIB = 2**20
+MESSAGE_BYTES = 8 * MIB
+
+
+def steady_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
+    """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
+
+    Not the median, since whatever else the machine does can only make runs longer; what the thread waited for a core
+    does not count at all.
+    """
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + slice_s
+    while len(times) < 3 or time.perf_counter() < end:
+        waited_before_s, start = waited_s(), time.perf_counter()
+        work()
+        took_s = time.perf_counter() - start
+        times.append(max(took_s - (waited_s() - waited_before_s), LEAST_S))
+    return sorted(times)[len(times) // 4]
+
+
+def matmul_flops(dtype: torch.dtype, tokens: int = 256, width: int = 256) -> float:
+    """FLOP/s of the three products of a linear layer of `width` to four times as many features: forward, and the
+    gradients of its input and its weight."""
+    value, weight = torch.randn(tokens, width).to(dtype), torch.randn(4 * width, width).to(dtype)
+    gradient = torch.randn(tokens, 4 * width).to(dtype)
+    products: tuple[Callable[[], object], ...] = (
+        lambda: torch.nn.functional.linear(value, weight),
+        lambda: torch.mm(gradient, weight),
+        lambda: torch.mm(gradient.t(), value),
+    )
+    total_s = sum(steady_s(product, SLICE_S / len(products)) for product in products)
+    return len(products) * 2 * tokens * width * 4 * width / total_s
+
+
+def pointwise_bandwidth(num_bytes: int = MIB) -> float:
+    """Bytes per second that what lies between matrix products reads and writes, on activations of usual size.
+
+    A mix, because on a CPU it is not memory that bounds all of it: of a copy's rate softmax and GELU reach a tenth.
+    """
+    value = torch.randn(num_bytes // 4096, 1024)
+    functional = torch.nn.functional
+
+    def mix() -> None:
+        normal = functional.layer_norm(value, (1024,))
+        active = functional.gelu(normal, approximate="tanh")
+        total = normal + active
+        (total * torch.softmax(total, -1)).t().contiguous()
+
+    return 14 * num_bytes / steady_s(mix)  # each reads one or two tensors and writes one
+
+
+def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
+    """Bytes copied per second between two tensors too large for the caches; each is one byte read and one written."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    return num_bytes / steady_s(lambda: target.copy_(source))
+
+
+def call_overhead_s(layers: int = 20) -> float:
+    """Seconds that a torch call takes on data too small to count, with its share of Python's and autograd's work.
+
+    As costs count calls: those of a forward once there and twice in its backward.
+    """
+    norm, linear, start = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.ones(1, 2, 8)
+
+    def block() -> None:
+        value = start
+        for _ in range(layers):
+            value = value + linear(norm(value)).view(1, 2, 2, 4).transpose(1, 2).reshape(1, 2, 8)
+        value.sum().backward()
+
+    calls = 4 * layers  # norm, linear, the copy in reshape, addition
+    return steady_s(block, slice_s=0.2) / (3 * calls)
+
+
+def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
+    """Parameters per second of torch's fused AdamW on fp32 states."""
+    param = torch.nn.Parameter(torch.randn(num_params))
+    param.grad = torch.randn(num_params)
+    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
+    return num_params / steady_s(optimizer.step)
+
+
+def measure_cpu(disk_directories: Sequence[str], store: dist.Store) -> dict[str, Any]:
+    """All rates of this process's device, in step with the other ranks; the disks on rank 0 only. `store`: where ranks
+    0 and 1 meet to exchange messages."""
+    tasks: dict[str, Callable[[], float]] = {
+        "fp32": lambda: matmul_flops(torch.float32),
+        "bf16": lambda: matmul_flops(torch.bfloat16),
+        "fp16": lambda: matmul_flops(torch.float16),
+        "memory": pointwise_bandwidth,
+        "copy": copy_bandwidth,
+        "copy_latency_s": fetch_latency_s,
+        "op_overhead_s": call_overhead_s,
+        "adamw": adamw_params_per_s,
+    }
+    rates: dict[str, Any] = {}
+    for name, task in tasks.items():
+        dist.barrier()
+        rates[name] = task()
+    dist.barrier()
+    if dist.get_world_size() > 1 and dist.get_rank() < 2:
+        rates |= message_rates(store, dist.get_rank(), MESSAGE_BYTES)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        rates["disks"] = [disk_rates(directory) for directory in disk_directories]
+    dist.barrier()
+    return rates
+
+
+def main(arguments: list[str]) -> None:
+    rank, world, threads, rendezvous, *directories = arguments
+    keep_freed_memory()  # as the devices themselves do
+    sys.setswitchinterval(SWITCH_S)
+    torch.set_num_threads(int(threads))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
+    )
+    try:
+        store = dist.FileStore(f"{rendezvous}-messages", 2)
+        print(json.dumps(measure_cpu(directories, store)))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,143 @@
+"""Timing what CUDA devices do: matrix products, their memory, pinned copies alone and together, peers.
+
+Run as `python -m penstock.runtime.measure.cuda GROUPS [DIRECTORY ...]` where GROUPS is a JSON list with the device
+indices under each root complex. Prints one line of JSON. A process of its own, so that the caller keeps no context.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .cpu import MIB, adamw_params_per_s, copy_bandwidth
+from .disks import disk_rates
+
+SLICE_S = 0.3
+COPY_BYTES = 256 * MIB
+
+
+def mean_s(work: Callable[[], object], device: int, slice_s: float = SLICE_S) -> float:
+    """Mean seconds of `work` on a device's current stream, by events, over about `slice_s`."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        for _ in range(3):
+            work()
+        stream.synchronize()
+        begin = time.perf_counter()
+        work()
+        stream.synchronize()
+        repeats = max(3, int(slice_s / max(time.perf_counter() - begin, 1e-6)))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / repeats
+
+
+def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float:
+    """Seconds of `work` on an idle stream, from the event before it to the one behind it, as the runtime's streams
+    record them: what a transfer with nothing in it takes. The first quartile."""
+    with torch.cuda.device(device):
+        stream, times = torch.cuda.current_stream(), []
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        work()
+        for _ in range(repeats):
+            stream.synchronize()
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return sorted(times)[repeats // 4]
+
+
+def matmul_flops(device: int, dtype: torch.dtype, size: int = 4096) -> float:
+    """FLOP/s of a square matrix product."""
+    left, right = (torch.randn(size, size, device=f"cuda:{device}").to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / mean_s(lambda: torch.mm(left, right, out=out), device)
+
+
+def measure_device(device: int) -> dict[str, float]:
+    """Rates of one GPU that has its links to itself."""
+    here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+    twin, pinned = torch.empty_like(here), torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    few, few_pinned = here[:64], pinned[:64]
+    element = torch.ones(8, device=f"cuda:{device}")
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16}
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        dtypes["bf16"] = torch.bfloat16
+    return {name: matmul_flops(device, dtype) for name, dtype in dtypes.items()} | {
+        "memory": 2 * COPY_BYTES / mean_s(lambda: twin.copy_(here), device),
+        "h2d": COPY_BYTES / mean_s(lambda: here.copy_(pinned, non_blocking=True), device),
+        "d2h": COPY_BYTES / mean_s(lambda: pinned.copy_(here, non_blocking=True), device),
+        "copy_latency_s": alone_s(lambda: few.copy_(few_pinned, non_blocking=True), device),
+        "op_overhead_s": mean_s(lambda: element.mul_(1.0), device, 0.05),
+    }
+
+
+def together_bandwidth(group: list[int], to_device: bool) -> float:
+    """Bytes/s that all GPUs under one root complex copy in one direction at once."""
+    pairs = []
+    for device in group:
+        here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        pairs.append((here, pinned) if to_device else (pinned, here))
+    streams = [torch.cuda.Stream(device=device) for device in group]
+    repeats = 4
+
+    def copy_all() -> float:
+        for device in group:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            for stream, (target, source) in zip(streams, pairs, strict=True):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+        return time.perf_counter() - start
+
+    copy_all()
+    return repeats * len(group) * COPY_BYTES / copy_all()
+
+
+def peer_rates(src: int, dst: int) -> dict[str, float]:
+    """Bandwidth and latency of copies from one GPU to another that can reach it."""
+    here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{src}")
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{dst}")
+    return {
+        "link": COPY_BYTES / mean_s(lambda: there.copy_(here, non_blocking=True), src),
+        "link_latency_s": alone_s(lambda: there[:64].copy_(here[:64], non_blocking=True), src),
+    }
+
+
+def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) -> dict[str, Any]:
+    """Rates of every GPU, of each root complex's group together, of a pair of peers, of the host and its disks."""
+    num_devices = sum(map(len, groups))
+    report: dict[str, Any] = {
+        "devices": [measure_device(device) for device in range(num_devices)],
+        "down": [together_bandwidth(group, to_device=True) for group in groups],
+        "up": [together_bandwidth(group, to_device=False) for group in groups],
+        "host": {"adamw": adamw_params_per_s(64 * MIB), "copy": copy_bandwidth(256 * MIB)},
+    }
+    if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
+        report["peer"] = peer_rates(0, 1)
+    report["disks"] = [disk_rates(directory) for directory in disk_directories]
+    return report
+
+
+def main(arguments: list[str]) -> None:
+    groups, *directories = arguments
+    print(json.dumps(measure_machine(json.loads(groups), directories)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,337 @@
+"""Describing the machine at hand: GPUs through torch and NVML, their slots through /sys, the rest through psutil.
+
+Without `measure` the rates come from datasheets of known parts or from the CPU's instruction set, and `source` says
+so. With it, child processes time them (`measure`, `measure_cuda`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ...ir.errors import HardwareError
+from ...ir.machine.hardware import Hardware
+from ...ir.machine.presets import PCIE_X16, gpu
+from ..ssd.folder import free_space
+from .disks import disk_directories
+
+MEASURE_TIMEOUT_S = 120.0
+PCI = Path("/sys/bus/pci/devices")
+# Names that drivers report, for the parts whose datasheets are known.
+DRIVER_NAMES = {
+    "rtx2080ti": r"RTX 2080 Ti$", "rtx3090": r"RTX 3090$", "rtx3090ti": r"RTX 3090 Ti$", "rtx4090": r"RTX 4090$",
+    "rtx5090": r"RTX 5090$", "rtx4060-laptop": r"RTX 4060 Laptop", "v100-16gb": r"V100.*16GB",
+    "v100-32gb": r"V100.*32GB", "a100-40gb": r"A100.*40GB", "a100-80gb": r"A100.*80GB", "h100": r"H100",
+    "h200": r"H200",
+}  # fmt: skip
+
+
+def detect_hardware(measure: bool = False) -> Hardware:
+    """This machine as a document: its CUDA devices, or CPU devices when it has none.
+
+    Memory is shared out so that everything fits: CPU devices and DRAM get half each of four fifths of the RAM. Each
+    disk with a directory that files can lie in counts as an SSD of the size that is free there.
+    Raises HardwareError when a measurement fails or hangs.
+    """
+    document = _gpu_document() if torch.cuda.is_available() else _cpu_document()
+    directories = disk_directories()
+    document["hosts"][0]["ssds"] = [
+        {"size_bytes": free_space(Path(directory)), "read_bandwidth": 1e9, "write_bandwidth": 0.5e9}
+        | {"directory": directory}
+        for directory in directories
+    ]
+    if measure:
+        (_measure_gpus if torch.cuda.is_available() else _measure_cpus)(document, directories)
+        document["source"] = document["source"].split(";")[0] + "; all rates measured"
+    return Hardware.model_validate(document)
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ram_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """RAM of the machine, or of the container that this process is confined to."""
+    total = psutil.virtual_memory().total
+    limit = cgroup.read_text().strip() if cgroup.is_file() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def cpu_peak_flops(threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, float]:
+    """Guessed FLOP/s of `threads` cores: clock times the width of the instruction set's multiply-adds."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    flags = set((re.search(r"^flags\s*:(.*)$", text, re.MULTILINE) or ["", ""])[1].split())
+    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
+    per_cycle = 64 if "avx512f" in flags else 32 if "avx2" in flags else 16
+    fp32 = (float(clock[1]) * 1e6 if clock else 2.5e9) * per_cycle * threads
+    bf16 = 4 * fp32 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else fp32 / 4
+    return {"fp32": fp32, "bf16": bf16, "fp16": 2 * fp32 if "avx512_fp16" in flags else fp32 / 4}
+
+
+def _host(dram_bytes: int, usable_fraction: float) -> dict[str, Any]:
+    cores = usable_cores()
+    dram_bandwidth = min(20e9 * cores, 200e9)
+    return {
+        "dram_bytes": dram_bytes, "dram_usable_fraction": usable_fraction, "dram_bandwidth": dram_bandwidth,
+        "cpu_cores": cores, "optimizer_params_per_s": min(1.5e9 * cores, 0.6 * dram_bandwidth / 28),
+    }  # fmt: skip
+
+
+def _cpu_document() -> dict[str, Any]:
+    cores = usable_cores()
+    num_devices = max(1, min(cores, 4))
+    threads, half_bytes = cores // num_devices, int(0.4 * ram_bytes())
+    device = {
+        "kind": "cpu", "memory_bytes": half_bytes // num_devices, "usable_fraction": 1.0, "threads": threads,
+        "peak_flops": cpu_peak_flops(threads), "achieved_fraction": 0.6, "memory_bandwidth": 20e9,
+        "h2d_bandwidth": 10e9, "d2h_bandwidth": 10e9, "link_latency_s": 20e-6, "op_overhead_s": 5e-6,
+    }  # fmt: skip
+    host = _host(half_bytes, 1.0) | {
+        "root_complexes": [{"bandwidth_up": 10e9 * num_devices, "bandwidth_down": 10e9 * num_devices}],
+        "nvlink_bandwidth": 2e9, "nvlink_latency_s": 100e-6,
+    }  # fmt: skip
+    return {
+        "name": f"this-machine-{num_devices}xcpu",
+        "source": "sizes from this machine; rates guessed from its instruction set, not measured",
+        "hosts": [host],
+        "devices": [{"name": f"cpu{index}", **device} for index in range(num_devices)],
+    }
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def known_part(driver_name: str) -> str | None:
+    """Name of the preset part for a GPU's name as the driver reports it, None when its datasheet is not known."""
+    return next((part for part, pattern in DRIVER_NAMES.items() if re.search(pattern, driver_name)), None)
+
+
+def pci_address(properties: Any) -> str | None:
+    """ "0000:3b:00.0" from torch's device properties, None when torch does not tell."""
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def slot_bandwidth(address: str | None, pci: Path) -> float:
+    """Usable bytes/s per direction of a PCI device's slot, from the narrower of the device and the port above it.
+
+    Where /sys does not say (virtual machines), the rate of generation 3 with 16 lanes.
+    """
+    if address is None or not (pci / address).exists():
+        return PCIE_X16[3]
+    device = (pci / address).resolve()
+    rates = []
+    for node in (device, device.parent):
+        speed, width = (node / "max_link_speed"), (node / "max_link_width")
+        if speed.is_file() and width.is_file():
+            gigatransfers = re.match(r"([\d.]+) GT/s", speed.read_text())
+            lanes = int(width.read_text())
+            if gigatransfers and 0 < lanes <= 32:
+                encoding = 0.8 if float(gigatransfers[1]) <= 5 else 128 / 130
+                rates.append(float(gigatransfers[1]) * 1e9 / 8 * encoding * lanes * 0.83)
+    return min(rates, default=PCIE_X16[3])
+
+
+def root_port(address: str | None, pci: Path) -> str:
+    """What the device shares its way to DRAM with: the root port's address, else its NUMA node, else "unknown"."""
+    if address is None or not (pci / address).exists():
+        return "unknown"
+    ports = [part for part in (pci / address).resolve().parts if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:\S+", part)]
+    if len(ports) > 1:
+        return ports[0]
+    numa = pci / address / "numa_node"
+    return f"node {numa.read_text().strip()}" if numa.is_file() else "unknown"
+
+
+def nvlink_bandwidth(index: int, major: int) -> float | None:
+    """Usable bytes/s per direction over all active NVLinks of a GPU of compute capability `major`.
+
+    None without NVLink, or without nvidia-ml-py to ask. The rate of one link follows from the architecture, since
+    some drivers report a wrong version of the link.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    active = 0
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+                active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        pass  # NVML answers "not supported" for links that a GPU does not have: what was found so far counts
+    per_link = 20e9 if major <= 6 else 25e9 if major <= 9 else 50e9
+    return 0.8 * active * per_link or None
+
+
+def _unknown_part(properties: Any) -> dict[str, Any]:
+    """Guesses for a GPU without a datasheet here: cores per processor and clock by torch's account."""
+    cores = properties.multi_processor_count * (64 if properties.major == 7 else 128)
+    fp32 = 2.0 * cores * getattr(properties, "clock_rate", 1.5e6) * 1e3  # kHz
+    peak = {"fp32": fp32, "fp16": 2 * fp32} | ({"bf16": 2 * fp32} if properties.major >= 8 else {})
+    clock_khz, bits = getattr(properties, "memory_clock_rate", 7e6), getattr(properties, "memory_bus_width", 256)
+    return {"peak_flops": peak, "achieved_fraction": 0.7, "memory_bandwidth": 2e3 * clock_khz * bits / 8}
+
+
+def _gpu_document() -> dict[str, Any]:
+    count = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    addresses = [pci_address(each) for each in properties]
+    ports = [root_port(address, PCI) for address in addresses]
+    complexes = sorted(set(ports))
+    devices, unknown = [], []
+    for index, (each, address) in enumerate(zip(properties, addresses, strict=True)):
+        part, link = known_part(each.name), slot_bandwidth(address, PCI)
+        if part is None:
+            unknown.append(each.name)
+        figures = _part_figures(part) if part else _unknown_part(each)
+        devices.append(
+            {"name": f"gpu{index}", "kind": "cuda", "root_complex": complexes.index(ports[index]),
+             "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link, **figures}
+        )  # fmt: skip
+    widest = [max(d["h2d_bandwidth"] for d in devices if d["root_complex"] == c) for c in range(len(complexes))]
+    # Bridges that join pairs only leave some devices without access to others: no link between all of them then.
+    p2p = count > 1 and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+    host = _host(ram_bytes(), 0.8) | {
+        "root_complexes": [{"bandwidth_up": rate, "bandwidth_down": rate} for rate in widest],
+        "p2p": p2p,
+        "nvlink_bandwidth": nvlink_bandwidth(0, properties[0].major) if p2p else None,
+    }
+    guessed = f", guessed for {', '.join(sorted(set(unknown)))}" if unknown else ""
+    return {
+        "name": f"this-machine-{count}xcuda",
+        "source": f"sizes and slots from this machine; rates from datasheets{guessed}, not measured",
+        "hosts": [host], "devices": devices,
+    }  # fmt: skip
+
+
+def _part_figures(name: str) -> dict[str, Any]:
+    keys = ("peak_flops", "achieved_fraction", "memory_bandwidth")
+    return {key: gpu(name, 0)[key] for key in keys}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def run_children(
+    module: str,
+    arguments: list[list[str]],
+    threads: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> list[dict[str, Any]]:
+    """Run `python -m penstock.runtime.measure.MODULE` once per argument list, all at once; the JSON that each printed.
+
+    `environment` defaults to this process's, with the threads and the waiting of workers. Raises HardwareError with a
+    child's error output when one fails, or when they take more than `timeout_s`. Leaves none behind.
+    """
+    package = __package__
+    limit_s = MEASURE_TIMEOUT_S if timeout_s is None else timeout_s
+    if environment is None:
+        count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **count, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"{package}.{module}", *each],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for each in arguments
+    ]  # fmt: skip
+    deadline = time.monotonic() + limit_s
+    reports = []
+    try:
+        for child in children:
+            output, complaint = child.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            if child.returncode != 0:
+                raise HardwareError(f"measuring failed in {module} (exit {child.returncode}):\n{complaint[-2000:]}")
+            reports.append(json.loads(output.splitlines()[-1], parse_float=_four_digits))
+    except subprocess.TimeoutExpired as error:
+        raise HardwareError(f"measuring took more than {limit_s:.0f} s in {module}") from error
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+    return reports
+
+
+def _four_digits(text: str) -> float:
+    return float(f"{float(text):.4g}")  # a measurement is worth no more, and the document stays readable
+
+
+def _set_disks(document: dict[str, Any], measured: list[dict[str, float]]) -> None:
+    for ssd, rates in zip(document["hosts"][0]["ssds"], measured, strict=True):
+        ssd |= {
+            "read_bandwidth": rates["disk_read"], "write_bandwidth": rates["disk_write"],
+            "latency_s": rates["disk_latency_s"],
+        }  # fmt: skip
+
+
+def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
+    devices, host = document["devices"], document["hosts"][0]
+    threads, world = devices[0]["threads"], str(len(devices))
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        ranks = [[str(rank), world, str(threads), rendezvous, *directories] for rank in range(len(devices))]
+        reports = run_children("cpu", ranks, threads)
+    for device, rates in zip(devices, reports, strict=True):
+        device |= {
+            "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16")}, "achieved_fraction": 1.0,
+            "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["copy"], "d2h_bandwidth": rates["copy"],
+            "link_latency_s": rates["copy_latency_s"], "op_overhead_s": rates["op_overhead_s"],
+        }  # fmt: skip
+    copies = sum(rates["copy"] for rates in reports)
+    host |= {
+        "dram_bandwidth": 2 * copies,
+        "root_complexes": [{"bandwidth_up": copies, "bandwidth_down": copies}],
+        "optimizer_params_per_s": sum(rates["adamw"] for rates in reports),
+    }
+    if "link" in reports[0]:
+        host |= {"nvlink_bandwidth": reports[0]["link"], "nvlink_latency_s": reports[0]["link_latency_s"]}
+    _set_disks(document, reports[0]["disks"])
+
+
+def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
+    devices, host = document["devices"], document["hosts"][0]
+    groups: list[list[int]] = [[] for _ in host["root_complexes"]]
+    for index, device in enumerate(devices):
+        groups[device["root_complex"]].append(index)
+    (report,) = run_children("cuda", [[json.dumps(groups), *directories]], host["cpu_cores"])
+    for device, rates in zip(devices, report["devices"], strict=True):
+        device |= {
+            "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16") if dtype in rates},
+            "achieved_fraction": 1.0, "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["h2d"],
+            "d2h_bandwidth": rates["d2h"], "link_latency_s": rates["copy_latency_s"],
+            "op_overhead_s": rates["op_overhead_s"],
+        }  # fmt: skip
+    host |= {
+        "root_complexes": [
+            {"bandwidth_up": up, "bandwidth_down": down} for up, down in zip(report["up"], report["down"], strict=True)
+        ],
+        "dram_bandwidth": 2 * report["host"]["copy"],
+        "optimizer_params_per_s": report["host"]["adamw"],
+    }
+    if host["nvlink_bandwidth"] is not None and "peer" in report:
+        host |= {"nvlink_bandwidth": report["peer"]["link"], "nvlink_latency_s": report["peer"]["link_latency_s"]}
+    _set_disks(document, report["disks"])

@@ -1,0 +1,107 @@
+"""Timing what joins CPU devices, as their workers do it: copies and messages on threads of their own, messages through
+the runtime's own link.
+
+A transfer's latency is what passes from its being issued until a thread that waits for it goes on, for a tensor too
+small to take any time itself: the copy or the message, and the waking of threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..device.peers import LOOPBACK, Link
+from ..device.streams import Event, Task, ThreadStream
+
+THERE, BACK = "there", "back"
+BURSTS = 8
+LABEL = SimpleNamespace(line=1)
+
+
+class Lane:
+    """A stream's thread, whose faults come up here."""
+
+    def __init__(self, name: str):
+        self.notices: SimpleQueue[object] = SimpleQueue()
+        self.stream = ThreadStream(name, self.notices, [0], 0, torch.get_num_threads())
+
+    def issue(self, task: Task, *after: Event) -> Event:
+        return self.stream.issue(task, after, LABEL)
+
+    def wait(self, event: Event) -> None:
+        """Raises the `Fault` of a task that failed."""
+        event.wait()
+        if event.failed:
+            fault = self.notices.get()
+            assert isinstance(fault, Exception)
+            raise fault
+
+
+def undisturbed_s(work: Callable[[], object], repeats: int) -> float:
+    """The first quartile of the least disturbed of several bursts of `repeats` runs: where all cores are busy with
+    something else, waking a thread may take a hundred times as long for a while."""
+    work()
+    quartiles = []
+    for _ in range(BURSTS):
+        times = []
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start_s)
+        quartiles.append(sorted(times)[repeats // 4])
+    return min(quartiles)
+
+
+def fetch_latency_s(repeats: int = 100) -> float:
+    """Seconds of a fetch with nothing in it, on a CPU device."""
+    lane, source, target = Lane("fetch"), torch.ones(64), torch.empty(64)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    try:
+        return undisturbed_s(lambda: lane.wait(lane.issue(copy)), repeats)
+    finally:
+        lane.stream.close()
+
+
+def message_rates(store: dist.Store, rank: int, num_bytes: int) -> dict[str, float]:
+    """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time; both must call this."""
+    link = Link(store, rank, 2, {}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=60.0)
+    link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
+    sends, receives = Lane("send"), Lane("recv")
+    try:
+        latency_s = _one_way_s(link, sends, receives, torch.ones(1), 50)
+        whole_s = _one_way_s(link, sends, receives, torch.ones(num_bytes, dtype=torch.uint8), 4)
+    finally:
+        sends.stream.close()
+        receives.stream.close()
+    return {"link_latency_s": latency_s, "link": num_bytes / max(whole_s - latency_s, 1e-9)}
+
+
+def _one_way_s(link: Link, sends: Lane, receives: Lane, value: Tensor, repeats: int) -> float:
+    """Half of what passes at rank 0 until the other side's answer is here."""
+    other = 1 - link.index
+
+    def send() -> None:
+        link.send(value, other, BACK if link.index else THERE)
+
+    def receive() -> None:
+        link.recv(torch.empty_like(value), other, THERE if link.index else BACK)
+
+    def there_and_back() -> None:
+        if link.index == 0:
+            sends.issue(send)
+            receives.wait(receives.issue(receive))
+        else:
+            arrived = receives.issue(receive)
+            receives.wait(arrived)
+            sends.wait(sends.issue(send))
+
+    return undisturbed_s(there_and_back, repeats) / 2

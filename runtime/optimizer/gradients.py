@@ -1,0 +1,137 @@
+"""Gradient norms, clipping and the loss scale of fp16, on whatever device the gradients lie.
+
+A factor on gradients in half precision is kept beside them and applied in fp32 when the optimizer reads them: the loss
+scale exists because fp16 cannot hold unscaled gradients.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...ir.program import StageSpec
+
+EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass
+class Grads:
+    """The gradients of one stage by parameter name, all to be multiplied by `factor` where that is given. `flats`: the
+    contiguous buffers in which all of them lie, where they lie in such. `part`: "own" or "shared", where those of
+    parameters that stages share lie apart."""
+
+    tensors: dict[str, Tensor]
+    factor: Tensor | None = None
+    flats: Sequence[Tensor] = field(default=(), kw_only=True)
+    part: str = field(default="", kw_only=True)
+
+    def scale(self, factor: Tensor) -> None:
+        exact = [g for g in self.tensors.values() if g.dtype in (torch.float32, torch.float64)]
+        if len(exact) == len(self.tensors):
+            for grad in exact:
+                grad.mul_(factor.to(grad.device, grad.dtype))
+        else:
+            self.factor = factor if self.factor is None else self.factor * factor
+
+    def scaled(self, factor: Tensor) -> Grads:
+        """The same gradients times `factor`, which is applied when they are read: these stay as they are."""
+        return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
+
+    def times(self, factor: Tensor) -> Tensor | None:
+        """What an optimizer that reads these gradients multiplies them with in place of `scale(factor)`, which changes
+        them; the bits are the same. None where that is 1."""
+        if self.factor is not None:
+            factor = self.factor * factor.to(self.factor.device)
+        return None if bool(factor == 1.0) else factor
+
+    def in_full(self) -> dict[str, Tensor]:
+        """The gradients with the factor applied: as they are, or in fp32 (fp64 stays)."""
+        if self.factor is None:
+            return self.tensors
+        return {name: times_in_full(grad, self.factor) for name, grad in self.tensors.items()}
+
+
+def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
+    """A gradient times a factor, in fp32 or, of fp64, in fp64."""
+    dtype = _at_least_single(grad.dtype)
+    return grad.to(dtype) * factor.to(grad.device, dtype)
+
+
+def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
+    """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. On the host where
+    any of them lie there."""
+    grads = [g for spec, by_name in parts for g in _owned(spec, by_name)]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(g, dtype=_at_least_single(g.dtype)) for g in grads]
+    where = next((n.device for n in norms if n.device.type == "cpu"), norms[0].device)
+    return torch.stack([n.to(where, torch.float64) for n in norms]).square().sum()
+
+
+def _owned(spec: StageSpec, grads: Mapping[str, Tensor]) -> Iterable[Tensor]:
+    return (grads[p.name] for p in spec.params if p.owner and p.name in grads)
+
+
+def _at_least_single(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
+    """What to multiply scaled gradients with, given the sum of squares over all of them, in float64.
+
+    As `torch.nn.utils.clip_grad_norm_` has it, also where the norm is not finite: an infinite one gives 0, a NaN gives
+    NaN, so that all weights become NaN. With a loss scale such a step is not made at all.
+    """
+    norm = squares.sqrt() / loss_scale
+    return (max_norm / (norm + EPSILON)).clamp(max=1.0) / loss_scale
+
+
+def speculative_factor(loss_scale: float) -> Tensor:
+    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped."""
+    return torch.ones((), dtype=torch.float64) / loss_scale
+
+
+class Verdict(enum.Enum):
+    """What becomes of a speculative step once the norm is known."""
+
+    KEEP = "keep"  # it was the right one
+    REDO = "redo"  # undo it, and step with the clipped gradients
+    UNDO = "undo"  # undo it: the gradients overflowed, and neither optimizer nor schedule takes this step
+
+
+def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
+    """Whether clipping changes what a speculative step has multiplied the gradients with; so where the norm is NaN.
+
+    Not `norm > max_norm`: EPSILON makes clipping begin that much earlier, and rounding decides at the edge.
+    """
+    clipped = clip_factor(squares, max_norm, loss_scale)
+    return not bool(clipped == speculative_factor(loss_scale).to(clipped.device))
+
+
+def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict:
+    """The verdict on a speculative step. `loss_scale` None: there is none, and gradients that are not finite count, as
+    they do in eager PyTorch."""
+    if loss_scale is not None and not bool(torch.isfinite(squares)):
+        return Verdict.UNDO
+    return Verdict.REDO if must_redo(squares, max_norm, loss_scale or 1.0) else Verdict.KEEP
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss in fp16: halved when a gradient overflows, doubled after a while without."""
+
+    scale: float = 65536.0
+    good_steps: int = 0
+    growth_steps: int = 2000
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+        elif self.good_steps + 1 >= self.growth_steps:
+            self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0
+        else:
+            self.good_steps += 1

@@ -1,0 +1,111 @@
+"""Parameter groups: which parameters of a model get which arguments of the optimizer, as plain data.
+
+The order is the user's, and what no group names comes last, with the class's own arguments. So a job trains like
+`cls([*param_groups, {"params": the rest}], **arguments)`, and like `cls(param_groups, **arguments)` where nothing is
+left over; lists for each group, as some learning rate schedules take them, count the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from ..model_names import aliases_of, ties_of
+from .importable import write_value
+
+EXAMPLE = 'param_groups=[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]'
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """`names`: its parameters under every name that they have, tied ones under all of theirs; None: all that no other
+    group names. `options`: arguments of the optimizer that differ from the others'."""
+
+    names: tuple[str, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_groups(model: nn.Module, given: Sequence[Mapping[str, Any]], known: Collection[str]) -> tuple[ParamGroup, ...]:
+    """The groups as a user writes them: "params" is a list of the model's parameters, or of names or patterns of names
+    ("*.bias", as in `fnmatch`), the other keys are options among `known`.
+
+    Raises `PlanError` for a pattern that matches nothing, a tensor that is no parameter of the model, a parameter in
+    two groups, an option that the optimizer does not have.
+    """
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise PlanError(f"param_groups: found {type(given).__name__}; pass a list of dicts, like {EXAMPLE}")
+    finder, owner, made = _Finder(model), dict[str, str](), []
+    for index, group in enumerate(given):
+        where = f"param_groups[{index}]"
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise PlanError(f'{where}: found {group!r}; it must be a dict with "params", like {EXAMPLE}')
+        found = finder.find(group["params"], where)
+        for name in found:
+            if name in owner:
+                raise PlanError(f"{where}: {name} is in {owner[name]} already; a parameter can be in one group only")
+            owner[name] = where
+        names = tuple(alias for name in found for alias in finder.aliases.get(name, [name]))
+        made.append(ParamGroup(names, _options(group, known, where)))
+    if any(param.requires_grad and name not in owner for name, param in finder.params.items()):
+        made.append(ParamGroup())
+    return tuple(made)
+
+
+def _options(group: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "params"}
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=3) or sorted(known)
+            raise PlanError(f"{where}: the optimizer has no option {key!r}; it has {', '.join(near)}")
+    return {key: write_value(value, f"{where} option {key!r}", EXAMPLE) for key, value in options.items()}
+
+
+class _Finder:
+    """Finds a model's parameters by tensor, name or pattern; `params` by their first names, `aliases` of tied ones."""
+
+    def __init__(self, model: nn.Module):
+        self.params = dict(model.named_parameters())
+        self.names = {id(param): name for name, param in self.params.items()}
+        self.ties = ties_of(model)
+        self.aliases = aliases_of(self.ties)
+        self.known = [*self.params, *(alias for alias, first in self.ties.items() if first in self.params)]
+
+    def find(self, given: Any, where: str) -> list[str]:
+        """First names, in the order given, each once."""
+        items = [given] if isinstance(given, str | Tensor) else given
+        if not isinstance(items, Iterable):
+            raise PlanError(f'{where}["params"]: found {given!r}; pass parameters of the model, or names of them')
+        found: dict[str, None] = {}
+        for item in items:
+            if isinstance(item, tuple) and len(item) == 2:  # as of model.named_parameters()
+                item = item[1]
+            found.update(dict.fromkeys(self.matches(item, where)))
+        return list(found)
+
+    def matches(self, item: Any, where: str) -> list[str]:
+        if isinstance(item, Tensor):
+            if id(item) not in self.names:
+                raise PlanError(
+                    f'{where}["params"]: a tensor of shape {list(item.shape)} is no parameter of the model; pass '
+                    f"parameters of the very model that is compiled, or names{self._with_shape(item)}"
+                )
+            return [self.names[id(item)]]
+        if not isinstance(item, str):
+            raise PlanError(f'{where}["params"]: found {item!r}; pass parameters of the model, or names of them')
+        if item in self.known:
+            return [self.ties.get(item, item)]
+        found = [self.ties.get(name, name) for name in self.known if fnmatchcase(name, item)]
+        if not found:
+            near = difflib.get_close_matches(item.strip("*"), self.known, n=3, cutoff=0.3) or self.known[:3]
+            raise PlanError(f'{where}["params"]: {item!r} matches no parameter; near are {", ".join(near)}')
+        return found
+
+    def _with_shape(self, like: Tensor) -> str:
+        same = [name for name, param in self.params.items() if param.shape == like.shape]
+        return f" (of that shape: {', '.join(same[:3])})" if same else f" like {next(iter(self.params), '')}"

@@ -1,0 +1,373 @@
+"""The optimizer of one stage: the same as its part of one optimizer over all parameters, for optimizers that treat each
+parameter alone.
+
+Its states may lie in given places, such as a buffer that is read from SSD before a step and written back behind it; a
+step may be undone (`snapshot`, `restore`), and need not wait for what decides whether it counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import CheckpointError, PlanError
+from .gradients import times_in_full
+from .importable import tupled
+from .probe import Traits
+from .saving import groups_in, saved_groups, saved_schedule
+from .snapshot import Snapshot, keep, put_back, room_bytes
+from .spec import OptimizerSpec
+
+__all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
+
+Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
+
+# Gradients converted at once, by kind of device. On a CPU all of them: conversion is bound by computation, so that what
+# it wrote leaves the caches meanwhile; in portions it would leave them during the step, which is bound by memory.
+PORTION_ELEMENTS = {"cuda": 1 << 26}
+
+
+class Workspace:
+    """Where gradients are converted, used again by every step, also of several stages one after the other. A CPU's is
+    kept between steps, as fresh memory costs a CPU more than the conversion; a GPU's goes back to torch's allocator."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """What it has grown to."""
+        return self._flat.nbytes
+
+    def row(self, num_bytes: int) -> Tensor:
+        """At least so many bytes, whatever they hold."""
+        if num_bytes > self._flat.nbytes:
+            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old ones go first
+            self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._flat
+
+    def settle(self) -> None:
+        """A step is over."""
+        if self.device.type != "cpu":
+            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+
+class StageOptimizer:
+    """Updates one stage's parameters in place, and its learning rate once a step.
+
+    `places`: where the states are to lie that `OptimizerSpec.state_shapes` names; what these tensors hold before a
+    parameter's first step does not matter. `workspace` may be shared by stages that are stepped by one thread.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        params: Mapping[str, Tensor],
+        places: Places | None = None,
+        workspace: Workspace | None = None,
+    ):
+        self.spec = spec
+        self.params = {name: nn.Parameter(p.detach()) for name, p in params.items()}  # shares their memory
+        self.places: Places = {} if places is None else places
+        self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
+        self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
+        self.device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        self.workspace = Workspace(self.device) if workspace is None else workspace
+        self.waiting: deque[list[dict[str, Any]]] = deque()  # options of steps that shared parameters still lack
+        self._members: list[list[str]] = [[] for _ in spec.all_groups]
+        for name in self.params:
+            self._members[spec.group_of(name)].append(name)
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the next step, of the first group; None for a stage without trained parameters."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
+
+    @property
+    def started(self) -> bool:
+        """Whether any states exist: before that there is nothing to read."""
+        return self.optimizer is not None and any(self.optimizer.state.values())
+
+    @property
+    def traits(self) -> Traits:
+        return self.spec.traits(self.device)
+
+    @cached_property
+    def _large(self) -> dict[str, frozenset[str]]:
+        return {name: frozenset(self.spec.state_shapes(tuple(p.shape), name)) for name, p in self.params.items()}
+
+    # --- stepping
+
+    def step(
+        self,
+        grads: Mapping[str, Tensor],
+        *,
+        factor: Tensor | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        preserve: bool = False,
+        part: str = "",
+    ) -> None:
+        """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
+
+        factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision
+        that follow the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses
+        their memory. part: "own" where the parameters that stages share are stepped later, by a step of the part
+        "shared", which has the learning rate of this one.
+        """
+        if self.optimizer is None:
+            return
+        self._check_part(part)
+        given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
+        copy = preserve and not self.traits.keeps_grads
+        converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, self.params[name], factor)}
+        with self._options_of(part):
+            for names in self._portions(list(given), bool(converted or weights)):
+                self._convert(given, [name for name in names if name in converted], factor)
+                for name in names:
+                    if name not in converted:
+                        self.params[name].grad = given[name]
+                self._step_these(names)
+                for name in names:
+                    self.params[name].grad = None
+                    if weights is not None and name in weights:
+                        weights[name].copy_(self.params[name].detach())
+        self.workspace.settle()
+        if self.scheduler is not None and part != "shared":
+            self.scheduler.step()
+
+    def _check_part(self, part: str) -> None:
+        if part and not self.traits.divisible:
+            raise PlanError(
+                f"optimizer {self.spec.path} counts the steps of a group, so that parameters which stages share cannot "
+                "be stepped later than the others, as asynchronous training does; torch.optim.AdamW can"
+            )
+
+    @contextmanager
+    def _options_of(self, part: str) -> Iterator[None]:
+        """A step of the part "shared" has the options that the step of the part "own" had for the same gradients."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        now = [{key: value for key, value in group.items() if key != "params"} for group in groups] if part else []
+        if part == "own":
+            self.waiting.append(now)
+        for group, options in zip(groups, self.waiting.popleft() if part == "shared" else ()):
+            group.update(options)
+        yield
+        for group, options in zip(groups, now if part == "shared" else ()):
+            group.update(options)
+
+    @staticmethod
+    def _is_foreign(grad: Tensor, param: Tensor, factor: Tensor | None) -> bool:
+        """The fused kernels read gradients as if they lay like the parameter."""
+        return factor is not None or grad.dtype != param.dtype or grad.stride() != param.stride()
+
+    def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
+        """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
+
+        Those whose states are made now, and are then copied to their places, go one by one; without places they go
+        together, apart from the others (fused SGD begins all momenta or none). `small`: gradients are converted.
+        """
+        assert self.optimizer is not None
+        if not self.traits.divisible:
+            yield names
+            return
+        states = self.optimizer.state
+        fresh = [name for name in names if not states.get(self.params[name])]
+        started = [name for name in names if states.get(self.params[name])] if fresh else names
+        moving = set(names if not self.traits.in_place else fresh) if self.places else set()
+        count = 0
+        for together in (fresh, started):
+            single = [[name] for name in together if name in moving]
+            for portion in (*single, *self._divided([name for name in together if name not in moving], small)):
+                count += 1
+                yield portion
+        if not count:  # the torch optimizer is called in every step, also without any gradient
+            yield []
+
+    def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
+        most = PORTION_ELEMENTS.get(self.device.type)
+        portion: list[str] = []
+        elements = 0
+        for name in names:
+            portion.append(name)
+            elements += self.params[name].numel()
+            if small and most is not None and elements >= most:
+                yield portion
+                portion, elements = [], 0
+        if portion:
+            yield portion
+
+    def _convert(self, grads: Mapping[str, Tensor], names: Sequence[str], factor: Tensor | None) -> None:
+        flat = self.workspace.row(sum(self.params[name].nbytes for name in names))
+        single = None if factor is None else factor.to(self.device, torch.float32)
+        offset = 0
+        for name in names:
+            param, grad = self.params[name], grads[name]
+            full = flat[offset : offset + param.nbytes].view(param.dtype).view(param.shape)
+            offset += param.nbytes
+            if factor is None or single is None:
+                full.copy_(grad)
+            elif torch.float64 in (param.dtype, grad.dtype):
+                full.copy_(times_in_full(grad, factor))
+            else:
+                full.copy_(grad).mul_(single)
+            param.grad = full
+
+    def _step_these(self, names: Sequence[str]) -> None:
+        """Call the torch optimizer for these parameters, whose gradients are set."""
+        assert self.optimizer is not None
+        groups, chosen = self.optimizer.param_groups, set(names)
+        for name in names:
+            if self._is_fresh(name):
+                self._give_birth(name)
+        whole = [group["params"] for group in groups]
+        for group, members in zip(groups, self._members):
+            group["params"] = [self.params[name] for name in members if name in chosen]
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, whole):
+                group["params"] = params
+        if self.places:
+            for name in names:
+                self._settle(name)
+
+    # --- states in their places
+
+    def _is_fresh(self, name: str) -> bool:
+        """Whether a parameter with places has no states yet."""
+        assert self.optimizer is not None
+        return bool(self.places.get(name)) and not self.optimizer.state.get(self.params[name])
+
+    def _give_birth(self, name: str) -> None:
+        """The states that the class makes before the first step, if any."""
+        assert self.optimizer is not None
+        if not self.traits.born_empty:
+            param = self.params[name]
+            alone = self.spec.build_alone(self.spec.group_of(name), [param])
+            self.optimizer.state[param] = dict(alone.state[param])
+
+    def _settle(self, name: str) -> None:
+        """Copy states that the step has made, or made anew, to their places."""
+        assert self.optimizer is not None
+        row = self.optimizer.state.get(self.params[name], {})
+        for key, place in self.places.get(name, {}).items():
+            state = row.get(key)
+            if state is not place and state is not None:
+                if state.shape != place.shape or state.dtype != place.dtype:
+                    raise PlanError(
+                        f"optimizer {self.spec.path}: the state {key!r} of {name} is {state.dtype}{list(state.shape)}; "
+                        f"by those of small parameters it was planned as {place.dtype}{list(place.shape)}"
+                    )
+                place.copy_(state)
+                row[key] = place
+
+    def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
+        """From now on the states, and with `params` the parameters, lie in these tensors, which hold them already."""
+        self.places = places
+        if self.optimizer is None:
+            return
+        for name, param in self.params.items():
+            row = self.optimizer.state.get(param, {})
+            row.update({key: place for key, place in places.get(name, {}).items() if key in row})
+            if params is not None:
+                param.data = params[name].detach()
+
+    def state_bytes(self) -> int:
+        """Bytes of the states that exist now: none before the first step, for most optimizers."""
+        states = self.optimizer.state.values() if self.optimizer else ()
+        return sum(s.numel() * s.element_size() for row in states for s in row.values() if isinstance(s, Tensor))
+
+    def workspace_bytes(self) -> int:
+        """What a step needs at most where all gradients are converted: for gradients or weights of another precision,
+        and for a step that must preserve gradients where the optimizer does not."""
+        sizes = [param.nbytes for param in self.params.values()]
+        most = PORTION_ELEMENTS.get(self.device.type)
+        if most is None or not self.traits.divisible:
+            return sum(sizes)
+        return min(sum(sizes), 4 * most + max(sizes, default=0))
+
+    # --- undoing a step
+
+    def large_states(self, name: str) -> frozenset[str]:
+        """The names of a parameter's states that are more than a number."""
+        return self._large[name]
+
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` copies of parameters and states; numbers are not counted."""
+        return room_bytes(self.spec, self.params)
+
+    def snapshot(self, tensors: bool = True, into: Snapshot | Tensor | None = None) -> Snapshot:
+        """Everything that a step changes, as it is now.
+
+        tensors: parameters and the states that `OptimizerSpec.state_shapes` names, too; else whoever calls brings those
+        back. into: an earlier snapshot, which is overwritten, or a flat uint8 tensor of `snapshot_bytes`; without it
+        memory is taken for the copies.
+        """
+        return keep(self, tensors, into)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Back to the snapshot, bit for bit; states that did not exist then are gone."""
+        put_back(self, snapshot)
+
+    # --- saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes back: `states` is parameter name to {state name: tensor}, not copied.
+
+        The rest is plain data: `scalars` per parameter, and, equal for all stages, `group` (learning rate and the like;
+        of several groups {"groups": one such dict each}) and `scheduler`.
+        """
+        states: dict[str, dict[str, Tensor]] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        if self.optimizer is None:
+            return {"states": states, "scalars": scalars, "group": {}, "scheduler": {}}
+        for name, param in self.params.items():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    states.setdefault(name, {})[key] = value
+                elif value is not None:
+                    scalars.setdefault(name, {})[key] = value
+        group, schedule = saved_groups(self.optimizer), saved_schedule(self.scheduler)
+        return {"states": states, "scalars": scalars, "group": group, "scheduler": schedule}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over copies of the states of this stage's parameters; `state` may hold those of others, too.
+
+        Raises `CheckpointError` where a state's shape is not its parameter's optimizer's, or where there are other
+        groups of parameters than here.
+        """
+        if self.optimizer is None:
+            return
+        rows = {}
+        for i, name in enumerate(name for members in self._members for name in members):
+            row = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
+            for key, value in row.items():
+                if isinstance(value, Tensor):
+                    row[key] = self._checked(name, key, value)
+            if row:
+                rows[i] = row
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, found in zip(groups, groups_in(state["group"], len(groups))):
+            group.update({key: tupled(value) for key, value in found.items()})
+        self.optimizer.load_state_dict({"state": rows, "param_groups": groups})
+        for name in self.params:
+            if not self.places and not self.optimizer.state.get(self.params[name]):
+                self._give_birth(name)
+            self._settle(name)
+        if self.scheduler is not None and state["scheduler"]:
+            self.scheduler.load_state_dict(dict(state["scheduler"]))
+
+    def _checked(self, name: str, key: str, value: Tensor) -> Tensor:
+        param = self.params[name]
+        if value.numel() == param.numel() != 1 and value.shape != param.shape:
+            found, want = list(value.shape), list(param.shape)
+            raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
+        return value.detach() if key in self.places.get(name, {}) else value.detach().clone()

@@ -1,0 +1,170 @@
+"""What a driver can ask of a device, by name: plain data and tensors in, plain data and tensors out.
+
+Workers serve these over their channel; drivers that have the device in their own process call them directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...ir.errors import CheckpointError
+from ..device.session import DeviceSession, StepResult
+from ..stage.store import StageState
+from ..state import checkpoint
+from ..state.manifest import Progress, ShardRecord, TensorRecord
+from ..state.plain_json import decode
+
+Tensors = dict[str, Tensor]
+Answer = tuple[dict[str, Any], Tensors]
+SEPARATOR = "/"  # between the kind of a tensor and its dotted name
+
+
+def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """One training step on the batch `tensors`. See `pack_result`."""
+    return pack_result(session.step(tensors))
+
+
+def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    return pack_result(session.evaluate(tensors))
+
+
+def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Set weights and buffers of `stage`; the optimizer starts anew."""
+    parts = split(tensors)
+    session.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
+    return {}, {}
+
+
+def stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Weights, buffers and, with `optimizer` true, the optimizer's states of `stage`."""
+    return pack_state(session.stage_state(args["stage"]), args.get("optimizer", True))
+
+
+def load_stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """The reverse of `stage_state`."""
+    session.load_stage_state(args["stage"], unpack_state(args, tensors))
+    return {}, {}
+
+
+def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. With `given`
+    the header and `tensors` of a whole state, where this device has a shard only."""
+    stage = args["stage"]
+    state = unpack_state(args["given"], tensors) if "given" in args else session.stage_state(stage)
+    found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
+    names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
+    optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}
+    record = checkpoint.write_shard(
+        Path(args["temporary"]), session.face.stages[stage], state.weights, state.buffers, optimizer, args.get("ties")
+    )
+    return {"record": asdict(record), "group": found["group"], "scheduler": found["scheduler"]}, {}
+
+
+def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Take the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
+    stage = args["stage"]
+    found = checkpoint.open_checkpoint(args["directory"]).read(session.face.stages[stage])
+    states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
+    scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
+    optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
+    session.load_stage_state(stage, StageState(found.weights, found.buffers, optimizer))
+    return {}, {}
+
+
+def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Make the temporary directory into which every device writes its shards."""
+    return {"temporary": str(checkpoint.begin(args["directory"], args["need_bytes"]))}, {}
+
+
+def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `Progress` as plain JSON."""
+    shards = [_shard_record(row) for row in args["shards"]]
+    progress = Progress(**decode(args["progress"]))
+    path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
+    return {"path": str(path)}, {}
+
+
+def abort_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    checkpoint.abort(Path(args["temporary"]))
+    return {}, {}
+
+
+def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
+    rows = tuple(TensorRecord(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in row["tensors"])
+    return ShardRecord(**{**row, "tensors": rows})
+
+
+def counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """Step count, seed, loss scale."""
+    return session.counters(), {}
+
+
+def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    session.load_counters(args)
+    return {}, {}
+
+
+def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """What ran when in the last step, as rows of `timeline.Span`."""
+    return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in session.spans]}, {}
+
+
+COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
+    f.__name__: f
+    for f in (
+        run_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard, read_shard, begin_checkpoint,
+        commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
+    )
+}  # fmt: skip
+
+
+def pack_result(result: StepResult) -> Answer:
+    """Values as tensors "name/micro-batch"."""
+    tensors = {f"{name}{SEPARATOR}{m}": v for name, values in result.values.items() for m, v in enumerate(values)}
+    return {"report": result.report, "names": list(result.values)}, tensors
+
+
+def unpack_result(header: Mapping[str, Any], tensors: Tensors) -> StepResult:
+    values: dict[str, list[Tensor]] = {name: [] for name in header["names"]}
+    for key, tensor in tensors.items():  # in order of the micro-batches
+        values[key.rpartition(SEPARATOR)[0]].append(tensor)
+    return StepResult(values, dict(header["report"]))
+
+
+def pack_state(state: StageState, with_optimizer: bool = True) -> Answer:
+    tensors = {f"weights{SEPARATOR}{n}": t for n, t in state.weights.items()}
+    tensors |= {f"buffers{SEPARATOR}{n}": t for n, t in state.buffers.items()}
+    header: dict[str, Any] = {"optimizer": None}
+    if with_optimizer and state.optimizer is not None:
+        header["optimizer"] = {key: state.optimizer[key] for key in ("scalars", "group", "scheduler")}
+        for name, row in state.optimizer["states"].items():
+            tensors |= {f"states{SEPARATOR}{name}{SEPARATOR}{key}": t for key, t in row.items()}
+    return header, tensors
+
+
+def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StageState:
+    parts = split(tensors)
+    optimizer = None
+    if header.get("optimizer") is not None:
+        states: dict[str, Tensors] = {}
+        for key, tensor in parts.get("states", {}).items():
+            name, _, state = key.rpartition(SEPARATOR)
+            states.setdefault(name, {})[state] = tensor
+        optimizer = {**header["optimizer"], "states": states}
+    return StageState(parts.get("weights", {}), parts.get("buffers", {}), optimizer)
+
+
+def split(tensors: Tensors) -> dict[str, Tensors]:
+    """Tensors by kind ("weights", "buffers", "states"), under the rest of their names."""
+    parts: dict[str, Tensors] = {}
+    for key, tensor in tensors.items():
+        kind, found, name = key.partition(SEPARATOR)
+        if not found:
+            raise CheckpointError(f"tensor {key!r} is of no known kind")
+        parts.setdefault(kind, {})[name] = tensor
+    return parts

@@ -1,0 +1,93 @@
+"""The machine that the ranks of a torchrun have together: every host describes itself, all put the same document
+together from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from ...ir.errors import HardwareError, PenstockError
+from ...ir.machine.hardware import Hardware
+from ..measure.detect import detect_hardware
+from .ranks import Member, Ranks
+
+NETWORK_BYTES_S = 1.25e9  # where the system does not know an interface's rate: 10 Gb/s
+NETWORK_LATENCY_S = 50e-6
+
+
+def joint_hardware(ranks: Ranks) -> Hardware:
+    """A device for each rank, in their order, on the hosts on which they run. All ranks must call it.
+
+    Raises `HardwareError`, the same on all ranks, where a host has fewer GPUs than ranks.
+    """
+    first = next(member.rank for member in ranks.members if member.node == ranks.members[ranks.rank].node)
+    mine: dict[str, Any] | None = None
+    if ranks.rank == first:
+        try:
+            mine = {"document": detect_hardware().model_dump(mode="json"), "network": _rate(ranks.members[first])}
+        except PenstockError as error:
+            mine = {"error": f"{ranks.members[first]}: {error}"}
+    return combine(ranks.exchange(mine), ranks.members)
+
+
+def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member]) -> Hardware:
+    """`rows`: of the first rank of each host its document, of one host each, and its network's bytes/s; of others
+    None."""
+    hosts: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
+    names: list[str] = []
+    rates: list[float] = []
+    for row, member in zip(rows, members, strict=True):
+        if row is None:
+            continue
+        if "error" in row:
+            raise HardwareError(str(row["error"]))
+        count = sum(other.node == member.node for other in members)
+        document = row["document"]
+        for device in _devices_of(document, count, member):
+            devices.append({**device, "host": len(hosts), "name": f"{_prefix(device)}{len(devices)}"})
+        hosts.append(document["hosts"][0])
+        names.append(document["name"])
+        rates.append(row["network"] or NETWORK_BYTES_S)
+    whole: dict[str, Any] = {
+        "name": names[0] if len(names) == 1 else f"{len(names)} hosts: {' + '.join(dict.fromkeys(names))}",
+        "source": "detected by each host; the network's rate as its interface says, 10 Gb/s where it does not",
+        "hosts": hosts,
+        "devices": devices,
+    }
+    if len(hosts) > 1:
+        whole["network"] = {"bandwidth": min(rates), "latency_s": NETWORK_LATENCY_S}
+    return Hardware.model_validate(whole)
+
+
+def _devices_of(document: Mapping[str, Any], count: int, member: Member) -> list[dict[str, Any]]:
+    """As many as ranks run there: GPUs are taken in their order, a CPU's cores and memory are divided anew."""
+    found: list[dict[str, Any]] = list(document["devices"])
+    if found[0]["kind"] == "cuda":
+        if count > len(found):
+            raise HardwareError(
+                f"{member.host} has {len(found)} GPUs, torchrun has started {count} ranks there; use "
+                f"--nproc-per-node={len(found)}"
+            )
+        return found[:count]
+    cores = sum(device["threads"] for device in found)
+    threads = max(1, cores // count)
+    memory_bytes = sum(Hardware.model_validate(document).devices[i].memory_bytes for i in range(len(found))) // count
+    own = Hardware.model_validate(document).devices[0]
+    peak = {dtype: rate * threads / own.threads for dtype, rate in own.peak_flops.items()}
+    return [{**found[0], "memory_bytes": memory_bytes, "threads": threads, "peak_flops": peak}] * count
+
+
+def _prefix(device: Mapping[str, Any]) -> str:
+    return "gpu" if device["kind"] == "cuda" else "cpu"
+
+
+def _rate(member: Member) -> float | None:
+    """Bytes/s of the interface that has the host's address, as far as the system knows it."""
+    stats = psutil.net_if_stats()
+    for name, rows in psutil.net_if_addrs().items():
+        if any(row.address == member.address for row in rows) and name in stats and stats[name].speed > 0:
+            return stats[name].speed * 1e6 / 8
+    return None

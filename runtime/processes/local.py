@@ -1,0 +1,347 @@
+"""Local workers: one process per device on this machine, started, fed, watched and stopped by the script's process.
+
+When one fails or vanishes, all are stopped at once and the error says which device, which line, which micro-batch.
+Workers are in sessions of their own, so that Ctrl-C reaches only this process, which then stops them; should this
+process be killed, they see its channel close and end by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Mapping, MutableSequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError
+from ..device.peers import LOOPBACK
+from ..device.session import StepResult
+from ..emulate.link_server import LinkServer
+from ..emulate.turn_server import TurnServer
+from .commands import Answer, Tensors
+from .driver import Driver, InProcessDriver, remote_error, result_of
+from .position import describe_position
+from .setup import Setup
+from .torchrun import TorchrunDriver
+from .wire import receive_message, send_message
+from .worker import open_board
+
+GRACE_S = 1.0  # in which the culprit may still be found among several that fail
+CLOSE_S = 5.0
+LOG_TAIL_BYTES = 4000
+RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no longer agree on anything
+
+
+def start_driver(setup: Setup, refused: PenstockError | None = None) -> Driver:
+    """The driver that fits: in this process, this rank of a torchrun, or local workers; these also for one device whose
+    streams share a link that is held down. `refused`: why this process cannot run its part; that is raised, under
+    torchrun on all ranks.
+
+    Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size; `HardwareError`
+    where the document promises an order of fetches that nobody keeps here.
+    """
+    if refused is not None and not TorchrunDriver.is_present():
+        raise refused
+    hardware = setup.hardware
+    ordered = hardware.num_devices > 1 and any(host.ordered_fetches for host in hardware.hosts)
+    on_gpus = all(device.kind == "cuda" for device in hardware.devices) and not TorchrunDriver.is_present()
+    if ordered and not (hardware.throttled or on_gpus):
+        raise HardwareError(
+            f"hosts.ordered_fetches: True on {hardware.name}; only GPUs of one script's own workers, links that are "
+            "held down (throttled=True) and rehearsals order the fetches of several devices. To run here: "
+            "hardware.with_(ordered_fetches=False)"
+        )
+    if TorchrunDriver.is_present():
+        return TorchrunDriver(setup, refused)
+    if setup.interface.world_size == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
+        return InProcessDriver(setup)
+    return LocalWorkers(setup)
+
+
+@dataclass
+class Worker:
+    """One started process. `board`: see `worker.open_board`."""
+
+    device: int
+    name: str
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    board: MutableSequence[int]
+    file: Path
+    log: Path
+
+    def position(self) -> tuple[str, str]:
+        """See `describe_position`."""
+        return describe_position(self.file, self.board)
+
+    def log_tail(self) -> str:
+        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
+
+
+class LocalWorkers(Driver):
+    """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for GPUs of several
+    hosts. CPU devices of several hosts are all here: then the hosts are emulated, with the network held down to the
+    rate of the document if it says so."""
+
+    several_hosts = False  # whether the devices of several hosts may be here
+
+    def __init__(self, setup: Setup):
+        super().__init__(setup)
+        devices = setup.hardware.devices[: setup.interface.world_size]
+        hosts = {device.host for device in devices}
+        if len(hosts) > 1 and not self.several_hosts and any(device.kind != "cpu" for device in devices):
+            raise PlanError(
+                f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
+                "process per device"
+            )
+        self.scratch = tempfile.mkdtemp(prefix="penstock-")
+        self.workers: list[Worker] = []
+        self.link_server: LinkServer | None = None
+        self._servers: list[LinkServer | TurnServer] = []
+        self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self._servers, self.scratch)
+        try:
+            for device in range(setup.interface.world_size):
+                self.workers.append(self._start(device))
+            self.link_server = self._serve_links()
+            self._servers += [] if self.link_server is None else [self.link_server]
+            self.turns = self._serve_turns()
+            self._servers += [] if self.turns is None else [self.turns]
+            requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
+            requests = {w.device: ("set_up", self._for_device(w.device), {}) for w in self.workers}
+            answers = self._exchange(requests)
+        except BaseException:
+            self._abandon()
+            raise
+        self._names = {device: header["batch_names"] for device, (header, _) in answers.items()}
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [worker.process.pid for worker in self.workers]
+
+    def _start(self, device: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        board_path, log = Path(self.scratch, f"board{device}"), Path(self.scratch, f"worker{device}.log")
+        board = open_board(board_path, create=True)
+        arguments = ["--channel", str(theirs.fileno()), "--board", str(board_path), "--parent", str(os.getpid())]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.worker", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=worker_environment(self.setup.num_threads(device)),
+            )
+        theirs.close()
+        name = self.setup.hardware.devices[device].name
+        return Worker(device, name, process, ours, board, Path(self.setup.file_of(device)), log)
+
+    def _for_device(self, device: int) -> dict[str, Any]:
+        """What a worker is told at first."""
+        address = None if self.link_server is None else self.link_server.address
+        store = os.path.join(self.scratch, "store")
+        turns = None if self.turns is None else self.turns.address
+        common = {"store": store, "hostname": LOOPBACK, "link_server": address, "turns": turns}
+        return {**self.setup.for_device(device), **common, **self._paces(device)}
+
+    def _paces(self, device: int) -> dict[str, Any]:
+        """What a worker must know of links that are held down."""
+        found = self.setup.shared_transfers
+        if not self.setup.hardware.throttled:
+            return {}
+        return {
+            "shared": {name: list(rows.items()) for name, rows in found.numbers[device].items()},
+            "collective_s": {name: list(rows.items()) for name, rows in found.collective_s[device].items()},
+        }
+
+    def _serve_links(self) -> LinkServer | None:
+        """Where transfers are held down and some share links, who shares those out."""
+        shared = self.setup.shared_transfers
+        if not shared:
+            return None
+        return LinkServer(os.path.join(self.scratch, "links"), self.setup.hardware.links(), shared.costs)
+
+    def _serve_turns(self) -> TurnServer | None:
+        """Where the fetches of GPUs are ordered, who hands out their turns."""
+        hardware = self.setup.hardware
+        ordered = any(d.kind == "cuda" and hardware.hosts[d.host].ordered_fetches for d in hardware.devices)
+        return TurnServer(os.path.join(self.scratch, "turns")) if ordered else None
+
+    # --- commands
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        self._require_open()
+        return self._exchange({device: (command, args or {}, tensors or {})})[device]
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        requests: dict[int, tuple[str, Mapping[str, Any], Tensors]] = {}
+        for device, names in self._names.items():
+            requests[device] = command, {}, self.part({name: batch[name] for name in names}, device)
+        answers = self._exchange(requests)
+        return [result_of(answers[worker.device]) for worker in self.workers]
+
+    def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:
+        """Send each device its command and wait for all answers; on any failure of a run, stop everything."""
+        waiting = {device: self.workers[device] for device in requests}
+        answers: dict[int, Answer] = {}
+        failures: dict[int, dict[str, Any]] = {}
+        try:
+            for device, (command, args, tensors) in requests.items():
+                try:
+                    send_message(self.workers[device].channel, {**args, "command": command}, tensors)
+                except OSError:
+                    failures[device] = {}  # it is gone; why, is looked up below
+            while waiting and not failures:
+                self._collect(waiting, answers, failures, None)
+            if failures:
+                fatal = any(not f for f in failures.values()) or next(iter(requests.values()))[0] in (*RUNS, "set_up")
+                if not fatal:
+                    while waiting:
+                        self._collect(waiting, answers, failures, None)
+                    raise self._error_of(*next(iter(failures.items())))
+                self._find_culprit(waiting, answers, failures)
+                raise self._stopped_by(failures)
+        except PenstockError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+        return answers
+
+    def _collect(
+        self,
+        waiting: dict[int, Worker],
+        answers: dict[int, Answer],
+        failures: dict[int, dict[str, Any]],
+        timeout_s: float | None,
+    ) -> None:
+        """Take what has arrived: answers, errors (as `failures`, empty for a process that is gone)."""
+        channels = {worker.channel: device for device, worker in waiting.items()}
+        for channel in wait(channels, timeout_s):
+            device = channels[channel]  # type: ignore[index]
+            del waiting[device]
+            try:
+                header, tensors = receive_message(self.workers[device].channel)
+            except EOFError:
+                failures[device] = {}
+                continue
+            if "error" in header:
+                failures[device] = header["error"]
+            else:
+                answers[device] = header, tensors
+
+    # --- failure
+
+    def _find_culprit(
+        self, waiting: dict[int, Worker], answers: dict[int, Answer], failures: dict[int, dict[str, Any]]
+    ) -> None:
+        """A device that only lost its peer may report before the one that failed does: give that one a moment."""
+        deadline = time.monotonic() + GRACE_S
+        while waiting and all(f and f["waited"] for f in failures.values()) and time.monotonic() < deadline:
+            self._collect(waiting, answers, failures, 0.05)
+
+    def _stopped_by(self, failures: dict[int, dict[str, Any]]) -> PenstockError:
+        """The error of the likeliest culprit: gone, or failed by itself, before those that waited. Stops everything."""
+        device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
+        worker = self.workers[device]
+        if not failures[device]:
+            _wait(worker.process, GRACE_S)
+        error = self._error_of(device, failures[device])
+        self._abandon()
+        return error
+
+    def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
+        worker = self.workers[device]
+        if failure:
+            return remote_error(failure, device, f"device {device} ({worker.name})")
+        where, line = worker.position()
+        tail = worker.log_tail()
+        message = (
+            f"device {device} ({worker.name}): its worker, process {worker.process.pid}, "
+            f"{_how_it_ended(worker.process)} at {where}. All other workers have been stopped."
+        )
+        message += f"\nIts last output:\n{tail}" if tail else ""
+        return WorkerError(message, device=device, line=line, remote=tail)
+
+    def _abandon(self) -> None:
+        self.closed = True
+        self._stop()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for worker in self.workers:
+            try:
+                send_message(worker.channel, {"command": "close"})
+            except OSError:
+                continue  # it is gone already
+        deadline = time.monotonic() + CLOSE_S
+        for worker in self.workers:
+            _wait(worker.process, max(0.0, deadline - time.monotonic()))
+        self._abandon()
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """This process's environment, its import paths, and settings without which idle threads burn the cores.
+
+    On GPUs every stream gets a hardware queue of its own: in a shared one, a receive that waits for its peer would hold
+    up computation behind it that the peer waits for.
+    """
+    paths = [path or os.getcwd() for path in sys.path]
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONSAFEPATH": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+    }
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    code = process.poll()
+    if code is None:
+        return "closed its channel"
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+    return f"ended with exit code {code}"
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return  # the caller looks at `poll`
+
+
+def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer | TurnServer], scratch: str) -> None:
+    """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends, but not in forks of it."""
+    if os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.wait()
+        worker.channel.close()
+    for server in servers:
+        server.close()
+    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,398 @@
+"""The processes of one torchrun, joined by its rendezvous store: who is there, what all of them say, which one failed.
+
+Ranks *arrive*: each brings an id that it has just drawn, the first rank writes the list of them, and begins when every
+rank has confirmed its own; so whatever an earlier attempt left in the store counts for nothing. From then on each rank
+shows every half second that it lives, and hears within a tenth of a second what another has to report.
+
+A rank that fails by itself reports it, and all others stop with the same error. A rank that only lost a peer looks for
+the one that is to blame first: gone from this host's processes, stopped, or silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...ir.errors import WorkerError
+from .store_thread import StoreLost, StoreThread, Waited, address, agent_has_store, another_connection, local_address
+
+BEAT_S = 0.5  # between two signs of life
+SILENT_BEATS = 5  # that many missed: a sign that the rank or its network is gone
+POLL_S = 0.1
+SEARCH_S = 5.0  # for who is to blame
+LOOPBACKS = ("127.", "::1")
+ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # what the kernel says of a process
+LAST_WORDS_S = 5.0  # in which what is to be reported must have reached the store
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank. `node`: the same for ranks of one torchrun agent; `clock_s`: wall-clock time less `perf_counter`;
+    `address`: of its host, on the way to the store's."""
+
+    rank: int
+    id: str
+    node: str
+    host: str
+    pid: int
+    clock_s: float
+    address: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (on {self.host}, process {self.pid})"
+
+
+@dataclass
+class Failure:
+    """What a rank reports. `error` as `worker.describe_error` gives it; `blamed`: the rank that it is about.
+
+    `waited`: the rank has only lost another; who failed is still open. `left_round`: the rank ended or closed when it
+    had finished that many exchanges; that only matters to ranks which go on.
+    """
+
+    rank: int
+    error: dict[str, Any]
+    blamed: int | None = None
+    waited: bool = False
+    left_round: int | None = None
+
+
+@dataclass
+class _Heard:
+    failures: list[Failure] = field(default_factory=list)
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # per rank: the last one, and when it was new
+
+
+class Ranks:
+    """This rank's end. `node`: what the ranks of one host have in common. `patience_s`: how long an exchange may take
+    while all ranks live; a rank of which nothing is heard for `timeout_s` counts as lost.
+
+    `beat` gives what to show with each sign of life, `describe` tells people what another rank has shown. `alarm` is
+    called, in another thread, with the first failure that ends what the ranks do together.
+    Raises `WorkerError` naming the ranks that did not arrive within `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        *,
+        node: str = "",
+        patience_s: float | None = None,
+        beat: Callable[[], Any] = lambda: None,
+        describe: Callable[[int, Any], str] = lambda rank, shown: str(shown or ""),
+        alarm: Callable[[Failure], None] | None = None,
+    ):
+        self.timeout_s, self.rank, self.size = timeout_s, rank, size
+        self.patience_s = timeout_s if patience_s is None else patience_s
+        self.node = node or socket.gethostname()
+        self.beat, self.describe, self.alarm = beat, describe, alarm
+        self.round = 0  # exchanges that are over
+        self.members: list[Member] = []
+        self.left = False
+        self._heard, self._looking, self._looks, self._beats, self._next_beat_s = _Heard(), False, 0, 0, 0.0
+        self._lock = threading.Lock()
+        self._asker = StoreThread(store)
+        try:
+            room = self._arrive(time.monotonic() + timeout_s)
+        except BaseException:
+            self._asker.close()
+            raise
+        self.store = dist.PrefixStore(room, store)  # for the connections between the devices
+        self._room = room
+        self._watch = StoreThread(dist.PrefixStore(room, another_connection(store)), self._look_around, POLL_S)
+
+    # --- arriving
+
+    def _arrive(self, deadline_s: float) -> str:
+        """Agree with all ranks that they are there now. Returns a prefix that no earlier attempt has used."""
+        mine = Member(
+            self.rank,
+            uuid.uuid4().hex[:12],
+            self.node,
+            socket.gethostname(),
+            os.getpid(),
+            time.time() - time.perf_counter(),
+            local_address(os.environ.get("MASTER_ADDR", "localhost")),
+        )
+        self._set(f"penstock/arrived/{self.rank}", asdict(mine))
+        wait_s = 0.002
+        while True:
+            if self.rank == 0:
+                self._list_arrivals()
+            roster = self._get("penstock/roster") or {}
+            rows = roster.get("members", [])
+            if len(rows) == self.size and rows[self.rank]["id"] == mine.id:
+                self._set(f"penstock/confirmed/{self.rank}", roster["room"])
+                if self._all_confirmed(roster["room"]):
+                    self.members = [Member(**row) for row in rows]
+                    return f"penstock/{roster['room']}"
+            if time.monotonic() > deadline_s:
+                raise WorkerError(self._absent())
+            wait_s = min(POLL_S, 1.5 * wait_s)
+            time.sleep(wait_s)
+
+    def _list_arrivals(self) -> None:
+        """The first rank's part: a new list, with a new name, whenever another process has arrived."""
+        rows = [self._get(f"penstock/arrived/{rank}") for rank in range(self.size)]
+        roster = self._get("penstock/roster") or {}
+        if all(rows) and rows != roster.get("members"):
+            self._set("penstock/roster", {"room": uuid.uuid4().hex[:12], "members": rows})
+
+    def _all_confirmed(self, room: str) -> bool:
+        if self.rank == 0 and all(self._get(f"penstock/confirmed/{r}") == room for r in range(self.size)):
+            self._set("penstock/begun", room)
+        return bool(self._get("penstock/begun") == room)
+
+    def _absent(self) -> str:
+        here = [rank for rank in range(self.size) if self._get(f"penstock/arrived/{rank}") is not None]
+        missing = [rank for rank in range(self.size) if rank not in here]
+        who = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks began together"
+        return (
+            f"rank {self.rank} has waited {self.timeout_s:g} s at {address()} for {self.size} ranks: {who}. Start as "
+            "many processes as torchrun was told, and have all of them reach the first step of the same job"
+        )
+
+    # --- plain data in the store
+
+    def _set(self, key: str, value: Any) -> None:
+        self._asker.ask(lambda store: store.set(key, json.dumps(value)), self.timeout_s)
+
+    def _get(self, key: str) -> Any:
+        """What lies there now, None where nothing does."""
+        return self._asker.ask(lambda store: _peek(store, key), self.timeout_s)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What every rank gives, plain data, in their order. All ranks must call it.
+
+        The first rank collects and hands out, so that n ranks cost 3 n requests. Raises the error of a rank that failed
+        meanwhile (see `cause`), or `Waited` where one is not there within `timeout_s`.
+        """
+        number, prefix = self.round, f"{self._room}/round"
+        text = json.dumps(mine)
+
+        def collect(store: dist.Store) -> str:
+            rows = [json.loads(store.get(f"{prefix}/{number}/{rank}")) for rank in range(1, self.size)]
+            joined = json.dumps([json.loads(text), *rows])
+            store.set(f"{prefix}/{number}", joined)
+            if number:  # whoever gave something now has read what was handed out before
+                store.delete_key(f"{prefix}/{number - 1}")
+            return joined
+
+        def give(store: dist.Store) -> str:
+            store.set(f"{prefix}/{number}/{self.rank}", text)
+            joined = store.get(f"{prefix}/{number}").decode()
+            store.delete_key(f"{prefix}/{number}/{self.rank}")
+            return joined
+
+        try:
+            joined = self._asker.ask(collect if self.rank == 0 else give, self.patience_s, self._check_waiting())
+        except StoreLost:
+            raise
+        except RuntimeError as error:  # the store's own time is up
+            raise Waited(f"rank {self.rank} has waited {self.patience_s:g} s for the others") from error
+        self.round += 1
+        found: list[Any] = json.loads(joined)
+        return found
+
+    # --- failures
+
+    def check(self) -> None:
+        """Raise `Told` where a rank has failed, or left what the ranks do together."""
+        failure = self.told()
+        if failure is not None:
+            raise Told(failure)
+
+    @property
+    def hostname(self) -> str | None:
+        """The address by which other ranks reach this one; None where nothing but the system's choice is known."""
+        own = self.members[self.rank]
+        if not own.address.startswith(LOOPBACKS):
+            return own.address or None
+        for other in self.members:  # the first rank's host may know its own name as loopback
+            if other.node != own.node and not other.address.startswith(LOOPBACKS):
+                return local_address(other.address) or None
+        return own.address
+
+    def _check_waiting(self) -> Callable[[], None]:
+        """`check`, and behind a few seconds also whether the others still live."""
+        began_s = time.monotonic()
+
+        def check() -> None:
+            self.check()
+            if time.monotonic() > began_s + SEARCH_S:
+                self._looking = True
+                found = self._gone() or self._silent(began_s, self.timeout_s)
+                if found is not None:
+                    self._look_again()
+                    raise Told(self.told() or found)
+
+        return check
+
+    def told(self) -> Failure | None:
+        """The first failure that is no longer open and concerns this rank."""
+        with self._lock:
+            for failure in self._heard.failures:
+                gone_on = failure.left_round is None or self.round >= failure.left_round
+                if not failure.waited and gone_on and failure.rank != self.rank:
+                    return failure
+        return None
+
+    def report(self, failure: Failure) -> None:
+        """Tell all ranks. Nothing is raised where the store is out of reach: then they find out by themselves."""
+
+        def post(store: dist.Store) -> None:
+            number = store.add("failures", 1)
+            store.set(f"failure/{number}", json.dumps(asdict(failure)))
+
+        with contextlib.suppress(RuntimeError, WorkerError):
+            self._watch.ask(post, LAST_WORDS_S)
+
+    def cause(self, own: Failure) -> Failure:
+        """What ends the ranks' work, given what this one has met: what another reports, or the rank that is gone."""
+        if not own.waited:
+            return own
+        began_s, looks = time.monotonic(), self._looks
+        self._looking = True
+        while time.monotonic() < began_s + SEARCH_S and not self._watch.lost:
+            time.sleep(POLL_S)  # in which the others' last signs of life are read, too
+            found = self._gone() or self._silent(began_s, SILENT_BEATS * BEAT_S)
+            if found is not None or self.told() is not None:
+                self._look_again()  # a rank that ended by itself has reported why before
+                return self.told() or found or own
+        if self._watch.lost or self._looks <= looks + 1:  # one look may have been under way
+            lost = self._watch.lost or f"the rendezvous store {address()} has given no answer for {SEARCH_S:g} s"
+            why = f"{lost}: the host of rank 0, or the network to it, is gone"
+            return Failure(self.rank, plain_error(f"{self.members[self.rank]} stops: {why}"))
+        return Failure(self.rank, own.error)
+
+    def _gone(self) -> Failure | None:
+        """A rank of this node whose process has ended, or is stopped."""
+        here = self.members[self.rank].node
+        for member in self.members:
+            state = _process_state(member.pid) if member.node == here and member.rank != self.rank else "R"
+            if state in ENDED:
+                return self._blame([member], "has ended")
+            if state in STOPPED:
+                return self._blame([member], "is stopped (SIGSTOP)")
+        return None
+
+    def _look_again(self) -> None:
+        """Wait until all reports have been read that were there when this is called."""
+        enough, deadline_s = self._looks + 2, time.monotonic() + LAST_WORDS_S
+        while self._looks < enough and time.monotonic() < deadline_s and not self._watch.lost:
+            time.sleep(POLL_S / 2)
+
+    def _silent(self, since_s: float, limit_s: float) -> Failure | None:
+        """Ranks that have given no sign of life for `limit_s`, while this one was looking."""
+        with self._lock:
+            rows = self._heard.beats.items()
+            ranks = [rank for rank, (_, at_s) in rows if time.monotonic() - max(at_s, since_s) > limit_s]
+        if not ranks:
+            return None
+        members = [self.members[rank] for rank in sorted(ranks)]
+        nodes = {member.node for member in members}
+        whole = all(member.rank in ranks for member in self.members if member.node in nodes)
+        why = "the host, or the network to it, is gone" if whole else "gone or stopped"
+        return self._blame(members, f"no sign of life for {limit_s:g} s: {why}", ": ")
+
+    def _blame(self, members: Sequence[Member], what: str, between: str = " ") -> Failure:
+        names, place = " and ".join(str(member) for member in members), self.last_place(members[0].rank)
+        text = f"{names}{between}{what}{f'; seen last: {place}' if place else ''}. All ranks stop."
+        return Failure(self.rank, plain_error(text), blamed=members[0].rank)
+
+    def last_place(self, rank: int) -> str:
+        """Where a rank was when it last gave a sign of life; empty where none was heard."""
+        with self._lock:
+            text = self._heard.beats.get(rank, ("", 0.0))[0]
+        return self.describe(rank, json.loads(text)[1]) if text else ""
+
+    # --- the thread that listens
+
+    def _look_around(self, store: dist.Store) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_beat_s:
+            self._beats, self._next_beat_s = self._beats + 1, now_s + BEAT_S
+            store.set(f"beat/{self.rank}", json.dumps([self._beats, self.beat()]))
+        before = self.told()
+        for failure in self._new_failures(store):
+            with self._lock:
+                self._heard.failures.append(failure)
+        if self._looking:
+            self._read_beats(store)
+        after = self.told()
+        self._looks += 1
+        if after is not None and before is None and self.alarm is not None:
+            self.alarm(after)
+
+    def _new_failures(self, store: dist.Store) -> Iterator[Failure]:
+        while (row := _peek(store, f"failure/{len(self._heard.failures) + 1}")) is not None:
+            yield Failure(**row)
+
+    def _read_beats(self, store: dist.Store) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:
+            key = f"beat/{rank}"
+            text = store.get(key).decode() if store.check([key]) else ""
+            with self._lock:
+                if rank not in self._heard.beats or self._heard.beats[rank][0] != text:
+                    self._heard.beats[rank] = text, time.monotonic()
+
+    # --- the end
+
+    def leave(self, why: str = "") -> None:
+        """This rank takes part in nothing more; `why`: what ended its script. May be called twice."""
+        if self.left:
+            return
+        self.left = True
+        text = f"{self.members[self.rank]} has left: {why or 'its script has ended, or closed the job'}"
+        self.report(Failure(self.rank, plain_error(text), blamed=self.rank, left_round=self.round))
+        if self.rank == 0 and not agent_has_store():  # which ends with this process
+            self._await_leaving(time.monotonic() + LAST_WORDS_S)
+        self._watch.close()
+        self._asker.close()
+
+    def _await_leaving(self, deadline_s: float) -> None:
+        while time.monotonic() < deadline_s and not self._watch.lost:
+            with self._lock:
+                if len({failure.rank for failure in self._heard.failures}) == self.size:
+                    return
+            time.sleep(POLL_S / 2)
+
+
+class Told(WorkerError):
+    """Another rank has reported a failure: `failure`."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(str(failure.error["message"]))
+        self.failure = failure
+
+
+def plain_error(message: str) -> dict[str, Any]:
+    """A `WorkerError` as `worker.describe_error` would describe it."""
+    return {"type": "WorkerError", "message": message, "details": {}, "line": None, "waited": False, "traceback": ""}
+
+
+def _peek(store: dist.Store, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter for what a process of this host does; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -1,0 +1,70 @@
+"""A rehearsal: the processes, threads, events and messages of a plan for a machine that is not here, in real time.
+
+Nothing is computed or moved. Computation is a wait for as long as the hardware document says, a transfer or an update
+by the host waits for `emulate/link_server.py`, which shares links as the simulator does. What is rehearsed is all the
+rest: the files as they are printed, the issuing of their ops, the streams' order and waits, memory accounts, and the
+matching of messages between processes. So a rehearsal and a simulation agree where both understand the program alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from ...ir.errors import PlanError
+from ..emulate.link_server import LinkServer
+from ..simulate import CostModel, Span, Timeline, costs_of
+from .local import LocalWorkers
+from .setup import Setup
+
+
+def rehearse(setup: Setup, time_scale: float = 1.0) -> Timeline:
+    """Run one step of the files of `setup` as a rehearsal, and give what ran when.
+
+    With `time_scale` 10 every wait takes ten times as long and the result is divided by ten: what Python takes for an
+    op, a tenth of a millisecond or so, then counts a tenth. Raises `PlanError` for a scale that is not positive,
+    `BudgetExceeded` or `WorkerError` as a real step would.
+    """
+    if not (isinstance(time_scale, (int, float)) and 0 < time_scale < math.inf):
+        raise PlanError(f"time_scale={time_scale!r}; it is a positive number, like 1.0 for real time")
+    workers = RehearsingWorkers(setup, time_scale)
+    with workers:
+        return workers.rehearse()
+
+
+class RehearsingWorkers(LocalWorkers):
+    """Workers that only wait, also for the devices of several hosts: all of them are here."""
+
+    several_hosts = True
+
+    def __init__(self, setup: Setup, time_scale: float):
+        self.time_scale = time_scale
+        programs = [programs["step"] for programs in setup.programs]
+        self.model = CostModel(setup.hardware, setup.precision)
+        self.costs = costs_of(programs, self.model)
+        super().__init__(setup)
+
+    def rehearse(self) -> Timeline:
+        """One step."""
+        results = self._run_all("run_step", {})
+        peak_bytes: dict[str, int] = {}
+        for result in results:
+            for memory, peak in result.report["peak_bytes"].items():
+                peak_bytes[memory] = peak_bytes.get(memory, 0) + peak
+        found = self.timeline()
+        spans = [
+            Span(s.device, s.stream, s.op, s.text, s.start_s / self.time_scale, s.end_s / self.time_scale)
+            for s in found.spans
+        ]
+        return Timeline(spans, found.device_names, peak_bytes)
+
+    def _serve_links(self) -> LinkServer:
+        address = os.path.join(self.scratch, "links")
+        return LinkServer(address, self.model.links, self.costs, self.time_scale)
+
+    def _serve_turns(self) -> None:
+        """The link server orders what shares a root complex."""
+
+    def _paces(self, device: int) -> dict[str, Any]:
+        return {"waits_s": [None if cost.flows else cost.fixed_s * self.time_scale for cost in self.costs[device]]}

@@ -1,0 +1,167 @@
+"""The rendezvous store of torchrun, asked so that every question ends: with an answer, or because time is up.
+
+A store is a connection to a process on some host. Where that host is gone, or the network to it, a call may block for
+as long as the kernel retransmits. So a thread of its own makes the calls, over a connection of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ...ir.errors import WorkerError
+
+END_S = 1.0  # in which a thread that is not blocked has ended
+SLICE_S = 0.05  # between two looks at whether to go on waiting
+T = TypeVar("T")
+
+
+class Waited(WorkerError):
+    """A rank has waited for others in vain; which one is to blame is still open."""
+
+
+class StoreLost(Waited):
+    """The store gives no answer: its host, its process or the network to it is gone."""
+
+
+class StoreThread:
+    """Makes calls of `store` one after the other. `idle` is called about every `period_s` between them."""
+
+    def __init__(self, store: dist.Store, idle: Callable[[dist.Store], None] | None = None, period_s: float = 0.1):
+        self.lost = ""  # why no call can be made any more
+        self._store, self._idle, self._period_s = store, idle, period_s
+        self._queue: SimpleQueue[tuple[Callable[[dist.Store], Any], _Answer] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="penstock-store", daemon=True)
+        self._thread.start()
+        # A thread that comes back from the store while the interpreter is ending would abort the process.
+        self._end = weakref.finalize(self, _end, self._queue, self._thread)
+
+    def ask(self, call: Callable[[dist.Store], T], timeout_s: float, check: Callable[[], None] | None = None) -> T:
+        """The result of `call(store)`. `check` is called again and again meanwhile; what it raises ends the wait.
+
+        Raises `StoreLost` where there is no answer within `timeout_s`, and for all calls behind that one.
+        """
+        if self.lost:
+            raise StoreLost(self.lost)
+        answer = _Answer()
+        self._queue.put((call, answer))
+        deadline_s = time.monotonic() + timeout_s
+        while not answer.done.wait(SLICE_S):
+            if check is not None:
+                check()
+            if time.monotonic() > deadline_s:
+                self.lost = f"the rendezvous store {address()} has given no answer for {timeout_s:g} s"
+                raise StoreLost(self.lost)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Make no more calls. A call that blocks is left to itself."""
+        self._end()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._queue.get(timeout=None if self._idle is None or self.lost else self._period_s)
+            except Empty:
+                self._look()
+                continue
+            if task is None:
+                return
+            call, answer = task
+            try:
+                answer.value = call(self._store)
+            except dist.DistNetworkError as error:
+                self._lose(error)
+                answer.error = StoreLost(self.lost)
+            except Exception as error:
+                answer.error = error
+            answer.done.set()
+
+    def _look(self) -> None:
+        assert self._idle is not None
+        try:
+            self._idle(self._store)
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = f"the rendezvous store {address()} is gone: {_first_line(error)}"
+
+
+def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(END_S)
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+def connect_store(timeout_s: float) -> dist.Store:
+    """The store of the script's own process group where it has one, else that of torchrun; the first rank makes it
+    where no agent did. Raises `WorkerError` where it cannot be reached within `timeout_s`, or its port is in use."""
+    if dist.is_initialized():
+        return another_connection(dist.distributed_c10d._get_default_store())
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
+    try:
+        if os.environ["RANK"] == "0" and not agent_has_store():
+            _serve(host, port)
+        return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        used = "EADDRINUSE" in str(error)
+        advice = "; another run, or another program, has that port: choose another MASTER_PORT" if used else ""
+        raise WorkerError(
+            f"the rendezvous store {address()} cannot be reached: {_first_line(error)}{advice}"
+        ) from error
+
+
+@functools.cache
+def _serve(host: str, port: int) -> dist.Store:
+    """The store itself; kept for as long as this process lives, as others come back to it."""
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False)
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """To the same store, for another thread: calls of one connection wait for each other."""
+    return store.clone()  # type: ignore[attr-defined, no-any-return]
+
+
+def agent_has_store() -> bool:
+    """Whether the store lives in a torchrun agent, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def address() -> str:
+    """Where the ranks meet, for people."""
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+
+
+def local_address(facing: str) -> str:
+    """This host's address on the way to another address or name; empty where there is no way to it."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(facing, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing: asks which way it would go
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,353 @@
+"""One rank of a torchrun: this process is one device of the plan, the others run the same script.
+
+All ranks make the same calls in the same order. Before anything runs they agree on what they bring (`agreement`).
+Scalars and reports are exchanged through the rendezvous store, so that every rank sees the loss. A rank that fails
+tells the others (`ranks`), so that all end with the same error at once, not when their patience ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError
+from ...ir.program import Program, place_of
+from ..device.peers import INTERFACE_SETTING
+from ..device.session import DeviceSession, StepResult, check_batch
+from ..simulate import Span
+from .agreement import agree
+from .commands import COMMANDS, Answer, Tensors
+from .driver import Driver, remote_error
+from .position import describe_position
+from .ranks import Failure, Ranks, Told, plain_error
+from .setup import Setup
+from .store_thread import Waited, connect_store
+from .worker import build_session, describe_error
+
+# Commands by what a script has called.
+CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
+CALLS |= {"read_shard": "resume", "load_counters": "resume", "stage_state": "state_dict or save", "counters": "save"}
+STUCK_S = 20.0  # behind another rank's failure, until what still blocks this one is given up with the process
+
+
+class TorchrunDriver(Driver):
+    """Runs the device of this rank. `refused`: why this rank cannot; all raise it.
+
+    Raises `PlanError` where the number of ranks is not that of the plan's devices, or they do not agree (see
+    `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
+    """
+
+    def __init__(self, setup: Setup, refused: PenstockError | None = None):
+        super().__init__(setup)
+        self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        devices = setup.interface.world_size
+        if world != devices:
+            raise PlanError(
+                f"torchrun has started {world} processes, the plan has {devices} devices; use --nproc-per-node so that "
+                f"there are {devices} in all"
+            )
+        self._session: DeviceSession | None = None
+        self._busy = self._failing = False
+        self._stuck: threading.Timer | None = None
+        self.ranks = Ranks(
+            connect_store(setup.timeout_s),
+            self.rank,
+            world,
+            setup.timeout_s,
+            node=os.environ.get("GROUP_RANK", ""),
+            beat=self._place,
+            describe=self._describe_place,
+            alarm=self._hear,
+        )
+        self._signal_before = _take_sigterm(self._on_sigterm)
+        atexit.register(self._at_exit)
+        try:
+            with self._together():
+                reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
+            self._raise_first(reasons)
+            agree(self.ranks, setup)
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> None:
+        """The session of this rank's device, connected to all others; an error of any rank is everybody's."""
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
+        failure: dict[str, Any] | None = None
+        with self._together():
+            try:
+                own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
+                self._session = build_session(own, self.ranks.store)
+            except Exception as error:
+                failure = describe_error(error, None)
+            rows = self.ranks.exchange(failure)
+        self._raise_first(rows)
+
+    def _raise_first(self, failures: list[dict[str, Any] | None]) -> None:
+        """Raise what stops a rank: one that could not connect may only have missed another that failed by itself."""
+        wrong = [(rank, row) for rank, row in enumerate(failures) if row is not None]
+        if wrong:
+            rank, row = min(wrong, key=lambda each: each[1]["type"] in ("RuntimeError", "DistStoreError"))
+            raise self._error_of(rank, {**row, "message": f"{self.ranks.members[rank]}: {row['message']}"})
+
+    @property
+    def session(self) -> DeviceSession:
+        assert self._session is not None
+        return self._session
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @staticmethod
+    def is_present() -> bool:
+        """Whether this process was started by torchrun, among others."""
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+    def call(
+        self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> Answer:
+        """As everywhere, but all ranks must call it; all get the answer."""
+        self._require_open()
+        mine: dict[str, Any] = {}
+        found: Tensors = {}
+        if device == self.rank:
+            try:
+                mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
+            except Exception as error:
+                told = describe_error(error, self.session)
+                mine = {"error": {**told, "message": f"{self._own_name}: {told['message']}"}}
+            mine = {**mine, "tensors": _rows_of(found)}
+        header = self._exchange(CALLS.get(command, command), mine)[device]
+        with self._together():
+            if "error" not in header:
+                return header, self._spread(found, header.pop("tensors"), device)
+        raise self._error_of(device, header["error"])
+
+    def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
+        """The tensors of one rank, on all: `own` where this is that rank, else as `rows` describes them."""
+        link = self.session.link
+        found: Tensors = {}
+        assert link is not None
+        for name, dtype, shape in rows:
+            if source == self.rank:
+                value = own[name].detach().cpu().contiguous()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype))
+            try:
+                link.broadcast(value.view(-1).view(torch.uint8), source)
+            except RuntimeError as error:
+                raise Waited(f"rank {self.rank}: {name} has not come from rank {source}: {error}") from error
+            found[name] = value
+        return found
+
+    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
+        rows = self._exchange(what, {"kind": kind, "refused": None if refused is None else str(refused)})
+        said = [f"rank {rank}: {row['refused']}" for rank, row in enumerate(rows) if row["refused"]]
+        kinds = {row["kind"]: f"rank {rank} was given {row['kind']}" for rank, row in enumerate(rows) if row["kind"]}
+        if not said and len(kinds) > 1:
+            said = ["; ".join(kinds.values())]
+        if said:
+            more = f" ({len(said) - 1} more ranks have such a batch)" if len(said) > 1 else ""
+            raise BatchError(f"{said[0]}{more}. No rank has run `{what}`") from refused
+
+    def gather(self, value: Any) -> list[Any]:
+        """As everywhere, but all ranks must call it."""
+        self._require_open()
+        return self._exchange("gather", value)
+
+    def _exchange(self, what: str, mine: Any) -> list[Any]:
+        """What every rank gives for the same call. Raises `BatchError` on all ranks where they are at different ones:
+        the data of one has ended before that of the others."""
+        with self._together():
+            rows = self.ranks.exchange({"what": what, "given": mine})
+        calls: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            calls.setdefault(row.get("what", "step"), []).append(rank)
+        if len(calls) > 1:
+            where = ", ".join(f"`{call}` on rank {', '.join(map(str, who))}" for call, who in calls.items())
+            raise BatchError(
+                f"the ranks make different calls: {where}. All make the same in the same order, also as many steps; "
+                "where the data of one rank ends earlier, cut the others' (job.sampler gives all as many batches)"
+            )
+        return [row["given"] for row in rows]
+
+    def _own_programs(self) -> list[dict[str, Program]]:
+        return [self.setup.roles[place_of(self.setup.interface, self.rank)[1]]]
+
+    def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
+        whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
+        check_batch(batch, self.setup.whole if whole else self.setup.interface, self.inputs[function])
+
+    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+        """What every rank returned: on all ranks the scalars of a step, and all that an evaluation gives."""
+        part = self.part(batch, self.rank)
+        with self._together():
+            own = self.session.step(part) if command == "run_step" else self.session.evaluate(part)
+            flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
+            scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
+            tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}
+            mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
+            results = []
+            for rank, other in enumerate(self.ranks.exchange(mine)):
+                given = {key: torch.tensor(number) for key, number in other["scalars"].items()}
+                given |= self._spread(tensors, other["tensors"], rank)
+                values: dict[str, list[Tensor]] = {}
+                for key in other["names"]:
+                    if key in given:
+                        values.setdefault(key.rpartition(" ")[0], []).append(given[key])
+                results.append(own if rank == self.rank else StepResult(values, other["report"]))
+        return results
+
+    def _spans(self) -> list[Span]:
+        """Hosts have clocks of their own: spans are moved by what the first rank of a host has found to lie between."""
+        own = [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in self.session.spans]
+        with self._together():
+            rows = self.ranks.exchange(own)
+        found = []
+        for spans, member in zip(rows, self.ranks.members, strict=True):
+            of_host = next(other for other in self.ranks.members if other.node == member.node)
+            ahead_s = of_host.clock_s - self.ranks.members[0].clock_s
+            for device, stream, op, text, start_s, end_s in spans:
+                found.append(Span(device, stream, op, text, start_s + ahead_s, end_s + ahead_s))
+        return found
+
+    # --- failures
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all ranks do at the same time: where one fails, all raise what it says."""
+        self._busy = True
+        try:
+            self.ranks.check()
+            yield
+        except Exception as error:
+            self._fail(error)
+        except KeyboardInterrupt:
+            self._failing = True
+            self.ranks.report(Failure(self.rank, plain_error(f"{self._own_name} was interrupted. All ranks stop.")))
+            raise
+        finally:
+            self._busy = False
+            if self._stuck is not None:
+                self._stuck.cancel()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise the error of the rank that is to blame, and tell the others if it is this one, or is found here."""
+        self._failing = True
+        atexit.register(_end_at_once)
+        if isinstance(error, Told):
+            raise self._error_of(error.failure.rank, error.failure.error) from None
+        told = describe_error(error, self._session)
+        cause = self.ranks.cause(Failure(self.rank, told, waited=told["waited"] or isinstance(error, Waited)))
+        if cause.rank == self.rank:
+            self.ranks.report(cause)
+        if cause.error is told:
+            raise error
+        found = self._error_of(cause.rank, cause.error)
+        if isinstance(found, WorkerError):
+            found.remote = found.remote or told["traceback"]  # how it showed here
+        raise found from None
+
+    def _hear(self, failure: Failure) -> None:
+        """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
+        if self._busy and self._session is not None:
+            self._session.interrupt(Told(failure))
+        if self._busy:
+            self._stuck = threading.Timer(STUCK_S, self._give_up, [failure])
+            self._stuck.daemon = True
+            self._stuck.start()
+
+    def _give_up(self, failure: Failure) -> None:
+        """Something blocks that cannot be interrupted, such as a kernel that waits for another GPU."""
+        if self._busy and not self.closed:
+            sys.stderr.write(f"{self._own_name} ends: {failure.error['message']}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        """torchrun ends a rank in this way when another has failed: say which."""
+        if self._failing:
+            return  # already on the way out, with a better reason
+        signal.signal(number, signal.SIG_DFL)
+        stopped = f"{self._own_name} was stopped (SIGTERM)"
+        if self._busy:
+            raise Waited(stopped)
+        self._failing = True
+        cause = self.ranks.cause(Failure(self.rank, plain_error(stopped), waited=True))
+        sys.stderr.write(f"{stopped}: {cause.error['message']}\n")
+        sys.stderr.flush()
+        self.ranks.leave(cause.error["message"])
+        os.kill(os.getpid(), number)
+
+    def _at_exit(self) -> None:
+        self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # what the script raised and did not catch
+
+    @property
+    def _own_name(self) -> str:
+        return str(self.ranks.members[self.rank])
+
+    def _place(self) -> str | list[int]:
+        """Where this rank is, for others to tell should nothing more be heard of it: the lines of its streams, or
+        words."""
+        if self._session is None:
+            return "its start"
+        return list(self._session.board) if self._busy else "its script, between two steps"
+
+    def _describe_place(self, rank: int, shown: str | list[int]) -> str:
+        return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
+
+    def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
+        name = self.setup.hardware.devices[rank].name
+        return remote_error(failure, rank, f"{self.ranks.members[rank]}, device {name}")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.ranks.leave(_what_ended(sys.exc_info()[1]))  # what passes through a `with` that ends here
+        atexit.unregister(self._at_exit)
+        if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._session is not None:
+            self._session.close()
+
+
+def _what_ended(error: BaseException | None) -> str:
+    return "" if error is None else f"its script raised {type(error).__name__}: {error}".split("\n")[0]
+
+
+def _end_at_once() -> None:
+    """Behind a failure that nobody caught: end without taking the interpreter apart. Threads may still wait for peers
+    in gloo, and one that wakes in the middle of that would abort the process."""
+    if getattr(sys, "last_value", None) is not None:
+        atexit.unregister(_end_at_once)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _rows_of(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Name, dtype and shape of each."""
+    return [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+
+
+def _take_sigterm(handler: Any) -> Any:
+    """Set the handler where the script has none of its own. Returns what was there before, None where nothing was
+    changed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may
+        return None
+    before = signal.getsignal(signal.SIGTERM)
+    return signal.signal(signal.SIGTERM, handler) if before == signal.SIG_DFL else None

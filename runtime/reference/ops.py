@@ -1,0 +1,388 @@
+"""The ops of the reference runtime: what each means, on plain tensors of one process.
+
+`ReferenceRuntime` has one method an op; `World` is what the devices share, `StageState` what persists of a stage.
+`run.py` runs programs with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import BatchError, PlanError, VerifyError
+from ...ir.ops import apart, shared_params
+from ...ir.program import Interface, StageSpec, aligned
+from ..optimizer.extrapolate import extrapolate
+from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
+from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
+from ..stage.runner import Kept, StageRunner, micro_batch_seed
+from ..stage.shards import piece_of, whole_of
+from ..stage.split_backward import Rest
+
+CPU_DEVICE = torch.device("cpu")
+FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtype in which a parameter is updated
+
+
+@dataclass
+class Weights:
+    """A stage's parameters as a program's value: those that stay on the device, or a fetched copy."""
+
+    stage: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class Shard:
+    """One member's piece of each of a stage's parameters, as a program's value."""
+
+    stage: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class States:
+    """A stage's optimizer states and masters ("states"), or all that persists of it ("all"), as a program's value."""
+
+    stage: str
+    kind: str
+
+
+@dataclass
+class StageGrads(Grads):
+    """A stage's gradients as a program's value; of a shard, where they were scattered."""
+
+    stage: str = ""
+
+
+class Waiting(Exception):
+    """The device cannot go on yet; its text says what for."""
+
+
+class StageState:
+    """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
+
+    `piece`: (index, count) of the shard that the device keeps of all parameters; None keeps them whole.
+    """
+
+    def __init__(
+        self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        self.spec = spec
+        self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
+        self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
+        self.masters: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation: where that is full, the masters
+        for name, param in self.runner.parameters.items():
+            if name not in weights:
+                raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
+            full = weights[name].detach().to(FULL.get(param.dtype, param.dtype), copy=True).contiguous()
+            full = full if piece is None else piece_of(full, *piece)
+            self.masters[name] = full
+            self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
+        trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
+        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
+        self.grads: dict[str, Tensor] = {}
+        self.before: Any = None  # a snapshot, taken by a speculative step
+
+    def copy_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """A copy of these parameters in one flat buffer, each aligned."""
+        flat = torch.empty(sum(aligned(self.weights[name].nbytes) for name in names), dtype=torch.uint8)
+        copies, offset = {}, 0
+        for name in names:
+            weight = self.weights[name]
+            place = flat[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
+            copies[name] = place.copy_(weight)
+            offset += aligned(weight.nbytes)
+        return copies
+
+    def restore(self) -> None:
+        """Back to before the last speculative step."""
+        assert self.optimizer is not None and self.before is not None
+        self.optimizer.restore(self.before)
+        self._follow()
+
+    def step(self, grads: Grads) -> None:
+        self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
+        if self.optimizer is not None:
+            self.optimizer.step(self.grads, part=grads.part)
+            self._follow()
+
+    def _follow(self) -> None:
+        for name, weight in self.weights.items():
+            if weight is not self.masters[name]:
+                weight.copy_(self.masters[name])
+
+
+@dataclass
+class World:
+    """What the devices share: stages, seeds, and what is under way between them.
+
+    `stages` are those on the first device that has them, `replicas` (by device and name) those on the others.
+    """
+
+    interface: Interface
+    stages: dict[str, StageState]
+    seed: int
+    step: int = 0
+    loss_scale: LossScale | None = None
+    finite: bool = True
+    replicas: dict[tuple[int, str], StageState] = field(default_factory=dict)
+    mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
+    arrived: dict[tuple[str, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+    def stage(self, device: int, name: str) -> StageState:
+        return self.replicas.get((device, name)) or self.stages[name]
+
+
+class ReferenceRuntime:
+    """The ops of one device, under their own names and signatures. `recv` and collectives raise `Waiting`."""
+
+    def __init__(self, device: int, world: World):
+        self.device = device
+        self.world = world
+        self._meetings: dict[str, int] = {}  # per group, how many are behind this device
+
+    def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
+        spec, count = self.world.interface.batch[name], self.world.interface.micro_batches
+        if name not in batch:
+            raise BatchError(f"the batch lacks {name!r}; it has {', '.join(batch) or 'nothing'}")
+        rows, rest = divmod(batch[name].shape[0], count)
+        part = batch[name][micro_batch * rows : (micro_batch + 1) * rows]
+        found = (tuple(part.shape), str(part.dtype).removeprefix("torch."))
+        if rest or found != (spec.shape, spec.dtype):
+            whole = [spec.shape[0] * count, *spec.shape[1:]]
+            raise BatchError(
+                f"{name!r} is {batch[name].dtype}{list(batch[name].shape)}, compiled for {spec.dtype}{whole}"
+            )
+        return part.detach()
+
+    def resident(self, name: str, *, group: str | None = None) -> Weights | Shard:
+        stage = name.removesuffix(".weights")
+        return (Weights if group is None else Shard)(stage, self.world.stage(self.device, stage).weights)
+
+    def fetch(
+        self, what: Any, begun: Weights | None = None, *, params: int | None = None, group: str | None = None
+    ) -> Any:
+        if isinstance(what, Tensor | Kept):
+            return self.offload(what)
+        stage = what.stage if isinstance(what, Weights) else what.removesuffix(".weights")
+        state = self.world.stage(self.device, stage)
+        if group is not None:
+            return Shard(stage, state.copy_weights(list(state.weights)))
+        there = begun.tensors if begun is not None else {}
+        names = [p.name for p in self.world.interface.stages[stage].params[:params]]
+        copies = state.copy_weights([n for n in names if n not in there])
+        return Weights(stage, {**there, **copies})
+
+    def offload(self, value: StageGrads | Tensor | Kept) -> StageGrads | Tensor | Kept:
+        if isinstance(value, Tensor):
+            return value.clone()
+        if isinstance(value, Kept):
+            return Kept.partial({name: t.clone() for name, t in value.tensors.items()})
+        return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
+
+    def read(self, what: Any, *, group: str | None = None) -> Any:
+        if not isinstance(what, str):
+            return self.offload(what)
+        stage, _, kind = what.partition(".")
+        if kind == "weights":
+            state = self.world.stage(self.device, stage)
+            return Weights(stage, state.copy_weights(list(state.weights)))
+        return States(stage, kind)
+
+    def write(self, value: Any, *, to: str | None = None) -> Any:
+        """States stay where they are: one memory holds everything here."""
+        return None if to is not None else self.offload(value)
+
+    def free(self, *values: Any) -> None:
+        for value in values:
+            if isinstance(value, Weights):
+                self.world.stage(self.device, value.stage).runner.release()
+            elif isinstance(value, Kept | Rest):
+                value.drop()
+
+    def forward(
+        self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool | Sequence[str] = True
+    ) -> tuple[Any, ...]:
+        runner = self._bound(stage, weights)
+        outputs, kept = runner.forward(inputs, self._seed(stage, micro_batch), keep)
+        return (*outputs, kept) if keep else tuple(outputs)
+
+    def evaluate(self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int) -> tuple[Tensor, ...]:
+        return tuple(self._bound(stage, weights).evaluate(inputs))
+
+    def backward(
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        douts: list[Tensor | float | None], grads: StageGrads | None = None, *, micro_batch: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        runner = self._bound(stage, weights)
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
+        held = None if grads is None else grads.tensors
+        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(stage, micro_batch))
+        return (*dinputs, StageGrads(sums, stage=stage))
+
+    def backward_input(
+        self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
+        douts: list[Tensor | float | None], *, micro_batch: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
+        runner, seed = self._bound(stage, weights), self._seed(stage, micro_batch)
+        dinputs, rest = runner.backward_input(kept, inputs, scaled, seed)
+        return (*dinputs, rest)
+
+    def backward_weight(
+        self, stage: str, weights: Weights, rest: Rest, grads: StageGrads | None = None, *, micro_batch: int
+    ) -> StageGrads:
+        held = None if grads is None else grads.tensors
+        return StageGrads(self._bound(stage, weights).backward_weight(rest, held), stage=stage)
+
+    def add(self, left: Any, right: Any) -> Any:
+        if isinstance(left, Tensor):
+            return left.add_(right)
+        for name, grad in left.tensors.items():
+            grad += right.tensors[name]
+        return left
+
+    def send(self, value: Tensor, *, dst: int, tag: str) -> None:
+        box = self.world.mail.setdefault((self.device, dst, tag), deque())
+        box.append(value.clone(memory_format=torch.contiguous_format))
+
+    def recv(self, like: str, *, src: int, tag: str) -> Tensor:
+        box = self.world.mail.get((src, self.device, tag))
+        if not box:
+            raise Waiting(f"waits for device {src} to send {tag!r}")
+        value = box.popleft()
+        stage, _, output = like.partition(".")
+        spec = self.world.interface.stages[stage].output(output)
+        if (tuple(value.shape), str(value.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
+            raise VerifyError(f"{tag!r} brings {value.dtype}{list(value.shape)}, not a {like}", device=self.device)
+        return value
+
+    def all_reduce(self, *values: Any, group: str) -> tuple[Any, ...]:
+        arrived = self._meet(group, values)
+        members = self.world.interface.groups[group]
+        own = [name for device, _, name in members if device == self.device]
+        if isinstance(values[0], StageGrads) and own == [""]:
+            return (StageGrads(self._summed(arrived, group), stage=values[0].stage),)
+        total = arrived.setdefault(-1, (_sum_of_members(members, arrived),))[0]
+        for name, value in zip(own, values):
+            if isinstance(value, Grads) and total is not None:
+                value.tensors[name] = total.clone()
+        return tuple(v if isinstance(v, Grads) else total.clone() for v in values)
+
+    def all_gather(self, shard: Shard, *, group: str, hierarchical: bool = False) -> Weights:
+        arrived = self._meet(group, (shard,))
+        shards = [arrived[device][0].tensors for device in self.world.interface.members(group)]
+        params = self.world.interface.stages[shard.stage].params
+        return Weights(shard.stage, {p.name: whole_of([s[p.name] for s in shards], p.shape) for p in params})
+
+    def reduce_scatter(
+        self, grads: StageGrads, total: StageGrads | None = None, *, group: str, hierarchical: bool = False
+    ) -> StageGrads:
+        devices = self.world.interface.members(group)
+        summed = self._summed(self._meet(group, (grads,)), group)
+        index = devices.index(self.device)
+        pieces = {name: piece_of(g, index, len(devices)) for name, g in summed.items()}
+        if total is None:
+            return StageGrads(pieces, stage=grads.stage)
+        for name, piece in pieces.items():
+            total.tensors[name] += piece
+        return total
+
+    def _meet(self, group: str, values: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+        """What all devices of a group bring to its next collective."""
+        turn = (group, self._meetings.get(group, 0))
+        arrived = self.world.arrived.setdefault(turn, {})
+        arrived.setdefault(self.device, values)
+        missing = sorted(set(self.world.interface.members(group)) - arrived.keys())
+        if missing:
+            raise Waiting(f"waits for device {', '.join(map(str, missing))} to meet in {group!r}")
+        self._meetings[group] = turn[1] + 1
+        return arrived
+
+    def _summed(self, arrived: Mapping[int, tuple[Any, ...]], group: str) -> dict[str, Tensor]:
+        """A stage's gradients, added up in the group's order. Those that no device has are missing."""
+        total: dict[str, Tensor] = {}
+        for device in self.world.interface.members(group):
+            for name, grad in arrived[device][0].tensors.items():
+                total[name] = total[name] + grad if name in total else grad.clone()
+        return total
+
+    def norm(self, *grads: StageGrads) -> Tensor:
+        return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
+
+    def clip(self, grads: StageGrads, norm: Tensor, *, max_norm: float) -> StageGrads:
+        grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))
+        return grads
+
+    def step(
+        self, stage: str, grads: StageGrads, norm: Tensor | None = None, states: States | None = None,
+        *, speculative: bool = False,
+    ) -> States | None:  # fmt: skip
+        state, scale = self.world.stage(self.device, stage), self.world.loss_scale
+        if scale is not None and norm is None and not speculative:
+            raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
+        if norm is not None and not bool(torch.isfinite(norm)):
+            self.world.finite = False
+        elif speculative:
+            state.before = state.optimizer.snapshot() if state.optimizer is not None else None
+            state.step(grads.scaled(speculative_factor(1.0 if scale is None else scale.scale)))
+        else:
+            state.step(grads)
+        return states
+
+    def redo(self, stage: str, grads: StageGrads, norm: Tensor, *, max_norm: float) -> None:
+        state, scale = self.world.stage(self.device, stage), self.world.loss_scale
+        loss_scale = 1.0 if scale is None else scale.scale
+        if state.optimizer is None or not must_redo(norm, max_norm, loss_scale):
+            return
+        state.restore()
+        if scale is not None and not bool(torch.isfinite(norm)):
+            self.world.finite = False
+            return
+        state.step(grads.scaled(clip_factor(norm, max_norm, loss_scale)))
+
+    def stash(self, stage: str, weights: Weights) -> Weights:
+        state = self.world.stage(self.device, stage)
+        return Weights(stage, state.copy_weights(list(state.weights)))
+
+    def predict(self, stage: str, weights: Weights, *, updates: int, shared: int = 0) -> Weights:
+        made, optimizer = self.stash(stage, weights), self.world.stage(self.device, stage).optimizer
+        if optimizer is not None:
+            extrapolate(optimizer, made.tensors, updates, shared, shared_params(self.world.interface, stage))
+        return made
+
+    def split(self, stage: str, grads: StageGrads) -> tuple[StageGrads, StageGrads]:
+        own, shared = apart(grads.tensors, shared_params(self.world.interface, stage))
+        return StageGrads(own, stage=stage, part="own"), StageGrads(shared, stage=stage, part="shared")
+
+    def _bound(self, stage: str, weights: Weights) -> StageRunner:
+        runner = self.world.stage(self.device, stage).runner
+        runner.bind(weights.tensors)
+        return runner
+
+    def _seed(self, stage: str, micro_batch: int) -> int:
+        return micro_batch_seed(self.world.seed, self.world.step, stage, micro_batch)
+
+
+def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:
+    """The sum over a group: first the members of one device, then the devices, both in the group's order."""
+    total: Tensor | None = None
+    for device in dict.fromkeys(device for device, _, _ in members):
+        names = [name for d, _, name in members if d == device]
+        local: Tensor | None = None
+        for name, value in zip(names, arrived[device]):
+            part = value.tensors.get(name) if isinstance(value, Grads) else value
+            if part is not None:
+                local = part.clone() if local is None else local.add_(part)
+        if local is not None:
+            total = local if total is None else total.add_(local)
+    return total

@@ -1,0 +1,220 @@
+"""What a task of a step costs on a machine: seconds that are fixed, and amounts that flow through shared resources.
+
+- Computation: arithmetic, traffic to the device's memory and an overhead per launch, one behind the other.
+- A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
+- A collective: stages of bytes between the members' memories, one behind the other (`collectives.py`); in a stage all
+  neighbours at the same time, after as many latencies of the slowest hop as it has rounds.
+- On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
+- All that CPU devices do also takes cores of their host (`cpu.py`).
+
+Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
+computation waits for the former, while the latter are asked for ahead of time. On a host with `ordered_fetches` the
+weights that come through one root complex come in chunks, those of the stage that runs first before all others (Mobius
+3.3); elsewhere they share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...ir import ops
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.machine.links import Link
+from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of, whole_link
+from .collectives import Stage, stages
+from .cpu import copying, core_flow, core_links, messaging, update_s
+from .priority import is_weights_fetch, turn_of
+from .sharing import Cost
+
+URGENT, AHEAD = 0, 1
+OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
+PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
+
+
+@dataclass(eq=False)
+class Fleet:
+    """The whole machine of which a lane has a part, and the lane's interface with all lanes."""
+
+    hardware: Hardware
+    face: Interface
+    models: dict[str, CostModel] = field(default_factory=dict)  # of the whole machine, by precision
+    alike: dict[str, set[str]] = field(default_factory=dict)
+
+    def model(self, precision: str) -> CostModel:
+        if precision not in self.models:
+            self.models[precision] = CostModel(self.hardware, precision)
+        return self.models[precision]
+
+    def places(self, links: Iterable[str]) -> dict[str, set[str]]:
+        """Per link of a lane's part of the machine those of the whole machine that are the same to the lanes."""
+        if not self.alike:
+            lanes = self.face.lanes
+            self.alike = {link: {whole_link(self.hardware, lanes, lane, link) for lane in lanes} for link in links}
+        return self.alike
+
+
+class CostModel:
+    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's
+    part of a machine, all of it."""
+
+    def __init__(self, hardware: Hardware, precision: str, fleet: Fleet | None = None):
+        self.hardware, self.fleet = hardware, fleet
+        self.precision = precision
+        self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
+        self.routes: dict[tuple[str, str], tuple[tuple[str, ...], float]] = {}
+        self.known: dict[tuple[int, ops.Work, int], Cost] = {}
+
+    def cost(self, task: Task) -> Cost:
+        device, node, work = task.parts[0]
+        if self.fleet is not None and work.group in (*ops.MESH_GROUPS, WORLD):
+            return self.over_lanes(device, work)
+        if work.group:
+            return self.collective([(d, w) for d, _, w in task.parts])
+        if work.stream in (ops.SEND, ops.RECV):
+            return self.transfer(device, work, URGENT)
+        priority = PRIORITY.get(node.target, URGENT)  # type: ignore[call-overload]
+        if is_weights_fetch(node) and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
+            priority += turn_of(node)
+        key = (device, work, priority)
+        if key not in self.known:
+            self.known[key] = self.single(device, work, priority)
+        return self.known[key]
+
+    def single(self, device: int, work: ops.Work, priority: int) -> Cost:
+        owner = self.hardware.devices[device]
+        on_cpu = owner.kind == "cpu"
+        if on_cpu and (work.stream == ops.COMPUTE or (work.stream == ops.CPU and work.params)):
+            alone_s = self.update_s(owner, work) if work.params else self.compute_s(owner, work)
+            return Cost(flows=(core_flow(owner, self.hardware, alone_s),))
+        if work.stream == ops.COMPUTE:
+            return Cost(self.compute_s(owner, work))
+        if work.stream == ops.CPU and work.params:
+            return Cost(flows=((_optimizer(owner.host), work.params),))
+        if work.stream == ops.CPU:
+            return Cost(flows=((_dram(owner.host), work.traffic_bytes),))
+        return self.transfer(device, work, priority) if work.source else Cost()
+
+    def compute_s(self, owner: Device, work: ops.Work) -> float:
+        measured_s = dict(work.seconds).get(owner.name)
+        if measured_s is not None:
+            return measured_s + OWN_CALLS * owner.op_overhead_s
+        calls = work.launches + OWN_CALLS
+        return owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls)
+
+    def update_s(self, owner: Device, work: ops.Work) -> float:
+        """An update by a CPU device."""
+        return update_s(owner, self.hardware, work.params) + (work.launches + OWN_CALLS) * owner.op_overhead_s
+
+    def transfer(self, device: int, work: ops.Work, priority: int) -> Cost:
+        path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))
+        owner = self.hardware.devices[device]
+        use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
+        if use in self.links:  # by cores, none of which knows what is urgent
+            path, priority = (*path, use), URGENT
+        return Cost(latency_s, ((path, work.moved_bytes),), priority)
+
+    def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
+        if len(members) == 1:  # all members lie on one device: added up in place
+            return Cost()
+        work = members[0][1]
+        moved_bytes = max(work.moved_bytes for _, work in members)
+        memories = {device: self.meeting_place(device, own) for device, own in members}
+        cost: Cost | None = None
+        for stage in reversed(stages(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
+            cost = self.stage(stage, memories, cost)
+        assert cost is not None
+        return cost
+
+    def meeting_place(self, device: int, work: ops.Work) -> str:
+        """The memory of a collective's member. Host memory of CPU devices is that of processes: what they add up goes
+        from one to another as messages do."""
+        on_cpu = self.hardware.devices[device].kind == "cpu"
+        return self.memory(device, ops.DEVICE if on_cpu else work.source)
+
+    def stage(self, stage: Stage, memories: Mapping[int, str], then: Cost | None) -> Cost:
+        flows, slowest_s = [], 0.0
+        for (source, target), amount in stage.hops.items():
+            path, latency_s = self.route(memories[source], memories[target])
+            use = messaging(self.hardware.devices[source])
+            flows.append(((*path, use) if use in self.links else path, amount))
+            slowest_s = max(slowest_s, latency_s)
+        copied_s = max(stage.copied_bytes / self.hardware.devices[device].memory_bandwidth for device in memories)
+        return Cost(stage.rounds * slowest_s + copied_s, tuple(flows), URGENT, then)
+
+    def over_lanes(self, role: int, work: ops.Work) -> Cost:
+        """A collective of devices in several lanes, while all other lanes do theirs: of the load that all of them put
+        on each link together, the part that this lane has of the link. What lies at another lane's device only, such as
+        the border of a host, holds up this one as well: it counts with the most that any lane has of its kind."""
+        assert self.fleet is not None
+        key = (role, work, URGENT)
+        if key not in self.known:
+            fleet, whole = self.fleet, self.fleet.model(self.precision)
+            groups = {tuple(members_of(fleet.face, lane, role, work.group)) for lane in range(len(fleet.face.lanes))}
+            costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
+            found: Cost | None = None
+            for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
+                together: dict[int, list[str]] = {}  # what as much passes, it passes at one rate
+                for link, amount in self.load(parts, whole).items():
+                    together.setdefault(round(amount), []).append(link)
+                flows = tuple((tuple(links), float(amount)) for amount, links in together.items())
+                found = Cost(max(part.fixed_s for part in parts), flows, URGENT, found)
+            self.known[key] = found or Cost()
+        return self.known[key]
+
+    def load(self, parts: Sequence[Cost], whole: CostModel) -> dict[str, float]:
+        """Per link of this lane's part of the machine what all these flows of the whole machine come to on it."""
+        assert self.fleet is not None
+        there: dict[str, float] = {}
+        for path, amount in (flow for part in parts for flow in part.flows):
+            for link in path:
+                there[link] = there.get(link, 0.0) + amount
+        found = {}
+        for link, alike in self.fleet.places(self.links).items():
+            busiest_s = max(there.get(name, 0.0) / whole.links[name].bandwidth for name in alike)
+            if busiest_s:
+                found[link] = busiest_s * self.links[link].bandwidth
+        return found
+
+    def memory(self, device: int, name: str) -> str:
+        """The machine's name for "device", "dram", "ssd" or "device3" as a program of `device` says it."""
+        if name in (ops.DRAM, ops.SSD):
+            return f"{name}{self.hardware.devices[device].host}"
+        return self.hardware.devices[device if name == ops.DEVICE else int(name.removeprefix("device"))].name
+
+    def route(self, source: str, target: str) -> tuple[tuple[str, ...], float]:
+        """Links between two memories, and the seconds of an empty transfer."""
+        if (source, target) not in self.routes:
+            path = tuple(self.hardware.path(source, target)) or _dram(self.hardware.host_of(target))
+            self.routes[source, target] = (path, sum(self.links[name].latency_s for name in path))
+        return self.routes[source, target]
+
+
+def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:
+    """Per device what each of its ops takes, in text order; nothing for those that occupy no stream."""
+    order = build_order(programs, {})
+    free = Cost()
+    return [
+        [
+            free if node.target in (ops.free, ops.resident) else model.cost(order.tasks[order.task_of[node]])
+            for node in program.ops()
+        ]
+        for program in programs
+    ]
+
+
+def _optimizer(host: int) -> tuple[str, ...]:
+    return (f"host{host}.optimizer",)
+
+
+def _dram(host: int) -> tuple[str, ...]:
+    return (f"host{host}.dram",)
+
+
+def _host_resources(hardware: Hardware) -> dict[str, Link]:
+    """What the devices of a host share besides links, as links of their own: amounts per second."""
+    found = {}
+    for index, host in enumerate(hardware.hosts):
+        for (name,), rate in ((_optimizer(index), host.optimizer_params_per_s), (_dram(index), host.dram_bandwidth)):
+            found[name] = Link(name, f"dram{index}", f"dram{index}", rate, 0.0)
+    return found

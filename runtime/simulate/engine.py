@@ -1,0 +1,142 @@
+"""A discrete-event simulation of one step on all devices: the third way to run a program, in which only time passes.
+
+Tasks start in the order of `ir/program/order.py`: operands, streams, rendezvous and memory. What they cost is in
+`costs.py`, how their transfers share links in `sharing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import WRITTEN_OUT, Order, Program, build_order, memory_change, print_node, shown
+from ...ir.verify.case import Case
+from ...ir.verify.devices import check_collectives, check_deadlock, check_devices, check_messages
+from .costs import CostModel, Fleet
+from .sharing import Progress
+from .timeline import Span, Timeline
+
+
+def simulate(
+    programs: Sequence[Program],
+    hardware: Hardware,
+    *,
+    precision: str = "fp32",
+    start: Sequence[float] | None = None,
+    written_out: int = WRITTEN_OUT,
+) -> Timeline:
+    """Time one step of all devices, without running anything.
+
+    `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
+    device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
+    does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
+    Programs of a lane are those of all: on up to `written_out` devices each is simulated, on more, where lanes are
+    alike and so do the same at the same time, one of them on its part of the machine.
+    Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
+    has no rate for the precision.
+    """
+    face, whole = programs[0].interface, hardware
+    programs, hardware = shown(programs, whole, written_out)
+    fleet = None if hardware is whole else Fleet(whole, face)
+    case = Case(programs, hardware)
+    for rule in (check_devices, check_messages, check_collectives):
+        rule(case)
+    order = build_order(programs, case.memories)
+    engine = _Engine(order, CostModel(hardware, precision, fleet))
+    engine.run(start)
+    if len(engine.ended_s) < len(order.tasks):
+        check_deadlock(case)
+        raise AssertionError("the simulation stopped, but no ring of waits was found")
+    return _timeline(case, hardware, order, engine)
+
+
+class _Engine:
+    """Runs the tasks of an order; fills `began_s` and `ended_s` per task."""
+
+    def __init__(self, order: Order, model: CostModel):
+        self.tasks = order.tasks
+        self.costs = [model.cost(task) for task in order.tasks]
+        self.progress = Progress(model.links)
+        self.blocked_by = [len(task.waits) for task in order.tasks]
+        self.followers: list[list[int]] = [[] for _ in order.tasks]
+        for index, task in enumerate(order.tasks):
+            for other, _ in task.waits:
+                self.followers[other].append(index)
+        self.began_s: dict[int, float] = {}
+        self.ended_s: dict[int, float] = {}
+
+    def run(self, start: Sequence[float] | None) -> None:
+        offsets = start or []
+        for index, blocked in enumerate(self.blocked_by):
+            if not blocked:
+                self.begin(index, 0.0, offsets)
+        while self.progress.events:
+            now_s, over = self.progress.pop()
+            if over is not None:
+                self.end(over, now_s, offsets)
+
+    def begin(self, index: int, now_s: float, offsets: Sequence[float]) -> None:
+        if offsets:
+            now_s = max(now_s, *(offsets[device] for device, _, _ in self.tasks[index].parts))
+        self.began_s[index] = now_s
+        self.progress.begin(index, self.costs[index], now_s)
+
+    def end(self, index: int, now_s: float, offsets: Sequence[float]) -> None:
+        self.ended_s[index] = now_s
+        for follower in self.followers[index]:
+            self.blocked_by[follower] -= 1
+            if not self.blocked_by[follower]:
+                self.begin(follower, now_s, offsets)
+
+
+def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> Timeline:
+    names = [device.name for device in hardware.devices[: len(case.programs)]]
+    spans, peak_bytes = [], {name: case.profiles[device].peak_bytes[ops.DEVICE] for device, name in enumerate(names)}
+    for program in case.programs:
+        for memory in (ops.DRAM, ops.SSD):
+            host, own = (
+                f"{memory}{hardware.devices[program.device].host}",
+                case.profiles[program.device].peak_bytes[memory],
+            )
+            if own or memory == ops.DRAM:
+                peak_bytes[host] = peak_bytes.get(host, 0) + own
+        for node in program.ops():
+            if node.target in (ops.free, ops.resident):
+                continue
+            task = order.task_of[node]
+            stream, text = order.work_of[node].stream, print_node(node) or ""
+            began_s, ended_s = engine.began_s[task], engine.ended_s[task]
+            spans.append(Span(program.device, stream, node.target.name, text, began_s, ended_s))  # type: ignore[union-attr]
+    moved = {link: 0.0 for link in hardware.links()}
+    for path, amount in engine.progress.moved.items():
+        for link in path:
+            if link in moved:
+                moved[link] += amount
+    step_s = max(engine.ended_s.values(), default=0.0)
+    busy = {name: moved[name] / link.bandwidth / step_s if step_s else 0.0 for name, link in hardware.links().items()}
+    whole = {link: round(amount) for link, amount in moved.items()}
+    return Timeline(spans, names, peak_bytes, whole, busy, _memory_over_time(case, hardware, order, engine))
+
+
+def _memory_over_time(
+    case: Case, hardware: Hardware, order: Order, engine: _Engine
+) -> dict[str, list[tuple[float, int]]]:
+    """Per memory its bytes after every change, as the simulation went."""
+    changes: dict[str, list[tuple[float, int]]] = {}
+    for program in case.programs:
+        owner, profile = hardware.devices[program.device], case.profiles[program.device]
+        for memory, name in ((ops.DEVICE, owner.name), (ops.DRAM, f"dram{owner.host}")):
+            rows = changes.setdefault(name, [])
+            rows.append((0.0, profile.persistent.total(memory) + profile.arenas[memory]))
+            for node in program.ops():
+                taken, given = memory_change(node, order.work_of[node], memory)
+                task = order.task_of[node]
+                rows += [(engine.began_s[task], taken)] if taken else []
+                rows += [(engine.ended_s[task], -given)] if given else []
+    found = {}
+    for name, rows in changes.items():
+        rows.sort()
+        found[name] = list(zip((at_s for at_s, _ in rows), accumulate(change for _, change in rows)))
+    return found

@@ -1,0 +1,247 @@
+"""How transfers that run at the same time share links: strict priority between classes, max-min fair inside a class.
+
+A resource is a link, or the medium that several simplex links take turns on. Its use is the sum over its flows of
+rate / bandwidth and at most 1. Rates are max-min fair when no flow can get more without taking from one that has no
+more than it, each measured by its weight (1 for bytes between memories). A lower class gets what those above leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from ...ir.machine.links import Link
+
+Path = tuple[str, ...]
+TOLERANCE = 1e-9  # of a resource: what rounding leaves is not handed out
+
+
+def fair_rates(
+    paths: Sequence[Path],
+    links: Mapping[str, Link],
+    priorities: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
+) -> list[float]:
+    """Bytes/s of each flow, one per path (or `counts` equal flows per path); lower priority numbers go first.
+
+    A flow with an empty path is not held back (inf).
+    """
+    uses = [_uses(path, links) for path in paths]
+    classes = priorities if priorities is not None else [0] * len(paths)
+    numbers = counts or [1] * len(paths)
+    weights = [math.prod(links[name].weight for name in path) for path in paths]
+    left: dict[str, float] = {resource: 1.0 for use in uses for resource in use}
+    rates = [math.inf if not use else 0.0 for use in uses]
+    for wanted in sorted(set(classes)):
+        waiting = {i for i, use in enumerate(uses) if use and classes[i] == wanted}
+        _fill(waiting, uses, numbers, weights, left, rates)
+    return rates
+
+
+def _uses(path: Path, links: Mapping[str, Link]) -> dict[str, float]:
+    """Per resource on the path, the part of it that one byte/s takes."""
+    uses: dict[str, float] = {}
+    for name in path:
+        link = links[name]
+        resource = link.simplex or name
+        uses[resource] = uses.get(resource, 0.0) + 1.0 / link.bandwidth
+    return uses
+
+
+def _fill(
+    waiting: set[int],
+    uses: list[dict[str, float]],
+    counts: Sequence[int],
+    weights: Sequence[float],
+    left: dict[str, float],
+    rates: list[float],
+) -> None:
+    """Raise the rates of the waiting flows together, each by its weight; whoever meets a full resource stays there."""
+    while waiting:
+        load: dict[str, float] = {}
+        for i in waiting:
+            for resource, part in uses[i].items():
+                load[resource] = load.get(resource, 0.0) + counts[i] * weights[i] * part
+        level, full = min((left[resource] / part, resource) for resource, part in load.items())
+        for i in [i for i in waiting if full in uses[i]]:
+            waiting.discard(i)
+            rates[i] = level * weights[i]
+            for resource, part in uses[i].items():
+                rest = left[resource] - counts[i] * part * rates[i]
+                left[resource] = rest if rest > TOLERANCE else 0.0
+
+
+@dataclass(eq=False)
+class Lane:
+    """All running flows with one path and priority: they have one rate. `moved_bytes` is what each has had so far."""
+
+    path: Path
+    priority: int
+    resources: frozenset[str]
+    number: int
+    rate: float = 0.0
+    moved_bytes: float = 0.0
+    since_s: float = 0.0
+    version: int = 0
+    flows: list[tuple[float, int]] = field(default_factory=list)  # (moved_bytes at which it ends, flow)
+
+    def advance(self, now_s: float) -> None:
+        if now_s > self.since_s:
+            self.moved_bytes += self.rate * (now_s - self.since_s)
+            self.since_s = now_s
+
+    def next_end_s(self) -> float:
+        """When the first of its flows ends at the present rate."""
+        left = min(self.flows)[0] - self.moved_bytes
+        return self.since_s + max(0.0, left / self.rate) if self.rate > 0 else math.inf
+
+
+class Traffic:
+    """The flows that run now. Starting or ending one changes the rates of those it shares links with, no others."""
+
+    def __init__(self, links: Mapping[str, Link]):
+        self.links = links
+        self.lanes: dict[tuple[Path, int], Lane] = {}
+        self.on: dict[str, set[Lane]] = {}  # per resource, the lanes with flows on it
+        self.solved: dict[tuple[tuple[int, int], ...], list[float]] = {}  # (lane, flows) rows to the lanes' rates
+
+    def lane(self, path: Path, priority: int) -> Lane:
+        key = (path, priority)
+        if key not in self.lanes:
+            resources = frozenset(self.links[name].simplex or name for name in path)
+            self.lanes[key] = Lane(path, priority, resources, len(self.lanes))
+        return self.lanes[key]
+
+    def start(self, lane: Lane, flow: int, num_bytes: float, now_s: float) -> list[Lane]:
+        """Begin a flow; returns the lanes whose next end has changed."""
+        lane.advance(now_s)
+        if not lane.flows:
+            lane.moved_bytes, lane.since_s = 0.0, now_s
+            for resource in lane.resources:
+                self.on.setdefault(resource, set()).add(lane)
+        lane.flows.append((lane.moved_bytes + num_bytes, flow))
+        return self.share(lane, now_s)
+
+    def end(self, lane: Lane, now_s: float) -> tuple[int, list[Lane]]:
+        """End the lane's next flow; returns it and the lanes whose next end has changed."""
+        lane.advance(now_s)
+        row = min(lane.flows)
+        lane.flows.remove(row)
+        if not lane.flows:
+            for resource in lane.resources:
+                self.on[resource].discard(lane)
+        return row[1], self.share(lane, now_s)
+
+    def share(self, changed: Lane, now_s: float) -> list[Lane]:
+        """Set anew the rates of all lanes that `changed` shares links with, also through others."""
+        near = self.connected(changed)
+        key = tuple((lane.number, len(lane.flows)) for lane in near)
+        rates = self.solved.get(key)
+        if rates is None:
+            paths, counts = [lane.path for lane in near], [len(lane.flows) for lane in near]
+            rates = self.solved[key] = fair_rates(paths, self.links, [lane.priority for lane in near], counts)
+        moved = []
+        for lane, rate in zip(near, rates):
+            if rate != lane.rate or lane is changed:
+                lane.advance(now_s)
+                lane.rate = rate
+                moved.append(lane)
+        for lane in moved:
+            lane.version += 1
+        return moved
+
+    def connected(self, first: Lane) -> list[Lane]:
+        """Lanes with flows that share a resource with `first` or with one found so far, in a fixed order."""
+        found = {first}
+        queue = [first]
+        for lane in queue:
+            for resource in lane.resources:
+                for other in self.on.get(resource, ()):
+                    if other not in found:
+                        found.add(other)
+                        queue.append(other)
+        return sorted((lane for lane in found if lane.flows), key=lambda lane: lane.number)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a task takes: `fixed_s` passes first, then all `flows` (path, amount) run at the same time, and `then` comes
+    what is left of it."""
+
+    fixed_s: float = 0.0
+    flows: tuple[tuple[Path, float], ...] = ()
+    priority: int = 0
+    then: Cost | None = None
+
+    def parts(self) -> Iterator[Cost]:
+        """It and all that comes behind it, in order."""
+        part: Cost | None = self
+        while part is not None:
+            yield part
+            part = part.then
+
+
+class Progress:
+    """Tasks under way, by number, and when the next of them is over; `moved`: the amount that has gone each path.
+
+    Time passes only as `pop` says, so that the same tasks take the same in a simulation and in real time.
+    """
+
+    def __init__(self, links: Mapping[str, Link]):
+        self.traffic = Traffic(links)
+        self.moved: dict[Path, float] = {}
+        self.flows_left: dict[int, int] = {}
+        self.costs: dict[int, Cost] = {}
+        # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
+        self.events: list[tuple[float, int, int | Lane, int]] = []
+        self.count = 0
+
+    def begin(self, task: int, cost: Cost, now_s: float) -> None:
+        self.costs[task] = cost
+        self._push(now_s + cost.fixed_s, task, 0)
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next: not always the end of a task."""
+        return self.events[0][0] if self.events else math.inf
+
+    def pop(self) -> tuple[float, int | None]:
+        """Let the next event happen: its second, and the task that is over with it, if any is."""
+        now_s, _, what, version = heappop(self.events)
+        if isinstance(what, int):
+            return now_s, self._flow(what, now_s)
+        if version != what.version:
+            return now_s, None
+        flow, changed = self.traffic.end(what, now_s)
+        self._expect(changed)
+        self.flows_left[flow] -= 1
+        return now_s, None if self.flows_left[flow] else self._over(flow, now_s)
+
+    def _flow(self, task: int, now_s: float) -> int | None:
+        """A fixed part is over: start the task's flows; that part is over when it has none."""
+        cost = self.costs.pop(task)
+        if cost.then is not None:
+            self.costs[task] = cost.then
+        self.flows_left[task] = len(cost.flows)
+        for path, amount in cost.flows:
+            self.moved[path] = self.moved.get(path, 0.0) + amount
+            self._expect(self.traffic.start(self.traffic.lane(path, cost.priority), task, amount, now_s))
+        return None if cost.flows else self._over(task, now_s)
+
+    def _over(self, task: int, now_s: float) -> int | None:
+        """One part of a task is over: the next begins, or the task is over."""
+        if task not in self.costs:
+            return task
+        self.begin(task, self.costs[task], now_s)
+        return None
+
+    def _expect(self, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            if lane.flows and lane.rate > 0:
+                self._push(lane.next_end_s(), lane, lane.version)
+
+    def _push(self, at_s: float, what: int | Lane, version: int) -> None:
+        self.count += 1
+        heappush(self.events, (at_s, self.count, what, version))

@@ -1,0 +1,223 @@
+"""Which device held a step up: ops that took longer than on the device's equals, or than the plan lets one expect.
+
+Devices of the same role do the same work, so each is measured against the others. A role of one device is measured
+against the plan's own prediction, scaled by how the other devices fare against theirs: a machine that is slower than
+its document says has no stragglers for it. What the delay cost is found by going through the step's order of ops again
+with the durations that were expected. Only what a device does by itself is looked at; receives and collectives wait
+for others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from torch import fx
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Order, Program, bind, build_order, place_of, print_node
+from ...ir.verify.case import Case
+from .engine import simulate
+from .timeline import Span, Timeline
+
+LEAST_RATIO = 1.25  # of the time expected; what is less is how times scatter
+LEAST_SHARE = 0.02  # of the step, that it must have held up
+WAITING = ("recv", "send", "all_reduce", "all_gather", "reduce_scatter", "load", "free")
+Key = tuple[str, str]  # stream, op
+Durations = dict[int, dict[Key, list[tuple[str, float]]]]  # device -> key -> (text, seconds) in issue order
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A stream of a device that took `ratio` times as long as expected; `op` and `stage` where most of it was lost.
+
+    `held_up`: share of the step that would not have been. `by_equals`: measured against devices of the same role, else
+    against the plan.
+    """
+
+    device: int
+    name: str
+    stream: str
+    op: str
+    stage: str
+    ratio: float
+    seconds: float
+    expected_s: float
+    held_up: float
+    by_equals: bool
+
+    def __str__(self) -> str:
+        than = "the time of its equals" if self.by_equals else "what the plan expects of it beside the others"
+        where = f"{self.op} of {self.stage}" if self.stage else self.op
+        stream = "" if self.stream == ops.COMPUTE else f" ({self.stream})"
+        return (
+            f"{self.name} took {self.ratio:.1f}x {than} in {where}{stream}; it held up the step by {self.held_up:.0%}"
+        )
+
+
+def find_stragglers(
+    measured: Timeline,
+    programs: Sequence[Program],
+    hardware: Hardware,
+    *,
+    precision: str = "fp32",
+    least_ratio: float = LEAST_RATIO,
+) -> list[Straggler]:
+    """Those of one measured step, the costliest first. `programs`: of a lane, or of all devices."""
+    face, bound = programs[0].interface, bind(programs)
+    found = durations(measured.spans)
+    predicted = durations(simulate(programs, hardware, precision=precision).spans)
+    roles = {device: place_of(face, device)[1] for device in found}
+    if set(predicted) != set(found):  # one lane was simulated, for all
+        predicted = {device: predicted[role] for device, role in roles.items()}
+    equals = {d: [other for other, role in roles.items() if role == roles[d]] for d in found}
+    expected = {device: _expected(device, equals[device], found, predicted) for device in found}
+    replay = _Replay(bound, hardware, found)
+    rows = []
+    for device in found:
+        for stream in sorted({stream for stream, _ in expected[device]}):
+            row = _straggler(device, stream, found, expected, len(equals[device]) > 1, replay, measured)
+            if row is not None and row.ratio >= least_ratio and row.held_up >= LEAST_SHARE:
+                rows.append(row)
+    return sorted(rows, key=lambda row: -row.held_up)
+
+
+def durations(spans: Sequence[Span]) -> Durations:
+    """Per device and (stream, op), what each of them took, in issue order."""
+    found: Durations = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        rows = found.setdefault(span.device, {}).setdefault((span.stream, span.op), [])
+        rows.append((span.text, span.end_s - span.start_s))
+    return found
+
+
+def _expected(device: int, equals: Sequence[int], found: Durations, predicted: Durations) -> dict[Key, list[float]]:
+    """Seconds of each op that the device does by itself."""
+    keys = [key for key in found[device] if key[1] not in WAITING]
+    if len(equals) > 1:
+        return {key: _usual([found[other].get(key, []) for other in equals]) for key in keys}
+    scale = {key: _scale(key, found, predicted) for key in keys}
+    return {
+        key: [scale[key] * seconds for _, seconds in predicted[device].get(key, [])]
+        for key in keys
+        if len(predicted[device].get(key, [])) == len(found[device][key])
+    }
+
+
+def _usual(rows: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
+    """Op by op the middle one of the devices; the faster of two."""
+    return [median_low(seconds for _, seconds in each) for each in zip(*rows)]
+
+
+def _scale(key: Key, found: Durations, predicted: Durations) -> float:
+    """How much longer than predicted ops of this kind take on the device in the middle; on the faster one of two."""
+    ratios = []
+    for device, rows in found.items():
+        planned = sum(seconds for _, seconds in predicted[device].get(key, []))
+        if key in rows and planned > 0:
+            ratios.append(sum(seconds for _, seconds in rows[key]) / planned)
+    return median_low(ratios) if ratios else 0.0
+
+
+def _straggler(
+    device: int,
+    stream: str,
+    found: Durations,
+    expected: Mapping[int, Mapping[Key, Sequence[float]]],
+    by_equals: bool,
+    replay: _Replay,
+    measured: Timeline,
+) -> Straggler | None:
+    lost: dict[Key, float] = {}
+    rows = {key: wanted for key, wanted in expected[device].items() if key[0] == stream and sum(wanted) > 0}
+    for key, wanted in rows.items():
+        for (text, seconds), usual_s in zip(found[device][key], wanted):
+            place = key[1], _stage_of(text)
+            lost[place] = lost.get(place, 0.0) + seconds - usual_s
+    if not lost:
+        return None
+    took_s = sum(seconds for key in rows for _, seconds in found[device][key])
+    expected_s = sum(sum(wanted) for wanted in rows.values())
+    op, stage = max(lost, key=lambda place: lost[place])
+    quicker = {(device, key): wanted for key, wanted in rows.items()}
+    return Straggler(
+        device,
+        measured.device_names[device],
+        stream,
+        op,
+        stage,
+        took_s / expected_s,
+        took_s,
+        expected_s,
+        1 - replay.seconds(quicker) / replay.whole_s if took_s > expected_s and replay.whole_s else 0.0,
+        by_equals,
+    )
+
+
+def _stage_of(text: str) -> str:
+    """The stage that an op's text names first: of `rt.fetch("stage1.weights")` stage1."""
+    named = re.search(r'"([^".]+)', text)
+    return named.group(1) if named else ""
+
+
+class _Replay:
+    """The order of a step's ops, to be gone through with any durations. `whole_s`: with those that were measured."""
+
+    def __init__(self, bound: Sequence[Program], hardware: Hardware, found: Durations):
+        self.order: Order = build_order(bound, Case(bound, hardware).memories)
+        self.place: dict[fx.Node, tuple[int, Key, int]] = {}
+        for program in bound:
+            for node, key, number in _numbered(program, self.order):
+                self.place[node] = program.device, key, number
+        self.found = found
+        self.ranks = self._sorted()
+        self.whole_s = self.seconds({})
+
+    def _sorted(self) -> list[int]:
+        """Every task behind those it waits for."""
+        waits = [len(task.waits) for task in self.order.tasks]
+        followers: list[list[int]] = [[] for _ in waits]
+        for index, task in enumerate(self.order.tasks):
+            for other, _ in task.waits:
+                followers[other].append(index)
+        ready, done = [i for i, count in enumerate(waits) if not count], []
+        while ready:
+            done.append(ready.pop())
+            for follower in followers[done[-1]]:
+                waits[follower] -= 1
+                if not waits[follower]:
+                    ready.append(follower)
+        return done
+
+    def seconds(self, instead: Mapping[tuple[int, Key], Sequence[float]]) -> float:
+        """The step's length; `instead`: durations in place of those measured."""
+        ends = [0.0] * len(self.order.tasks)
+        for index in self.ranks:
+            task = self.order.tasks[index]
+            begin_s = max((ends[other] for other, _ in task.waits), default=0.0)
+            ends[index] = begin_s + min(self._duration(node, instead) for _, node, _ in task.parts)
+        return max(ends, default=0.0)
+
+    def _duration(self, node: fx.Node, instead: Mapping[tuple[int, Key], Sequence[float]]) -> float:
+        """Of a message or a collective the shortest side counts: the others have waited for it."""
+        if node not in self.place:
+            return 0.0
+        device, key, number = self.place[node]
+        if (device, key) in instead:
+            return instead[device, key][number]
+        rows = self.found.get(device, {}).get(key, [])
+        return rows[number][1] if number < len(rows) else 0.0
+
+
+def _numbered(program: Program, order: Order) -> Iterator[tuple[fx.Node, Key, int]]:
+    """Each op that takes time: its stream and name, and how many such come before it."""
+    counts: dict[Key, int] = {}
+    for node in program.ops():
+        if node.target in (ops.free, ops.resident) or not print_node(node):
+            continue
+        key = order.work_of[node].stream, node.target.name  # type: ignore[union-attr]
+        counts[key] = counts.get(key, 0) + 1
+        yield node, key, counts[key] - 1

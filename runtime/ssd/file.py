@@ -1,0 +1,168 @@
+"""One scratch file, striped in chunks over the disks of an `SsdFolder`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from ...ir.errors import SsdError
+from .checksums import PageSums
+from .direct_io import ALIGN_BYTES, Engine, Piece
+
+
+@dataclass
+class Home:
+    """What the files of one folder share. The counters are bytes moved so far."""
+
+    engine: Engine
+    chunk_bytes: int
+    closed: bool = False
+    read_bytes: int = 0
+    written_bytes: int = 0
+    lock: Lock = field(default_factory=Lock, repr=False)
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """The part of a file that one disk holds: every n-th chunk, one behind the other."""
+
+    fd: int
+    path: str
+
+
+class SsdFile:
+    """`num_bytes` of space on SSD: whole multiples of 4096 bytes. Made by `SsdFolder.reserve`.
+
+    Chunk c lies on stripe `(first + c) % len(stripes)`. Reads and writes block until done; one thread may read while
+    another writes, as long as their regions do not overlap. `sums` where contents are checked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_bytes: int,
+        stripes: Sequence[Stripe],
+        first: int,
+        home: Home,
+        sums: PageSums | None = None,
+    ):
+        self.name = name
+        self.num_bytes = num_bytes
+        self.stripes = tuple(stripes)
+        self._first = first
+        self._home = home
+        self._sums = sums
+        self._written = Regions()
+
+    def read(self, offset_bytes: int, into: Tensor) -> None:
+        """Fill `into` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
+
+        Raises `SsdError` where the disk fails, a part was never written (or its writing failed), or contents have
+        changed since and the folder was made with `verify`.
+        """
+        memory = self._memory(offset_bytes, into)
+        with self._home.lock:
+            hole = self._written.first_hole(offset_bytes, offset_bytes + len(memory))
+        if hole is not None:
+            raise SsdError(
+                f"{self.name}: byte {hole} was never written; bytes {offset_bytes} to {offset_bytes + len(memory)} "
+                "cannot be read before that.",
+                file=self.stripes[self._disk(hole)].path,
+                offset_bytes=hole,
+            )
+        compare = None if self._sums is None else self._compare
+        self._home.engine.read(list(self._pieces(offset_bytes, memory)), compare)
+        with self._home.lock:
+            self._home.read_bytes += len(memory)
+
+    def write(self, offset_bytes: int, source: Tensor) -> None:
+        """Store `source` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
+
+        Raises `SsdError` where the disk fails; the whole region then counts as never written.
+        """
+        memory = self._memory(offset_bytes, source)
+        with self._home.lock:
+            self._written.remove(offset_bytes, offset_bytes + len(memory))
+        remember = None if self._sums is None else self._remember
+        self._home.engine.write(list(self._pieces(offset_bytes, memory)), remember)
+        with self._home.lock:
+            self._written.add(offset_bytes, offset_bytes + len(memory))
+            self._home.written_bytes += len(memory)
+
+    def _memory(self, offset_bytes: int, tensor: Tensor) -> memoryview:
+        assert tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous(), f"{self.name}: flat uint8"
+        aligned = offset_bytes % ALIGN_BYTES == tensor.data_ptr() % ALIGN_BYTES == len(tensor) % ALIGN_BYTES == 0
+        assert aligned, f"{self.name}: {offset_bytes}, {tensor.data_ptr():#x}, {len(tensor)}: not multiples of 4096"
+        assert 0 <= offset_bytes <= self.num_bytes - len(tensor), f"{self.name}: region behind the end"
+        if self._home.closed:
+            raise SsdError(f"{self.name}: its files were removed when the folder was closed.", file=self.name)
+        return tensor.detach().numpy().data
+
+    def _disk(self, offset_bytes: int) -> int:
+        return (self._first + offset_bytes // self._home.chunk_bytes) % len(self.stripes)
+
+    def _pieces(self, offset_bytes: int, memory: memoryview) -> Iterator[Piece]:
+        """Cut at the borders of chunks."""
+        chunk, done = self._home.chunk_bytes, 0
+        while done < len(memory):
+            index, inside = divmod(offset_bytes + done, chunk)
+            length = min(chunk - inside, len(memory) - done)
+            stripe = self.stripes[self._disk(offset_bytes + done)]
+            position = index // len(self.stripes) * chunk + inside
+            yield Piece(stripe.fd, position, memory[done : done + length], stripe.path, offset_bytes + done)
+            done += length
+
+    def _remember(self, piece: Piece) -> None:
+        assert self._sums is not None
+        self._sums.put(piece.offset_bytes, piece.memory)
+
+    def _compare(self, piece: Piece) -> None:
+        assert self._sums is not None
+        wrong = self._sums.wrong_page(piece.offset_bytes, piece.memory)
+        if wrong is not None:
+            position, chunk = piece.position + wrong - piece.offset_bytes, wrong // self._home.chunk_bytes
+            raise SsdError(
+                f"{piece.path}: its 4096 bytes from {position} on (in chunk {chunk} of {self.name}) "
+                "are not those that were written. The disk or its link corrupts data: resume from the last checkpoint "
+                "with another disk.",
+                file=piece.path,
+                offset_bytes=wrong,
+            )
+
+
+class Regions:
+    """A set of whole numbers, kept as sorted disjoint ranges [begin, end)."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> None:
+        """Ranges that touch become one."""
+        if begin == end:
+            return
+        first, behind = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < behind:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[behind - 1])
+        self._begins[first:behind], self._ends[first:behind] = [begin], [end]
+
+    def remove(self, begin: int, end: int) -> None:
+        first, behind = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        if first >= behind or begin == end:
+            return
+        rests = [(self._begins[first], begin), (end, self._ends[behind - 1])]
+        rests = [(low, high) for low, high in rests if low < high]
+        self._begins[first:behind] = [low for low, _ in rests]
+        self._ends[first:behind] = [high for _, high in rests]
+
+    def first_hole(self, begin: int, end: int) -> int | None:
+        """The first number of [begin, end) that is not in the set; None where all are."""
+        index = bisect_right(self._begins, begin) - 1
+        covered = self._ends[index] if index >= 0 else 0
+        reached = max(begin, covered)
+        return reached if reached < end else None

@@ -1,0 +1,174 @@
+"""Memory that is taken once and reused: the arena for fetched weights, and flat buffers with a place for each tensor.
+
+A stage's weights are one flat buffer, so that a fetch is one copy. Host buffers that a CUDA device copies from or to
+are pinned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...ir.program import PAGE, ParamSpec, StageSpec, aligned
+
+T = TypeVar("T")
+Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor inside a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a flat buffer lies."""
+
+    places: tuple[Place, ...]
+    total_bytes: int
+
+    @staticmethod
+    def of(params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512) -> Layout:
+        """In order, each start aligned; `dtype` replaces the dtypes of the parameters."""
+        places, offset = [], 0
+        for param in params:
+            own = getattr(torch, param.dtype) if dtype is None else dtype
+            size = param.numel * own.itemsize
+            places.append(Place(param.name, param.shape, own, offset, size))
+            offset += aligned(size, alignment)
+        return Layout(tuple(places), offset)
+
+    def start_of(self, index: int) -> int:
+        """Where the tensor of that number begins; one behind the last is the end."""
+        return self.places[index].offset_bytes if index < len(self.places) else self.total_bytes
+
+    def part(self, first: int, last: int) -> Layout:
+        """The tensors `first` to `last` - 1, where they are."""
+        return Layout(self.places[first:last], self.total_bytes)
+
+    def views(self, flat: Tensor, start_bytes: int = 0) -> dict[str, Tensor]:
+        """The tensors inside `flat` (uint8), beginning at `start_bytes`."""
+        found = {}
+        for place in self.places:
+            start = start_bytes + place.offset_bytes
+            found[place.name] = flat[start : start + place.size_bytes].view(place.dtype).view(place.shape)
+        return found
+
+
+def weights_layout(spec: StageSpec) -> Layout:
+    """All parameters in the dtype of the computation; as long as `spec.weight_bytes`."""
+    return Layout.of(spec.params)
+
+
+def grads_layout(spec: StageSpec) -> Layout:
+    """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
+    each begins at a whole number of its elements."""
+    trained = [p for p in spec.params if p.requires_grad]
+    return Layout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
+
+
+def masters_layout(spec: StageSpec) -> Layout:
+    """The trained parameters in fp32, packed."""
+    return Layout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
+
+
+def pages(num_bytes: int, pinned: bool = False) -> Tensor:
+    """A flat buffer on the host that begins at a page, as disks need it, and ends with one; zeros."""
+    num_bytes = aligned(num_bytes, PAGE)
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return page_locked(num_bytes) if pinned else torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def allocate(num_bytes: int, device: torch.device, pinned: bool = False) -> Tensor:
+    """An uninitialised flat buffer; `pinned` asks for page-locked host memory."""
+    if pinned and num_bytes:
+        return page_locked(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Host memory that a GPU copies from and to by itself, unlocked when the last tensor in it is gone.
+
+    torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see.
+    """
+    pages = mmap.mmap(-1, num_bytes)  # whole pages, shared with no other buffer
+    pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(flat.data_ptr(), num_bytes, 0))
+    lock = weakref.finalize(flat.untyped_storage(), _unlock, cudart, flat.data_ptr(), pages)
+    lock.atexit = False  # the driver unlocks what a process leaves behind, once nothing uses it
+    return flat
+
+
+def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
+    """`pages` is held until here, so that they are still mapped."""
+    cudart.cudaHostUnregister(address)
+
+
+class Arena:
+    """One preallocated block of a memory in which values have planned places: fetched weights on a device, in DRAM what
+    was read and offloaded (`on_pages`, and pinned where a GPU copies from it).
+
+    A place is written again only behind the events of those who read what lay there before: the waits of who takes it
+    (`ir/program/order.py`) see to that.
+    """
+
+    def __init__(self, device: torch.device, on_pages: bool = False, pinned: bool = False):
+        self.device, self.on_pages, self.pinned = device, on_pages, pinned
+        self.flat = allocate(0, device)
+        self._views: dict[tuple[str, Pieces], dict[str, Tensor]] = {}
+        self._prepared: dict[Hashable, Any] = {}
+
+    @property
+    def bytes(self) -> int:
+        return self.flat.numel()
+
+    def ensure(self, num_bytes: int) -> None:
+        """Make it at least this large; only between steps, when nothing lies in it."""
+        if num_bytes > self.bytes:
+            self._views.clear()
+            self._prepared.clear()
+            self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
+            on_pages = self.on_pages and self.device.type == "cpu"
+            self.flat = pages(num_bytes, self.pinned) if on_pages else allocate(num_bytes, self.device)
+
+    def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
+        return self.flat[offset_bytes : offset_bytes + num_bytes]
+
+    def pages_of(self, tensor: Tensor, num_bytes: int) -> tuple[int, Tensor]:
+        """The whole pages of a value that lies at the beginning of its place: where they begin, and these bytes."""
+        offset = tensor.data_ptr() - self.flat.data_ptr()
+        assert 0 <= offset < self.bytes and offset % PAGE == 0, "no value of this arena"
+        return offset, self.range(offset, aligned(num_bytes, PAGE))
+
+    def views(self, name: str, layout: Layout, pieces: Pieces) -> dict[str, Tensor]:
+        """The tensors of a stage at these places: always the same dict for the same places."""
+        key = (name, pieces)
+        if key not in self._views:
+            found: dict[str, Tensor] = {}
+            for offset_bytes, first, last in pieces:
+                part = layout.part(first, last)
+                found |= part.views(self.flat, offset_bytes - layout.start_of(first))
+            self._views[key] = found
+        return self._views[key]
+
+    def once(self, key: Hashable, prepare: Callable[[], T]) -> T:
+        """What `prepare` gives, made of views of this arena at the first call with this key."""
+        if key not in self._prepared:
+            self._prepared[key] = prepare()
+        found: T = self._prepared[key]
+        return found

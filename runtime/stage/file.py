@@ -1,0 +1,134 @@
+"""What persists of one stage on SSD: its optimizer states and fp32 masters, and maybe its weights.
+
+The file holds [weights] [masters, states], each part beginning at a page; where weights are fp32 they are the masters.
+A buffer in DRAM with the same layout is what a program's value "stage1.states" or "stage1.all" stands for. Where an
+update may be undone the file has two slots: the new contents go to the other one, and count from the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...ir import ops
+from ...ir.errors import PlanError
+from ...ir.program import PAGE, Home, Interface, StageSpec, aligned
+from ..optimizer.spec import OptimizerSpec
+from ..ssd.folder import SsdFolder
+from .arena import Layout, masters_layout, weights_layout
+
+
+@dataclass
+class Staged:
+    """A stage's buffer in DRAM. `weights` and `masters` are empty where they live elsewhere."""
+
+    flat: Tensor
+    weights: dict[str, Tensor]
+    masters: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+
+
+class StageFile:
+    """The file of one stage, or of a shard of it. Raises `DoesNotFit` where the disks have not the room."""
+
+    def __init__(
+        self, spec: StageSpec, face: Interface, home: Home, optimizer: OptimizerSpec | None, folder: SsdFolder
+    ):
+        self.spec, self.master, self.optimizer = spec, face.master, optimizer
+        self.masters_say_all = face.masters_say_all(spec)
+        self.has_weights = home.weights == ops.SSD
+        self.has_states = home.states == ops.SSD
+        self.weights_bytes = aligned(spec.weight_bytes, PAGE) if self.has_weights else 0
+        self.num_bytes = self.weights_bytes + (face.states_bytes(spec) if self.has_states else 0)
+        self.file = folder.reserve(spec.name, self.num_bytes * (2 if home.undo else 1))
+        self.slot = 0
+        self.new_slot = 1 if home.undo else 0
+        self.written = False  # whether the new slot holds this step's contents
+        self._known: dict[int, Staged] = {}  # by address: a program's buffer of a stage is always at the same place
+
+    def views(self, flat: Tensor) -> Staged:
+        """The tensors inside a buffer of at least `num_bytes`."""
+        if flat.data_ptr() not in self._known:
+            self._known = {flat.data_ptr(): self._views(flat)}
+        return self._known[flat.data_ptr()]
+
+    def _views(self, flat: Tensor) -> Staged:
+        weights = weights_layout(self.spec).views(flat) if self.has_weights else {}
+        trained = {param.name for param in self.spec.params if param.requires_grad}
+        masters: dict[str, Tensor] = {}
+        offset = self.weights_bytes
+        if self.has_states and self.master:
+            layout: Layout = masters_layout(self.spec)
+            masters, offset = layout.views(flat, offset), offset + layout.total_bytes
+        elif self.has_weights:
+            masters = {name: weight for name, weight in weights.items() if name in trained}
+        return Staged(flat, weights, masters, self._states(flat, offset) if self.has_states else {})
+
+    def _states(self, flat: Tensor, offset: int) -> dict[str, dict[str, Tensor]]:
+        assert self.optimizer is not None
+        found: dict[str, dict[str, Tensor]] = {}
+        for param in self.spec.params:
+            if not param.requires_grad:
+                continue
+            found[param.name] = {}
+            for key, (shape, dtype) in self.optimizer.state_shapes(param.shape, param.name).items():
+                num_bytes = math.prod(shape) * dtype.itemsize
+                found[param.name][key] = flat[offset : offset + num_bytes].view(dtype).view(shape)
+                offset += aligned(num_bytes, 64)
+        if offset > self.num_bytes:
+            raise PlanError(
+                f"{self.spec.name}: the states of {self.optimizer.path} need {offset - self.num_bytes} bytes more on "
+                "SSD than planned; compile the plan again"
+            )
+        return found
+
+    def read_weights(self, into: Tensor) -> None:
+        """`into`: `weights_bytes`."""
+        self.file.read(self.slot * self.num_bytes, into[: self.weights_bytes])
+
+    def read(self, into: Tensor) -> None:
+        """A buffer of `num_bytes`, as the last step left it; without the weights where masters say all."""
+        start = self.weights_bytes if self.masters_say_all and self.has_states else 0
+        self.file.read(self.slot * self.num_bytes + start, into[start : self.num_bytes])
+
+    def read_all(self, into: Tensor) -> None:
+        """The whole buffer."""
+        self.file.read(self.slot * self.num_bytes, into[: self.num_bytes])
+
+    def write(self, flat: Tensor) -> None:
+        """New contents, which count behind `commit` where there are two slots."""
+        self.file.write(self.new_slot * self.num_bytes, flat[: self.num_bytes])
+        self.written = True
+
+    def commit(self) -> None:
+        """The step is over: from here on what was written is read."""
+        if self.written and self.new_slot != self.slot:
+            self.slot, self.new_slot = self.new_slot, self.slot
+        self.written = False
+
+    def discard(self) -> None:
+        """What was written in this step shall not count."""
+        assert self.new_slot != self.slot, "there is nothing to go back to"
+        self.written = False
+
+    def fill(self, flat: Tensor, weights: Mapping[str, Tensor], keep_states: bool) -> None:
+        """The contents in a buffer: these weights, and states of zeros unless the buffer's are kept."""
+        if not keep_states:
+            flat[: self.num_bytes].zero_()
+        staged = self.views(flat)
+        for own in (staged.weights, staged.masters):
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+
+
+def staging_bytes(face: Interface, homes: Mapping[str, Home]) -> int:
+    """The largest buffer of a stage's file: what loading and saving need of DRAM, one stage at a time."""
+    largest = 0
+    for stage, home in homes.items():
+        spec = face.part_of(stage, home.group)
+        num_bytes = aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else 0
+        largest = max(largest, num_bytes + (face.states_bytes(spec) if home.states == ops.SSD else 0))
+    return largest

@@ -1,0 +1,457 @@
+"""One stage, executed: forward, backward and evaluation of its module, exactly as eager PyTorch would.
+
+The reference and the device runtime share this file. A `StageRunner` owns the stage's module, its buffers and its
+`Parameter` objects, but not the weights: `bind` points the parameters at tensors that the runtime holds, anew for every
+fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so their order of additions is eager's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from ...ir.errors import VerifyError
+from ...ir.program import StageSpec, TensorSpec, aligned
+from ..modules import Stage
+from .saved_classes import SavedClasses, Taking
+from .split_backward import Rest, input_half, weight_half
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def micro_batch_seed(seed: int, step: int, stage: str, micro_batch: int) -> int:
+    """The seed of a stage's random numbers for one micro-batch of one step: equal for its rematerialisation."""
+    text = f"{seed}/{step}/{stage}/{micro_batch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw random numbers as behind `torch.manual_seed(seed)`; the global generators are left as they were."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before):
+            generator.set_state(state)
+
+
+class Kept:
+    """What a forward leaves for its backward: where the gradients enter and where those of the inputs come out.
+
+    It holds edges of the autograd graph, not the outputs, so that an output which backward does not need can be freed.
+    A partial one holds no graph but `tensors`, class name to what was kept of it: backward runs forward again, but for
+    these. They may be moved: `placed_in` and `copied_to`.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
+        self.edges: list[GradientEdge | None] = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
+        self.likes = [(o.shape, o.dtype) for o in outputs]
+        self.leaves: list[Tensor] = list(leaves)
+        self.num_bytes = num_bytes
+        self.is_partial = False
+        self.tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def partial(cls, tensors: Mapping[str, Tensor]) -> Kept:
+        """Of classes of saved tensors. `num_bytes`: in one buffer, each aligned."""
+        made = cls([], [], sum(aligned(t.nbytes) for t in tensors.values()))
+        made.is_partial, made.tensors = True, dict(tensors)
+        return made
+
+    def placed_in(self, flat: Tensor) -> Kept:
+        """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned; they
+        have the shapes and strides of these, and whatever values are there."""
+        assert self.is_partial
+        tensors, start = {}, 0
+        for name, tensor in self.tensors.items():
+            place = flat[start : start + tensor.nbytes].view(tensor.dtype)
+            tensors[name] = place.as_strided(tensor.shape, tensor.stride())
+            start += aligned(tensor.nbytes)
+        return Kept.partial(tensors)
+
+    def copied_to(self, flat: Tensor) -> Kept:
+        """`placed_in`, with the values of these. Does not wait for copies between a GPU and pinned memory."""
+        placed = self.placed_in(flat)
+        for name, tensor in self.tensors.items():
+            placed.tensors[name].copy_(tensor, non_blocking=True)
+        return placed
+
+    def drop(self) -> None:
+        """Let go of the graph and all that it saved."""
+        self.edges, self.leaves, self.tensors = [], [], {}
+
+
+class StageRunner:
+    """Runs one stage on one device; see the module's text.
+
+    `precision` "bf16" or "fp16" runs forward under autocast; parameters and buffers have the dtypes of `spec`.
+    `weights_move` says that backward may find the weights elsewhere than forward did (they are fetched): then what
+    autograd saves of them is a place inside a parameter, not an address. Resident stages pass False and save that work.
+
+    Raises `VerifyError` where module and `spec` do not belong together.
+    """
+
+    def __init__(
+        self, spec: StageSpec, module: nn.Module, device: torch.device, precision: str, weights_move: bool = True
+    ):
+        self.spec = spec
+        self.module = module
+        self.device = torch.device(device)
+        self.precision = precision
+        self.weights_move = weights_move
+        self.kept_bytes: int | None = None  # measured once, on the first micro-batch
+        self.classes = SavedClasses(spec)
+        if isinstance(module, Stage):
+            module.device = self.device
+        self._params = _own_parameters(spec, module, self.device)
+        self._buffers = _named_buffers(module)
+        self._changing: list[str] | None = None  # buffers that a forward changes, known after the first
+        self._training = {m: m.training for m in module.modules()}
+        self._evaluating = False
+        self._bound: dict[str, Tensor] | None = None
+        self._starts: list[int] = []  # addresses of the bound parameters, ascending
+        self._spans: list[tuple[int, str]] = []  # and behind which address each ends
+        self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
+
+    # --- parameters and buffers
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The stage's parameters, each once, under the first of its names in the stage's interface."""
+        return dict(self._params)
+
+    def bind(self, weights: dict[str, Tensor]) -> None:
+        """Let the parameters be these tensors (shared, not copied). One dict object always means the same tensors."""
+        if weights is self._bound:
+            return
+        rows = []
+        for name, param in self._params.items():
+            param.data = weights[name]
+            rows.append((param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name))
+        rows.sort()
+        self._starts = [start for start, _, _ in rows]
+        self._spans = [(end, name) for _, end, name in rows]
+        self._held = {_storage(t) for t in (*self._params.values(), *self.buffers().values())}
+        self._bound = weights
+
+    def release(self) -> None:
+        """Let go of the bound weights."""
+        for param in self._params.values():
+            param.data = torch.empty(0, dtype=param.dtype, device=self.device)
+        self._bound, self._starts, self._spans = None, [], []
+
+    def load_buffers(self, values: dict[str, Tensor]) -> None:
+        """Set all buffers, persistent or not, to copies of `values` on the device."""
+        dtypes = {b.name: getattr(torch, b.dtype) for b in self.spec.buffers}
+        fresh: dict[int, Tensor] = {}
+        for name, (owner, key) in self._buffers.items():
+            old = owner._buffers[key]
+            if name not in values:
+                raise VerifyError(f"{self.spec.name} has a buffer {name!r}, for which there is no value")
+            dtype = dtypes.get(name, values[name].dtype)
+            fresh.setdefault(id(old), values[name].detach().to(self.device, dtype, copy=True))
+        old_ids = {name: id(owner._buffers[key]) for name, (owner, key) in self._buffers.items()}
+        for name, (owner, key) in self._buffers.items():
+            owner._buffers[key] = fresh[old_ids[name]]
+        self._bound = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are now, not copied."""
+        return {name: owner._buffers[key] for name, (owner, key) in self._buffers.items()}  # type: ignore[misc]
+
+    # --- the ways to run
+
+    def forward(
+        self, inputs: Sequence[Tensor], seed: int, keep: bool | Sequence[str] = True
+    ) -> tuple[list[Tensor], Kept | None]:
+        """Training mode. Outputs carry no graph and share no memory with inputs, weights or buffers.
+
+        `keep`: all that backward needs, nothing, or only these classes of saved tensors (`spec.saved`). Raises
+        `VerifyError` for a class that the stage's calls do not agree with.
+        """
+        first = self._changing is None
+        before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
+        versions = [x._version for x in inputs] if first else []
+        keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext())
+        if first:
+            self._check_first(inputs, versions, outputs)
+            self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
+        kept = None
+        if keeping is not None:
+            keeping.finish()
+            kept = Kept.partial(keeping.tensors)
+        elif keep is True:
+            assert self.kept_bytes is not None
+            kept = Kept(outputs, leaves, self.kept_bytes)
+        return self._detached(outputs, inputs), kept
+
+    def backward(
+        self,
+        kept: Kept | None,
+        inputs: Sequence[Tensor],
+        douts: Sequence[Tensor | float | None],
+        grads: dict[str, Tensor] | None,
+        seed: int,
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
+
+        `kept` None runs forward again first, with the same `seed` and without updating buffers; a partial one too, but
+        without computing what it holds, which it lets go of. A parameter that no gradient reached has no entry, as in
+        eager its `.grad` is None.
+        """
+        if kept is None or kept.is_partial:
+            kept = self._rematerialised(kept, inputs, seed)
+        edges, values = self._entries(kept, douts)
+        grads = {} if grads is None else grads
+        taken = {_storage(t) for t in (*inputs, *values)}
+        with self._adding_to(grads, taken):
+            if edges:
+                torch.autograd.backward(edges, values)
+        dinputs = _dinputs(kept, taken)
+        kept.drop()
+        return dinputs, grads
+
+    def backward_input(
+        self, kept: Kept | None, inputs: Sequence[Tensor], douts: Sequence[Tensor | float | None], seed: int
+    ) -> tuple[list[Tensor], Rest]:
+        """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. `kept` None, or
+        a partial one, runs forward again first, as for `backward`."""
+        if kept is None or kept.is_partial:
+            kept = self._rematerialised(kept, inputs, seed)
+        edges, values = self._entries(kept, douts)
+        rest = input_half(edges, values, kept.leaves, self._trained())
+        noted = {_storage(t): t.untyped_storage().nbytes() for t in rest.tensors()}
+        rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in inputs) + sum(noted.values())
+        dinputs = _dinputs(kept, {*map(_storage, (*inputs, *values)), *noted})
+        for leaf in kept.leaves:
+            leaf.grad = None  # the graph lives on, and holds its leaves
+        kept.drop()
+        return dinputs, rest
+
+    def backward_weight(self, rest: Rest, grads: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Gradients of the parameters, added to `grads` in place. Uses up the rest."""
+        grads = {} if grads is None else grads
+        with self._adding_to(grads, {_storage(t) for t in rest.tensors()}):
+            weight_half(rest, self._trained())
+        return grads
+
+    def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Evaluation mode, without gradients: all outputs, those that exist only here behind the others."""
+        self._set_mode(evaluating=True)
+        with torch.no_grad(), self._autocast():
+            outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
+            return self._detached(outputs, inputs)
+
+    # --- inside
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._params.items() if p.requires_grad}
+
+    def _entries(self, kept: Kept, douts: Sequence[Tensor | float | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where gradients enter the graph, and these."""
+        edges, values = [], []
+        for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
+            if edge is not None and dout is not None:
+                edges.append(edge)
+                values.append(
+                    dout if isinstance(dout, Tensor) else torch.full(shape, dout, dtype=dtype, device=self.device)
+                )
+        return edges, values
+
+    @contextmanager
+    def _adding_to(self, grads: dict[str, Tensor], taken: set[int]) -> Iterator[None]:
+        """Let the parameters' gradients add up in `grads`, each in memory of its own."""
+        trained = self._trained()
+        for name, param in trained.items():
+            param.grad = grads.get(name)
+        try:
+            yield
+            for name, param in trained.items():
+                if name not in grads and param.grad is not None:
+                    grads[name] = _apart(_laid_out_as(param, param.grad), taken)
+        finally:
+            for param in trained.values():
+                param.grad = None
+
+    def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
+        taking = self.classes.taking(partial.tensors) if partial is not None else None
+        with self._spare_buffers():
+            outputs, leaves = self._run(inputs, seed, True, taking or nullcontext())
+        if partial is not None and taking is not None:
+            taking.finish()
+            partial.drop()
+        return Kept(outputs, leaves, 0)
+
+    def _run(
+        self, inputs: Sequence[Tensor], seed: int, keep: bool, calls: AbstractContextManager[Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
+        self._set_mode(evaluating=False)
+        leaves = [x.detach() for x in inputs]
+        if keep:
+            for leaf, want in zip(leaves, self.spec.inputs, strict=True):
+                leaf.requires_grad_(want.requires_grad)
+        measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # whose tensors may share memory
+        storages: dict[int, int] = {}
+        hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
+        with seeded(self.device, seed), torch.set_grad_enabled(keep), self._autocast(), hooks, calls:
+            outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
+            outputs = _as_planned(outputs, self.spec.outputs, self.precision)
+        if measure:
+            ours = self._held | {_storage(x) for x in inputs}
+            self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
+        return outputs, leaves
+
+    def _autocast(self) -> Any:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[self.precision])
+
+    def _hooks(self, storages: dict[int, int]) -> saved_tensors_hooks:
+        """Note each storage that autograd saves; save weights by name and place, so that they may move meanwhile."""
+
+        def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
+            address = saved.data_ptr()
+            row = bisect_right(self._starts, address) - 1
+            if row >= 0 and address < self._spans[row][0] and _storage(saved) in self._held:
+                offset_bytes = address - self._starts[row]
+                return self._spans[row][1], saved.dtype, offset_bytes, saved.shape, saved.stride()
+            storages[_storage(saved)] = saved.untyped_storage().nbytes()
+            return saved.detach()  # a saved result would else hold the very graph that saves it
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            name, dtype, offset_bytes, shape, stride = packed
+            param = self._params[name]
+            start = param.storage_offset() * param.element_size() + offset_bytes
+            place = torch.empty(0, dtype=dtype, device=self.device)
+            return place.set_(param.untyped_storage(), start // dtype.itemsize, shape, stride)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    @contextmanager
+    def _spare_buffers(self) -> Iterator[None]:
+        """Let a second forward change copies of the buffers, which are then thrown away."""
+        places = [self._buffers[name] for name in (self._buffers if self._changing is None else self._changing)]
+        originals = [owner._buffers[key] for owner, key in places]
+        for owner, key in places:
+            owner._buffers[key] = owner._buffers[key].clone()  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for (owner, key), original in zip(places, originals):
+                owner._buffers[key] = original
+
+    def _set_mode(self, evaluating: bool) -> None:
+        """Evaluation mode, or the training flags that the module came with."""
+        if evaluating != self._evaluating:
+            for module, training in self._training.items():
+                module.training = training and not evaluating
+            self._evaluating = evaluating
+
+    def _detached(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        taken = self._held | {_storage(x) for x in inputs}
+        return [_apart(output.detach(), taken) for output in outputs]
+
+    def _check_first(self, inputs: Sequence[Tensor], versions: list[int], outputs: Sequence[Tensor]) -> None:
+        name = self.spec.name
+        for x, version, want in zip(inputs, versions, self.spec.inputs):
+            if x._version != version:
+                raise VerifyError(f"{name} changes its input {want.name!r} in place; cut the model before its producer")
+        if len(outputs) != len(self.spec.outputs):
+            raise VerifyError(f"{name} gives {len(outputs)} outputs, its interface has {len(self.spec.outputs)}")
+        for output, want in zip(outputs, self.spec.outputs):
+            found = (tuple(output.shape), str(output.dtype).removeprefix("torch."))
+            if found != (want.shape, want.dtype):
+                raise VerifyError(
+                    f"output {want.name!r} of {name} is {found[1]}{list(found[0])}, "
+                    f"its interface says {want.dtype}{list(want.shape)}"
+                )
+
+
+def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: str) -> list[Tensor]:
+    """Under autocast every value crosses a border in the dtype of the plan, whatever this device and this version of
+    torch keep in full precision."""
+    if precision == "fp32":
+        return list(outputs)
+    wanted = [getattr(torch, spec.dtype) for spec in specs]
+    return [o.to(want) if o.is_floating_point() and want.is_floating_point else o for o, want in zip(outputs, wanted)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _apart(tensor: Tensor, taken: set[int]) -> Tensor:
+    """The tensor, copied where its storage is taken already; its storage is taken from here on.
+
+    Autograd may hand out the same memory twice (the gradients of `p.view(-1) + x.view(-1)`), and a stage may hand an
+    input through: both would turn the next addition in place into a wrong result elsewhere.
+    """
+    storage = _storage(tensor)
+    if storage != 0 and storage in taken:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        storage = _storage(tensor)
+    taken.add(storage)
+    return tensor
+
+
+def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
+    """As autograd lays out what adds up, also where a function hands it out otherwise."""
+    if gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param).copy_(gradient)
+
+
+def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
+    """Gradients of the inputs that require one, zeros where none came."""
+    wanted = [leaf for leaf in kept.leaves if leaf.requires_grad]
+    return [torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, taken) for leaf in wanted]
+
+
+def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """Give the module parameters without memory, to be bound; ties stay ties. Returns one name per parameter."""
+    wanted = {p.name: p for p in spec.params}
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    found: dict[str, nn.Parameter] = {}
+    for aliases in names.values():
+        known = [name for name in wanted if name in aliases]
+        if not known:
+            raise VerifyError(f"the module of {spec.name} has a parameter {aliases[0]!r} that its interface lacks")
+        want = wanted[known[0]]
+        param = nn.Parameter(torch.empty(0, dtype=getattr(torch, want.dtype), device=device), want.requires_grad)
+        for alias in aliases:
+            path, _, key = alias.rpartition(".")
+            setattr(module.get_submodule(path), key, param)
+        found[known[0]] = param
+    missing = wanted.keys() - {name for aliases in names.values() for name in aliases}
+    if missing:
+        raise VerifyError(f"the module of {spec.name} lacks the parameter {min(missing)!r} of its interface")
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _named_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where each buffer is registered, under its dotted name; aliases too."""
+    places = {}
+    for name, _ in module.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        places[name] = (module.get_submodule(path), key)
+    return places

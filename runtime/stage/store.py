@@ -1,0 +1,268 @@
+"""What one device keeps of one stage across steps: weights, fp32 masters, optimizer states, buffers; on SSD, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir import ops
+from ...ir.errors import CheckpointError
+from ...ir.program import Home, Interface, StageSpec
+from ..optimizer.gradients import Grads
+from ..optimizer.stage_optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
+from ..ssd.folder import SsdFolder
+from .arena import allocate, masters_layout, pages, weights_layout
+from .file import Staged, StageFile
+from .runner import StageRunner
+from .shards import piece_of, whole_of
+
+
+@dataclass
+class StageState:
+    """One stage's part of a checkpoint, nothing copied: weights (masters where they exist), buffers, and what
+    `StageOptimizer.state_dict` gives (None where the stage is not trained)."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
+
+
+class StageStore:
+    """A stage's weights lie in one flat buffer, on the device or, for a swapped stage, in (pinned) DRAM; or on SSD.
+
+    Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
+    precision. `optimizer` None: the stage is not trained here. `piece`: (index, count) of the shard that is kept here
+    of all parameters; what `load` takes is whole, what `state` gives are pieces. `folder` is where files go;
+    `staging(num_bytes)` lends a buffer of DRAM between steps.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        module: nn.Module,
+        device: torch.device,
+        home: Home,
+        precision: str,
+        face: Interface,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        piece: tuple[int, int] | None = None,
+        folder: SsdFolder | None = None,
+        staging: Callable[[int], Tensor] | None = None,
+        workspace: Workspace | None = None,
+    ):
+        self.spec, self.home, self.piece = spec, home, piece
+        self.part = spec if piece is None else spec.shard(piece[1])
+        moving = home.weights != ops.DEVICE or piece is not None
+        self.runner = StageRunner(spec, module, device, precision, weights_move=moving)
+        self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
+        self._pinned = home.weights == ops.DRAM and device.type == "cuda"
+        self._staging = staging
+        self.layout = weights_layout(self.part)
+        self.flat = allocate(0 if home.weights == ops.SSD else self.layout.total_bytes, self._where, self._pinned)
+        self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
+        self.file: StageFile | None = None
+        if ops.SSD in (home.weights, home.states):
+            assert folder is not None and staging is not None
+            self.file = StageFile(self.part, face, home, optimizer, folder)
+        self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
+        staged = None if self.file is None else self.file.views(self._stage())
+        self.masters = self._make_masters(face.master and optimizer is not None, staged)
+        self.optimizer = None
+        if optimizer is not None:
+            places = staged.states if staged is not None and home.states == ops.SSD else None
+            self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace)
+        self._bound = None if staged is None else staged.flat.data_ptr()
+        self._before: Snapshot | None = None  # of a speculative step
+        self._flat_before: Tensor | None = None
+
+    def _stage(self) -> Tensor:
+        assert self._staging is not None and self.file is not None
+        return self._staging(self.file.num_bytes)
+
+    def _make_masters(self, separate: bool, staged: Staged | None) -> dict[str, Tensor]:
+        if staged is not None and staged.masters:
+            return {name: staged.masters[name] for name in self._trained}
+        if not separate:
+            return {name: self.weights[name] for name in self._trained if name in self.weights}
+        layout = masters_layout(self.part)
+        views = layout.views(allocate(layout.total_bytes, self._where))  # no GPU ever reads those in DRAM
+        return {name: view for name, view in views.items() if name in self._trained}
+
+    # --- the update
+
+    def update(self, grads: Grads, staged: Staged | None = None, speculative_factor: Tensor | None = None) -> None:
+        """One optimizer step on the masters; weights of another precision follow. `staged`: what came from SSD and goes
+        back there. With `speculative_factor` the step can be undone by `redo`."""
+        assert self.optimizer is not None
+        self._bind(staged)
+        if speculative_factor is None:
+            self._step(grads, grads.factor, staged)
+            return
+        self._before = self.optimizer.snapshot(tensors=staged is None, into=self._before)
+        if staged is not None and not staged.masters:  # the weights in DRAM are the masters
+            self._flat_before = self.flat.clone() if self._flat_before is None else self._flat_before.copy_(self.flat)
+        self._step(grads, grads.times(speculative_factor), staged, preserve=True)
+
+    def redo(self, grads: Grads, factor: Tensor | None) -> None:
+        """Undo the speculative step, and make it again on gradients times `factor`, if that is given."""
+        assert self.optimizer is not None and self._before is not None
+        staged = None
+        if self.file is not None and self.file.has_states:
+            staged = self.file.views(pages(self.file.num_bytes))
+            self.file.read(staged.flat)
+            self._bind(staged)
+            if self._flat_before is not None:
+                self.flat.copy_(self._flat_before)
+        self.optimizer.restore(self._before)
+        if factor is not None:
+            self._step(grads, grads.times(factor), staged)
+        else:
+            self._follow(staged)
+        if self.file is not None and staged is not None:
+            if factor is None:
+                self.file.discard()
+            else:
+                self.file.write(staged.flat)
+
+    def skip(self, staged: Staged | None) -> None:
+        """Instead of `update`: nothing changes. Of what came from SSD the weights were left out, and go back whole."""
+        if staged is not None:
+            self._follow(staged)
+
+    def commit(self) -> None:
+        """The step is over."""
+        if self.file is not None:
+            self.file.commit()
+
+    def _step(self, grads: Grads, factor: Tensor | None, staged: Staged | None, preserve: bool = False) -> None:
+        assert self.optimizer is not None
+        weights = self._followers(staged)
+        self.optimizer.step(grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part)
+        if staged is not None:  # also the weights that had no gradient go back whole
+            self._follow(staged, but=grads.tensors)
+
+    def _bind(self, staged: Staged | None) -> None:
+        if staged is not None and self.optimizer is not None and staged.flat.data_ptr() != self._bound:
+            self.optimizer.bind(staged.states, staged.masters or None)
+            self._bound = staged.flat.data_ptr()
+
+    def _followers(self, staged: Staged | None) -> dict[str, Tensor] | None:
+        """Weights of another precision than their masters."""
+        weights = staged.weights if staged is not None and staged.weights else self.weights
+        masters = staged.masters if staged is not None and staged.masters else self.masters
+        found = {name: weights[name] for name, master in masters.items() if master is not weights[name]}
+        return found or None
+
+    def _follow(self, staged: Staged | None, but: Container[str] = ()) -> None:
+        masters = staged.masters if staged is not None and staged.masters else self.masters
+        for name, weight in (self._followers(staged) or {}).items():
+            if name not in but:
+                weight.copy_(masters[name])
+
+    # --- loading and saving, between steps
+
+    def load(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Take over copies of these values. Raises `CheckpointError` for a name or shape that does not fit."""
+        self._check(weights)
+        if self.file is not None:
+            flat, started = self._stage(), self.optimizer is not None and self.optimizer.started
+            if started:
+                self.file.read_all(flat)
+            self.file.fill(flat, self._own_weights(weights), keep_states=started)
+            self._write(flat)
+        self._load_rest(weights, buffers)
+
+    def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """What does not lie on SSD."""
+        for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
+            self.weights[name].copy_(given)
+            if name in self.masters and (self.file is None or not self.file.has_states or not self.file.master):
+                self.masters[name].copy_(given)
+        self.runner.load_buffers(dict(buffers))
+
+    def _write(self, flat: Tensor) -> None:
+        assert self.file is not None
+        self.file.write(flat)
+        self.file.commit()
+
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        for param in self.spec.params:
+            if param.name not in weights:
+                raise CheckpointError(f"{self.spec.name}: no value for the parameter {param.name!r}")
+            found = list(weights[param.name].shape)
+            if found != list(param.shape):
+                raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {list(param.shape)}")
+
+    def state(self) -> StageState:
+        if self.file is None:
+            weights = {name: self.masters.get(name, weight) for name, weight in self.weights.items()}
+            optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+            return StageState(weights, self.runner.buffers(), optimizer)
+        flat = self._stage()
+        self.file.read_all(flat)
+        staged = self.file.views(flat)
+        self._bind(staged)
+        weights = {**self.weights, **staged.weights, **staged.masters}
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        if optimizer is not None:
+            rows = optimizer["states"].items()
+            optimizer["states"] = {name: {key: t.clone() for key, t in row.items()} for name, row in rows}
+        copies = {name: t.clone() if name not in self.weights else t for name, t in weights.items()}
+        copies |= {name: t.clone() for name, t in staged.masters.items()}
+        return StageState(copies, self.runner.buffers(), optimizer)
+
+    def load_state(self, state: StageState) -> None:
+        """The reverse of `state`, with copies. What lies on SSD is not read: it may be what a checkpoint must mend."""
+        if self.optimizer is None or state.optimizer is None:
+            self.load(state.weights, state.buffers)
+        elif self.file is None or not self.file.has_states:
+            self.load(state.weights, state.buffers)
+            self.optimizer.load_state_dict(self._own_part(state.optimizer))
+        else:
+            self._check(state.weights)
+            flat = self._stage()
+            self.file.fill(flat, self._own_weights(state.weights), keep_states=False)
+            self._bind(self.file.views(flat))
+            self.optimizer.load_state_dict(self._own_part(state.optimizer))
+            self._write(flat)
+            self._load_rest(state.weights, state.buffers)
+
+    def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of whole weights, those of this shard."""
+        piece = self.piece
+        return weights if piece is None else {name: piece_of(weight, *piece) for name, weight in weights.items()}
+
+    def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """Of whole states, those of this shard."""
+        if self.piece is None:
+            return optimizer
+        shapes = {param.name: param.shape for param in self.spec.params}
+        states = {
+            name: {key: piece_of(t, *self.piece) if tuple(t.shape) == shapes[name] else t for key, t in row.items()}
+            for name, row in optimizer["states"].items()
+        }
+        return {**optimizer, "states": states}
+
+
+def joined(states: Sequence[StageState], spec: StageSpec) -> StageState:
+    """One stage's state out of those of all its shards, in the order of their pieces."""
+    first = states[0]
+    weights = {p.name: whole_of([state.weights[p.name] for state in states], p.shape) for p in spec.params}
+    if first.optimizer is None:
+        return StageState(weights, first.buffers, None)
+    params = {p.name: (q.shape, p.shape) for p, q in zip(spec.params, spec.shard(len(states)).params)}
+    rows: dict[str, dict[str, Tensor]] = {}
+    for name, row in first.optimizer["states"].items():
+        own, whole = params[name]
+        rows[name] = {
+            key: whole_of([s.optimizer["states"][name][key] for s in states if s.optimizer], whole)
+            if tuple(value.shape) == own
+            else value
+            for key, value in row.items()
+        }
+    return StageState(weights, first.buffers, {**first.optimizer, "states": rows})

@@ -1,0 +1,284 @@
+"""Checkpoints: everything a run needs to go on bit for bit, under the user's own names.
+
+A checkpoint is a directory: one safetensors file per stage, written by the process that holds the stage, and
+`manifest.json`, written last, which says where each tensor is and its sha256, and holds every scalar. Nothing in it
+depends on how the model was cut, so a run resumes with another number of devices, partition or strategy. A new
+checkpoint takes the place of an old one as a whole (`durable.py`).
+
+Saving: `begin`, `write_shard` for every stage in whatever process, `commit`; `abort` where one of them raised. All
+processes must see the directory under the same path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...ir.errors import CheckpointError
+from ...ir.program import StageSpec
+from . import durable
+from .durable import abort
+from .manifest import MANIFEST, Progress, ShardRecord, TensorRecord, build_manifest, damaged, read_manifest, tensor_key
+from .plain_json import decode, encode
+from .tensor_file import TensorFile, code_of, file_bytes, write_tensors
+
+__all__ = ["Checkpoint", "Progress", "ShardRecord", "StageState", "abort", "begin", "commit"]
+__all__ += ["find_latest", "open_checkpoint", "save_checkpoint", "write_shard"]
+
+Optimizer = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StageState:
+    """The state of one stage: tensors on CPU in storage of their own; names that are tied share theirs."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]]
+
+
+def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
+    """A hidden directory beside `directory` to write the shards into. What `directory` holds stays until `commit`.
+
+    Raises `CheckpointError` where it cannot be written, has less than `need_bytes` free, or holds something else than a
+    checkpoint.
+    """
+    target = Path(directory).resolve()
+    there = durable.locate(target)
+    strangers = _strangers(there) if there is not None and there.is_dir() else []
+    if strangers:
+        raise CheckpointError(
+            f"{target}: holds what is no checkpoint and would be lost: {', '.join(strangers[:8])}. Save elsewhere."
+        )
+    return durable.begin(target, need_bytes)
+
+
+def write_shard(
+    temporary: Path,
+    spec: StageSpec,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    ties: Mapping[str, str] | None = None,
+) -> ShardRecord:
+    """Write one stage's state, tensor by tensor, and bring it to the disk. May run in the process that holds the stage.
+
+    `optimizer`: name to its states, each a tensor or a number. What another stage owns is left out; `ties` (a tied name
+    to the one that stands for it, see `model_names.ties_of`) puts each tensor under one name whatever stage wrote it.
+    Raises `CheckpointError` naming the file where the disk is full; the partial file is removed.
+    """
+    ties = ties or {}
+    owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
+    found: dict[tuple[str, str, str], Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for kind, values in (("weights", weights), ("buffers", buffers)):
+        for name in (n for n in values if n in owned):
+            found.setdefault((kind, ties.get(name, name), ""), values[name])
+    absent = {ties.get(n, n) for n in owned} - {name for _, name, _ in found}
+    assert not absent, f"{spec.name} owns {sorted(absent)}, but their values were not given"
+    for name in (n for n in optimizer if n in owned):
+        for state, value in optimizer[name].items():
+            if isinstance(value, Tensor):
+                found.setdefault(("optimizer", ties.get(name, name), state), value)
+            else:
+                scalars.setdefault(ties.get(name, name), {})[state] = encode(value, f"optimizer state {name}.{state}")
+    path = temporary / f"{spec.name}.safetensors"
+    tensors = {tensor_key(*row): tensor for row, tensor in found.items()}
+    digests = _write(path, tensors)
+    rows = (
+        TensorRecord(*row, code_of(tensor.dtype), tuple(tensor.shape), digests[tensor_key(*row)])
+        for row, tensor in found.items()
+    )
+    return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars)
+
+
+def commit(
+    temporary: Path,
+    directory: str | os.PathLike[str],
+    shards: Collection[ShardRecord],
+    progress: Progress,
+    ties: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the manifest and put the new checkpoint in the place of `directory`. Returns its path.
+
+    Raises `CheckpointError` where the disk fails, or `progress` holds what cannot be saved; the old one then stays.
+    """
+    manifest = build_manifest(shards, progress, ties or {})
+    with durable.disk_errors(temporary / MANIFEST):
+        durable.write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    durable.replace(temporary, directory)
+    return Path(directory)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    stages: Iterable[tuple[StageSpec, StageState]],
+    progress: Progress,
+    ties: Mapping[str, str] | None = None,
+    need_bytes: int = 0,
+) -> Path:
+    """Save from one process: `stages` gives one stage at a time. On any error the old checkpoint stays as it was."""
+    temporary = begin(directory, need_bytes)
+    try:
+        shards = [
+            write_shard(temporary, spec, state.weights, state.buffers, state.optimizer, ties) for spec, state in stages
+        ]
+        return commit(temporary, directory, shards, progress, ties)
+    except BaseException:
+        abort(temporary)
+        raise
+
+
+class Checkpoint:
+    """A checkpoint opened for reading; made by `open_checkpoint`. `progress` is what was given to `commit`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        manifest = read_manifest(path)
+        self.progress = Progress(**{name: decode(manifest[name]) for name in Progress.__dataclass_fields__})
+        self.ties: dict[str, str] = manifest["ties"]
+        self.fingerprint: str = manifest["fingerprint"]
+        self._tensors: dict[str, dict[str, dict[str, dict[str, Any]]]] = manifest["tensors"]
+        self._scalars: dict[str, dict[str, Any]] = manifest["scalars"]
+        self._shards: list[dict[str, Any]] = manifest["shards"]
+        self._files: dict[str, TensorFile] = {}
+        for shard in self._shards:
+            found = (path / shard["file"]).stat().st_size if (path / shard["file"]).is_file() else None
+            if found != shard["bytes"]:
+                what = "is missing" if found is None else f"has {found} bytes, not the {shard['bytes']} written"
+                raise damaged(path / shard["file"], what)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it holds; tied ones under one name."""
+        return list(self._tensors["weights"])
+
+    def read(self, spec: StageSpec) -> StageState:
+        """The state of a stage of any partition, each tensor checked against its sha256.
+
+        Frozen parameters have no optimizer states. Raises `CheckpointError` where the stage's names or shapes are not
+        in the checkpoint, or a file was altered.
+        """
+        self.require(spec)
+        cache: dict[tuple[str, str, str], Tensor] = {}
+
+        def take(kind: str, name: str, state: str = "") -> Tensor:
+            row = (kind, self._canonical(name), state)
+            if row not in cache:
+                cache[row] = self._read(*row)
+            return cache[row]
+
+        optimizer: dict[str, dict[str, Any]] = {}
+        for param in spec.params:
+            canonical = self._canonical(param.name)
+            states: dict[str, Any] = {
+                state: take("optimizer", param.name, state) for state in self._tensors["optimizer"].get(canonical, {})
+            }
+            states |= {state: decode(value) for state, value in self._scalars.get(canonical, {}).items()}
+            if states:
+                optimizer[param.name] = states
+        weights = {param.name: take("weights", param.name) for param in spec.params}
+        return StageState(weights, {b.name: take("buffers", b.name) for b in spec.buffers}, optimizer)
+
+    def require(self, *specs: StageSpec) -> None:
+        """Raises `CheckpointError` listing what these stages need and the checkpoint lacks, or has in another shape."""
+        wrong = []
+        for spec in specs:
+            for kind, rows in (("weights", spec.params), ("buffers", spec.buffers)):
+                for row in rows:
+                    found = self._tensors[kind].get(self._canonical(row.name))
+                    if found is None:
+                        wrong.append(f"{row.name} (not there)")
+                    elif tuple(found[""]["shape"]) != row.shape:
+                        wrong.append(f"{row.name} (here {found['']['shape']}, in the model {list(row.shape)})")
+        if wrong:
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise CheckpointError(
+                f"{self.path}: is a checkpoint of another model: {', '.join(wrong[:8])}{more}. It holds "
+                f"{len(self.names)} parameters, {', '.join(self.names[:3])} first."
+            )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, one at a time; tied ones once."""
+        for kind in ("weights", "buffers"):
+            for name in self._tensors[kind]:
+                yield name, self._read(kind, name, "")
+
+    def verify(self) -> None:
+        """Read every tensor and compare its sha256. Raises `CheckpointError` naming the first file that differs."""
+        for kind, names in self._tensors.items():
+            for name, states in names.items():
+                for state in states:
+                    self._read(kind, name, state)
+
+    def _canonical(self, name: str) -> str:
+        return self.ties.get(name, name)
+
+    def _read(self, kind: str, name: str, state: str) -> Tensor:
+        row = self._tensors[kind][name][state]
+        file = self._shards[row["shard"]]["file"]
+        if file not in self._files:
+            self._files[file] = TensorFile(self.path / file)
+        entry = self._files[file].entries.get(tensor_key(kind, name, state))
+        if entry is None or entry.code != row["dtype"] or list(entry.shape) != row["shape"]:
+            raise damaged(self.path / file, f"its header no longer describes {name!r} as it was written")
+        return self._files[file].read(tensor_key(kind, name, state), row["sha256"])
+
+
+def open_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
+    """The checkpoint that was saved last under this name, also where the save was cut off while it replaced another.
+
+    Sizes are checked now, contents when they are read, or now too with `verify`. Raises `CheckpointError` naming the
+    file that is missing, truncated or altered.
+    """
+    path = durable.locate(directory)
+    if path is None:
+        raise CheckpointError(_nothing_at(Path(directory)))
+    checkpoint = Checkpoint(path)
+    if verify:
+        checkpoint.verify()
+    return checkpoint
+
+
+def find_latest(root: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of the highest step: `root` itself, or one right under it; None where there is none.
+
+    Directories without a manifest are passed over, also unfinished saves. Raises `CheckpointError` where a manifest is
+    damaged.
+    """
+    root = Path(root).resolve()
+    places = [durable.locate(root)]
+    if root.is_dir():
+        places += [durable.locate(root / name) for name in durable.names_in(root)]
+    found = [place for place in places if place is not None and (place / MANIFEST).is_file()]
+    return max(found, key=lambda place: int(read_manifest(place)["step"]), default=None)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    need_bytes = file_bytes(tensors)
+    durable.require_space(path.parent, need_bytes, what=str(path))
+    try:
+        with durable.disk_errors(path, need_bytes):
+            return write_tensors(path, tensors)
+    except CheckpointError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _strangers(directory: Path) -> list[str]:
+    names = (p.name for p in directory.iterdir())
+    own = (directory / MANIFEST).is_file()
+    return sorted(n for n in names if not (own and (n == MANIFEST or n.endswith(".safetensors"))))
+
+
+def _nothing_at(directory: Path) -> str:
+    parent = directory.parent
+    others = [name for name in (durable.names_in(parent) if parent.is_dir() else []) if (parent / name).is_dir()]
+    known = [name for name in others if (parent / name / MANIFEST).is_file()]
+    return f"{directory}: no such checkpoint; {f'beside it are {known}' if known else 'there are none beside it'}."

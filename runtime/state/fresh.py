@@ -1,0 +1,167 @@
+"""Values that no file holds: parameters of a new head, and buffers that a model computes for itself.
+
+A model on the meta device has names and shapes only. What its constructor would have put there is found again by
+running the model's own initialisers (`reset_parameters`, and `_init_weights` of Hugging Face style models) on one
+tensor at a time, in a copy of the model that is otherwise on meta. What they leave untouched is taken from a second
+construction of the owning module, where its arguments can be known for certain. Each value depends on the seed and its
+name only, so stages, devices and processes agree whatever they ask for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from ...ir.units import format_bytes
+
+_MAX_REBUILT_BYTES = 1 << 30
+
+
+class FreshValues:
+    """Initial values of a model's parameters and buffers; the model itself is left as it is and may be on meta."""
+
+    def __init__(self, model: nn.Module, seed: int = 0):
+        self._model = model
+        self._seed = seed
+        self._copy: nn.Module | None = None
+
+    def value(self, name: str) -> Tensor:
+        """A new CPU tensor with the initial value of the parameter or buffer `name`.
+
+        Raises `PlanError` naming it where neither an initialiser nor a second construction of its module gives it.
+        """
+        first = self._initialised(name, 0)
+        if first is not None and _is_complete(first):
+            # Integers have no NaN to show an untouched place: a second run, from another filling, must agree.
+            if first.is_floating_point() or first.is_complex():
+                return first
+            second = self._initialised(name, 1)
+            if second is not None and torch.equal(first, second):
+                return first
+        return self._rebuilt(name)
+
+    def _initialised(self, name: str, filling: int) -> Tensor | None:
+        """What the initialisers of the owning module and of those around it make of a filled tensor."""
+        skeleton = self._skeleton()
+        path, _, leaf = name.rpartition(".")
+        owner = skeleton.get_submodule(path)
+        tensors = owner._parameters if leaf in owner._parameters else owner._buffers
+        # A buffer may be computed from its neighbours (copies of each other, say): all of them are given memory.
+        names = [leaf] if tensors is owner._parameters else [n for n, t in tensors.items() if t is not None]
+        before = {n: tensors[n] for n in names}
+        for n in names:
+            tensors[n] = _filled(before[n], filling)  # type: ignore[assignment]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed_of(self._seed, name))
+                _run_initialisers(_chain(skeleton, path))
+            result = tensors[leaf]
+            return None if result is None or result.is_meta else result.detach()
+        except (NotImplementedError, RuntimeError):  # an initialiser that reads values which are on meta
+            return None
+        finally:
+            tensors.update(before)  # type: ignore[arg-type]
+
+    def _rebuilt(self, name: str) -> Tensor:
+        """The value in a second construction, on CPU, of the module that owns `name`."""
+        path, _, leaf = name.rpartition(".")
+        owner = self._model.get_submodule(path)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(self._seed, name))
+            twin = _construct_again(owner, name)
+        tensor: Tensor = getattr(twin, leaf)
+        return tensor.detach().clone()
+
+    def _skeleton(self) -> nn.Module:
+        """A copy of the model that shares no tensor with it and has all of its own on meta; ties are kept."""
+        if self._copy is None:
+            memo: dict[int, Tensor] = {}
+            for p in self._model.parameters():
+                memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for b in self._model.buffers():
+                memo[id(b)] = torch.empty_like(b, device="meta")
+            self._copy = copy.deepcopy(self._model, memo)
+        return self._copy
+
+
+def _chain(root: nn.Module, path: str) -> list[nn.Module]:
+    """The module at `path` and those around it, innermost first."""
+    parts = path.split(".") if path else []
+    return [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+
+
+def _run_initialisers(chain: list[nn.Module]) -> None:
+    """What construction does to a module: its own reset, then what each enclosing model says, from the inside out."""
+    for depth, module in enumerate(chain):
+        model = next((m for m in chain[depth:] if callable(getattr(m, "_init_weights", None))), None)
+        if depth == 0 or model is None:
+            for method in ("reset_parameters", "_reset_parameters"):
+                if callable(getattr(module, method, None)):
+                    getattr(module, method)()
+        if model is not None:
+            model._init_weights(module)  # type: ignore[operator]
+
+
+def _filled(tensor: Tensor | None, filling: int) -> Tensor:
+    """CPU memory of the same kind that shows whether it is written: NaN, or for integers a `filling` of 0 or 1."""
+    assert tensor is not None
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else filling
+    full = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(full, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+
+
+def _is_complete(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) or not bool(tensor.isnan().any())
+
+
+def _construct_again(owner: nn.Module, name: str) -> nn.Module:
+    """A CPU twin of `owner`. Every argument must be kept by it under the same name, or it might not be a twin."""
+    held_bytes = sum(t.numel() * t.itemsize for t in (*owner.parameters(), *owner.buffers()))
+    if held_bytes > _MAX_REBUILT_BYTES:
+        raise _unknown(name, f"its module is too large to construct again ({format_bytes(held_bytes)})")
+    try:
+        twin = type(owner)(**dict(_arguments(owner, name))).to("cpu")
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise _unknown(name, f"{type(owner).__name__} cannot be constructed again ({error})") from error
+    if _shape(owner) != _shape(twin) or _settings(owner) != _settings(twin):
+        raise _unknown(name, f"a second {type(owner).__name__} of the arguments that it keeps differs from it")
+    return twin
+
+
+def _arguments(owner: nn.Module, name: str) -> Iterator[tuple[str, object]]:
+    parameters = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
+    for parameter in parameters:
+        kept = vars(owner).get(parameter.name, inspect.Parameter.empty)
+        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind is parameter.VAR_POSITIONAL:
+            raise _unknown(name, f"{type(owner).__name__} takes arguments by position")
+        if kept is not inspect.Parameter.empty:
+            yield parameter.name, kept
+        elif parameter.name not in ("device", "dtype") and parameter.kind is not parameter.VAR_KEYWORD:
+            raise _unknown(name, f"{type(owner).__name__} does not keep its argument {parameter.name!r}")
+
+
+def _shape(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
+
+
+def _settings(module: nn.Module) -> dict[str, object]:
+    return {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple)) and k != "training"}
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+
+
+def _unknown(name: str, why: str) -> PlanError:
+    return PlanError(
+        f"model: {name!r} is on the meta device and no `reset_parameters` of its module and no "
+        f"`_init_weights` of the model sets it, and {why}. Construct the model on CPU, save this tensor with the "
+        "weights, or set it in a `reset_parameters` of its module."
+    )

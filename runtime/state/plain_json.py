@@ -1,0 +1,66 @@
+"""Small states (of schedulers, optimizers, data loaders) as JSON that reads back exactly, and nothing executable.
+
+JSON has no tuples, no keys other than text and no tensors; these are written as objects with one marked key. Floats
+keep every bit (NaN and infinities too).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from ...ir.errors import CheckpointError
+from .tensor_file import CODES, code_of
+
+_MARK = "__penstock__"
+_MAX_TENSOR_BYTES = 1 << 20
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` in terms of JSON. Raises `CheckpointError` naming `where` for what has no such form."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        if type(value) not in (type(None), bool, int, float, str):
+            raise _refused(value, where)
+        return value
+    if type(value) is list:
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {_MARK: "tuple", "items": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and _MARK not in value and not isinstance(value, Counter):
+            return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {_MARK: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
+    if isinstance(value, torch.Tensor) and value.numel() * value.itemsize <= _MAX_TENSOR_BYTES:
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        row = {"dtype": code_of(value.dtype), "shape": list(value.shape)}
+        return {_MARK: "tensor", **row, "hex": flat.view(torch.uint8).numpy().tobytes().hex()}
+    raise _refused(value, where)
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind is None:
+        return {key: decode(item) for key, item in value.items()}
+    if kind == "tensor":
+        dtype, data = CODES[value["dtype"]], bytearray.fromhex(value["hex"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    items = [decode(item) for item in value["items"]]
+    if kind == "tuple":
+        return tuple(items)
+    return Counter(dict(items)) if kind == "counter" else dict(items)
+
+
+def _refused(value: Any, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: a {type(value).__qualname__} cannot be saved. Use numbers, text, None, lists, tuples, dicts and "
+        "tensors of at most 1 MiB."
+    )

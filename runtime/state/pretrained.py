@@ -1,0 +1,236 @@
+"""Trained weights as a directory that `transformers` loads with nothing missing and nothing unexpected.
+
+The names, dtypes and places of all tensors are fixed first, from the model's names alone (it may be on meta). Then
+every stage puts its tensors into the files, in whatever process and order, and no more than one stage is ever in memory
+for it. `save_pretrained` does all of it; `begin`, `write_stage` and `finish` are its parts for stages that live in
+workers, which must see the directory under the same path.
+
+For a model that is not of transformers the files hold its state dict, with a tied tensor there once, under its first
+name, as `safetensors.torch.save_model` does: read one file with `safetensors.torch.load_model`, which knows ties, or
+with `load_state_dict`, `strict=False` where there are any.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.program import StageSpec
+from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from . import durable
+from .tensor_file import FilePlan, create_file, fill_file, plan_file
+from .weight_files import INDEX_FILE, SINGLE_FILE
+from .weights import LiveWeights, WeightSource
+
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What goes where. `keys`: each name of a tensor, tied ones too, to the keys it is written under. Pickles."""
+
+    files: Mapping[str, FilePlan]
+    keys: Mapping[str, tuple[str, ...]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(plan.bytes for plan in self.files.values())
+
+
+def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> Layout:
+    """Lay the model's saved tensors out in files of at most `max_shard_bytes` each, or of one larger tensor.
+
+    Every tensor gets the dtype that `model` has it in.
+    """
+    unsaved, tensors = never_saved(model), named_tensors(model)
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    ties = ties_of(model)
+    groups = {name: [name] for name in tensors if name not in ties and name not in unsaved} | aliases_of(ties)
+    rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
+    metadata = {"format": "pt"}
+    for canonical in (name for name in tensors if name in groups):
+        chosen = _keys_to_write(model, groups[canonical])
+        chosen = tuple(key for key in chosen if not any(p.fullmatch(key) for p in ignored))
+        keys |= dict.fromkeys(groups[canonical], chosen)
+        rows |= dict.fromkeys(chosen, (tensors[canonical].dtype, tensors[canonical].shape))
+        if not _of_transformers(model):
+            metadata |= {alias: canonical for alias in groups[canonical][1:]}
+    shards = _split(rows, max_shard_bytes)
+    names = [SINGLE_FILE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(len(shards))]
+    return Layout({name: plan_file(shard, metadata) for name, shard in zip(names, shards, strict=True)}, keys)
+
+
+def begin(directory: str | os.PathLike[str], layout: Layout) -> Path:
+    """A hidden directory with all files of the layout, still empty. What `directory` holds stays until `finish`.
+
+    Raises `CheckpointError` where it cannot be written or the disk has not the bytes that are needed.
+    """
+    temporary = durable.begin(directory, layout.bytes)
+    try:
+        with durable.disk_errors(temporary, layout.bytes):
+            for name, plan in layout.files.items():
+                create_file(temporary / name, plan)
+    except BaseException:
+        durable.abort(temporary)
+        raise
+    return temporary
+
+
+def write_stage(temporary: Path, tensors: Mapping[str, Tensor], layout: Layout) -> set[str]:
+    """Put a stage's weights and buffers into the files, cast one at a time. Returns the names that were written.
+
+    Tensors that are never saved, and aliases of one that was written here, are passed over. Raises `CheckpointError`
+    where the disk is full.
+    """
+    places: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        for key in layout.keys.get(name, ()):
+            file = next(file for file, plan in layout.files.items() if key in plan.entries)
+            places.setdefault(file, {}).setdefault(key, tensor)
+    for file, rows in places.items():
+        with durable.disk_errors(temporary / file, layout.bytes):
+            fill_file(temporary / file, layout.files[file], rows)
+    return {name for name in tensors if name in layout.keys}
+
+
+def finish(
+    temporary: Path,
+    directory: str | os.PathLike[str],
+    layout: Layout,
+    written: Collection[str],
+    model: nn.Module,
+    source: WeightSource | None = None,
+) -> Path:
+    """Write what no stage holds, the index and the configuration, and put it all in the place of `directory`.
+
+    `source` has the tensors that the computation does not use, which keep their initial values; by default the model
+    itself. Other files of an existing `directory` (a tokenizer's, say) are taken along. Raises `CheckpointError` where
+    the disk fails, `PlanError` where a tensor is in no stage and the model on meta; the old directory then stays.
+    """
+    source = LiveWeights(model) if source is None else source
+    done = {key for name in written for key in layout.keys[name]}
+    for name, keys in layout.keys.items():
+        if not done.issuperset(keys):
+            write_stage(temporary, {name: source.read(name)}, layout)
+            done |= set(keys)
+    with durable.disk_errors(temporary):
+        if len(layout.files) > 1:
+            durable.write_text(temporary / INDEX_FILE, _index(layout))
+        _write_config(temporary, model)
+        _take_along(Path(directory).resolve(), temporary)
+    durable.replace(temporary, directory)
+    return Path(directory)
+
+
+def save_pretrained(
+    directory: str | os.PathLike[str],
+    stages: Iterable[tuple[StageSpec, Mapping[str, Tensor], Mapping[str, Tensor]]],
+    model: nn.Module,
+    *,
+    source: WeightSource | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a trained model from one process; `stages` gives (stage, weights, buffers), one stage at a time.
+
+    `model` gives names, ties, dtypes and configuration, and may be on the meta device. See `finish` for `source`.
+    Raises `CheckpointError` where the disk is full or cannot be written; what was at `directory` then stays as it was.
+    """
+    layout = plan_layout(model, max_shard_bytes)
+    temporary = begin(directory, layout)
+    try:
+        written: set[str] = set()
+        for spec, weights, buffers in stages:
+            owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
+            tensors = {name: tensor for name, tensor in {**weights, **buffers}.items() if name in owned}
+            written |= write_stage(temporary, tensors, layout)
+        return finish(temporary, directory, layout, written, model, source)
+    except BaseException:
+        durable.abort(temporary)
+        raise
+
+
+def _keys_to_write(model: nn.Module, names: list[str]) -> tuple[str, ...]:
+    """The keys for one tensor with these names: what `transformers` restores by tying is left out.
+
+    A tie that its configuration does not know is written under every name, or loading would miss one.
+    """
+    if not _of_transformers(model):
+        return (names[0],)
+    patterns = [
+        f"{path}.{pattern}" if path else pattern
+        for path, module in model.named_modules(remove_duplicate=False)
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    return tuple(kept or names[:1]) if len(names) > 1 else (names[0],)
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return callable(getattr(getattr(model, "config", None), "save_pretrained", None)) and hasattr(model, "can_generate")
+
+
+def _split(
+    rows: Mapping[str, tuple[torch.dtype, torch.Size]], max_bytes: int
+) -> list[dict[str, tuple[torch.dtype, torch.Size]]]:
+    shards: list[dict[str, tuple[torch.dtype, torch.Size]]] = [{}]
+    size = 0
+    for key, (dtype, shape) in rows.items():
+        num_bytes = shape.numel() * dtype.itemsize
+        if shards[-1] and size + num_bytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][key] = (dtype, shape)
+        size += num_bytes
+    return shards
+
+
+def _numbered(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(layout: Layout) -> str:
+    total = sum(e.end - e.begin for plan in layout.files.values() for e in plan.entries.values())
+    places = {key: file for file, plan in layout.files.items() for key in plan.entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
+
+
+def _write_config(temporary: Path, model: nn.Module) -> None:
+    """The configuration as transformers writes it, without touching the user's own."""
+    if not _of_transformers(model):
+        return
+    hf: Any = model
+    config = copy.deepcopy(hf.config)
+    config.dtype = str(hf.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(temporary)
+    if hf.can_generate() and getattr(hf, "generation_config", None) is not None:
+        hf.generation_config.save_pretrained(temporary)
+
+
+def _take_along(old: Path, temporary: Path) -> None:
+    """Link (or else copy) into the new directory what others have put into the old one."""
+    for path in old.iterdir() if old.is_dir() else ():
+        if _OURS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, temporary / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(str(path), str(temporary / path.name))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)

@@ -1,0 +1,131 @@
+"""Where the value of one name lies in files: as it is, or in pieces that transformers puts together while loading.
+
+A few architectures are saved under other names, or in another layout, than the library's own modules have (experts of a
+mixture one by one, for instance). Its tables say how; they are applied here to one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import CheckpointError
+from .tensor_file import CODES, TensorFile
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file."""
+
+    file: TensorFile
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.entries[self.key].shape
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self) -> Tensor:
+        return self.file.read(self.key)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tensor that a converter of transformers makes from several of the files, or cuts out of one.
+
+    `rows` are (pattern of the converter, tensor) in its order; `name` is which of its results this is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[tuple[str, Stored], ...]
+    target: str
+    converter: Any
+    config: Any
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(stored.key for _, stored in self.rows)
+
+    def read(self) -> Tensor:
+        pieces = [(pattern, stored.read()) for pattern, stored in self.rows]
+        return _convert(self.converter, self.target, pieces, self.config)[self.name].contiguous()
+
+
+def in_model_terms(
+    model: nn.Module, stored: Mapping[str, Stored], known: Collection[str]
+) -> dict[str, Stored | Converted]:
+    """The tensors of the files under the names that transformers loads them to; other models' keys stay as they are.
+
+    A key that is itself in `known` is renamed only where the new name is known too.
+    """
+    renamings, converters = _tables(model)
+    result: dict[str, Stored | Converted] = {}
+    groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
+    for key in sorted(stored, key=_natural):
+        name, pattern, used = key, None, None
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        for converter in converters:
+            name, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                used = converter
+                break
+        if key in known and name not in known:
+            name, used = key, None
+        if used is None:
+            result[name] = stored[key]
+        else:
+            groups.setdefault(name, (used, []))[1].append((str(pattern), stored[key]))
+    for target, (converter, rows) in groups.items():
+        result |= _converted(target, converter, tuple(rows), getattr(model, "config", None))
+    return result
+
+
+def _converted(target: str, converter: Any, rows: tuple[tuple[str, Stored], ...], config: Any) -> dict[str, Converted]:
+    """One entry for each tensor that the converter gives; their shapes are found by running it on meta tensors."""
+    empty = [
+        (pattern, torch.empty(stored.shape, dtype=CODES[stored.file.entries[stored.key].code], device="meta"))
+        for pattern, stored in rows
+    ]
+    try:
+        results = _convert(converter, target, empty, config)
+    except Exception as error:  # whatever the library raises for pieces that do not fit each other
+        places = sorted({str(stored.file.path) for _, stored in rows})
+        raise CheckpointError(f"{', '.join(places)}: {target!r} cannot be put together ({error}).") from error
+    return {
+        name: Converted(name, tuple(tensor.shape), rows, target, converter, config) for name, tensor in results.items()
+    }
+
+
+def _convert(converter: Any, target: str, pieces: list[tuple[str, Tensor]], config: Any) -> dict[str, Tensor]:
+    fresh = copy.deepcopy(converter)  # it keeps what it is given
+    for pattern, tensor in pieces:
+        fresh.add_tensor(target, target, pattern, tensor)
+    results = fresh.convert(target, config=config)
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in results.items()}
+
+
+def _tables(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The library's renamings and converters for this model; none for a model that is not of the library."""
+    if not any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__):
+        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms = copy.deepcopy(get_model_conversion_mapping(model))  # type: ignore[arg-type]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Sorts numbered parts by number, as the library does before it puts pieces together."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]

@@ -1,0 +1,230 @@
+"""Tensors in one file, in the safetensors format, written and read one tensor at a time.
+
+The library writes a file from tensors that all lie in host memory, contiguous and in their final dtype, and reads
+through a memory map that counts as resident while it is open. Here a tensor is moved, cast, hashed and written, then
+the next, so that neither direction ever holds more than one tensor of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ...ir.errors import CheckpointError
+
+CODES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODE_OF = {dtype: code for code, dtype in CODES.items()}
+_CHUNK_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 100 << 20
+_RESTORE = "Restore the file from its origin, or take an earlier copy."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its dtype as the format spells it, its shape, its place in bytes from the file's start."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file before its tensors: its header, and the place of each. Pickles, so that processes may share a file."""
+
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def bytes(self) -> int:
+        return max([len(self.header), *(entry.end for entry in self.entries.values())])
+
+
+def plan_file(
+    rows: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> FilePlan:
+    """Lay out a file of tensors with these dtypes and shapes; wide types first, so that each starts aligned."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in sorted(rows.items(), key=lambda row: -row[1][0].itemsize):
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: Entry(row["dtype"], tuple(row["shape"]), start + row["data_offsets"][0], start + row["data_offsets"][1])
+        for name, row in header.items()
+        if name != "__metadata__"
+    }
+    return FilePlan(struct.pack("<Q", len(text)) + text, entries)
+
+
+def create_file(path: Path, plan: FilePlan) -> None:
+    """Write the header and give the file its final size. Raises OSError as the system does."""
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file, memoryview(plan.header))
+        file.truncate(plan.bytes)
+
+
+def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, digests: bool = False) -> dict[str, str]:
+    """Write these tensors to their places in a file made by `create_file`, cast to its dtypes, and sync it to the disk.
+
+    Tensors may lie on any device and need not be contiguous; one at a time is moved to host memory and cast. Several
+    processes may fill the same file. Returns the sha256 of each tensor's bytes where `digests` are asked for. Raises
+    OSError as the system does (for a full disk, say); the partial file stays.
+    """
+    found = {}
+    with open(path, "r+b", buffering=0) as file:
+        for name, tensor in sorted(tensors.items(), key=lambda row: plan.entries[row[0]].begin):
+            entry = plan.entries[name]
+            assert tuple(tensor.shape) == entry.shape, f"{name}: {tuple(tensor.shape)} given, {entry.shape} planned"
+            data = _bytes_of(tensor.detach().to(device="cpu", dtype=CODES[entry.code]))
+            digest = hashlib.sha256()
+            file.seek(entry.begin)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                if digests:
+                    digest.update(chunk)
+                _write_all(file, chunk)
+            found[name] = digest.hexdigest()
+        os.fsync(file.fileno())
+    return found if digests else {}
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write `tensors` as they are to a new file. Returns the sha256 of each one's bytes; raises as `fill_file` does."""
+    plan = plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+    create_file(path, plan)
+    return fill_file(path, plan, tensors, digests=True)
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """How large the file of `write_tensors` becomes."""
+    return plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}).bytes
+
+
+class TensorFile:
+    """A safetensors file whose header has been read and checked against the file's size.
+
+    Raises `CheckpointError` naming the file where it is missing, truncated or not in the format.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self.bytes = os.fstat(file.fileno()).st_size
+                raw, start = self._read_header(file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
+        self.metadata: dict[str, str] = raw.pop("__metadata__", {})
+        self.entries = {name: self._entry(name, row, start) for name, row in raw.items()}
+        end = max([start, *(entry.end for entry in self.entries.values())])
+        if end != self.bytes:
+            what = "truncated" if end > self.bytes else "longer than its header says"
+            raise CheckpointError(f"{path}: {what}: {self.bytes} bytes, not {end}. {_RESTORE}")
+
+    def read(self, name: str, digest: str | None = None) -> Tensor:
+        """The tensor in host memory, in the dtype of the file, in storage of its own.
+
+        Raises `CheckpointError` where its bytes do not have the sha256 `digest` (when given).
+        """
+        entry = self.entries[name]
+        if entry.code not in CODES:
+            raise CheckpointError(f"{self.path}: {name!r} has dtype {entry.code}; this reads {', '.join(CODES)}.")
+        tensor = torch.empty(entry.shape, dtype=CODES[entry.code])
+        data, seen = _bytes_of(tensor), hashlib.sha256()
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(entry.begin)
+                done = 0
+                while done < len(data):
+                    count = file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
+                    if not count:
+                        raise CheckpointError(f"{self.path}: truncated inside {name!r}. {_RESTORE}")
+                    if digest is not None:
+                        seen.update(data[done : done + count])
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from error
+        if digest is not None and seen.hexdigest() != digest:
+            raise CheckpointError(f"{self.path}: the bytes of {name!r} were altered after writing. {_RESTORE}")
+        return tensor
+
+    def _read_header(self, file: BinaryIO) -> tuple[dict[str, Any], int]:
+        bad = f"{self.path}: not a safetensors file, or damaged"
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, self.bytes - 8):
+            raise CheckpointError(f"{bad}: its first 8 bytes are no header length for {self.bytes} bytes.")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{bad}: its header is no JSON ({error}).") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{bad}: its header is no JSON object.")
+        return header, 8 + length
+
+    def _entry(self, name: str, row: Any, start: int) -> Entry:
+        try:
+            begin, end = row["data_offsets"]
+            entry = Entry(str(row["dtype"]), tuple(int(n) for n in row["shape"]), start + begin, start + end)
+        except (TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: damaged header at {name!r} ({error!r}).") from error
+        itemsize = CODES[entry.code].itemsize if entry.code in CODES else None
+        wanted = None if itemsize is None else math.prod(entry.shape) * itemsize
+        if not start <= entry.begin <= entry.end or min(entry.shape, default=0) < 0:
+            raise CheckpointError(f"{self.path}: damaged header at {name!r}: {row}.")
+        if wanted is not None and wanted != entry.end - entry.begin:
+            raise CheckpointError(f"{self.path}: damaged header at {name!r}: {row} should span {wanted} bytes.")
+        return entry
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """The format's name of a dtype. Raises `CheckpointError` for one that it does not have."""
+    if dtype not in _CODE_OF:
+        known = ", ".join(str(d).removeprefix("torch.") for d in _CODE_OF)
+        raise CheckpointError(f"{dtype} cannot be saved; a safetensors file holds {known}.")
+    return _CODE_OF[dtype]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory, without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]

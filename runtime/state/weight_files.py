@@ -1,0 +1,125 @@
+"""Which tensor of a directory of safetensors belongs to which name of a model, and what does not agree."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...ir.errors import CheckpointError
+from ..model_names import aliases_of, named_tensors, never_saved, ties_of
+from .stored import Converted, Stored, in_model_terms
+from .tensor_file import TensorFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Match:
+    """`where`: the names that the files have. `misshapen`: names to the shapes in the files and in the model."""
+
+    where: dict[str, Stored | Converted]
+    missing: list[str]
+    misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    unexpected: list[str]
+
+    def error(self, directory: Path, refused: list[str]) -> CheckpointError:
+        """What to tell the user where `refused` names are missing, or shapes differ."""
+        rows = [f"{directory}: these weights are not those of the model."]
+        if not self.where:
+            rows.append("Not one name agrees.")
+        rows += _listed("Missing", refused)
+        shapes = [f"{n} (file {list(a)}, model {list(b)})" for n, (a, b) in self.misshapen.items()]
+        rows += _listed("Of another shape", shapes)
+        rows += _listed("Unexpected", self.unexpected)
+        rows.append(
+            'A head that the files lack is initialised with missing_ok=["NAME.*"]; names that differ by what stands in '
+            "front take prefix=...; or load the weights yourself and give the loaded model instead of the directory."
+        )
+        return CheckpointError("\n  ".join(rows))
+
+
+def open_files(directory: Path) -> dict[str, Stored]:
+    """Every tensor in the safetensors files of `directory`, by its key.
+
+    Raises `CheckpointError` where there are none or one is damaged.
+    """
+    index = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).is_file():
+        names: Iterable[str] = [SINGLE_FILE]
+    elif index.is_file():
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: no index of safetensors files ({error!r}).") from error
+    else:
+        there = sorted(p.name for p in directory.iterdir())[:20] if directory.is_dir() else "no such directory"
+        raise CheckpointError(
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; found: {there}. Pickled weights (.bin, .pt) "
+            "are not read: load them with their own library and save them as safetensors, or give the loaded model."
+        )
+    files = [TensorFile(directory / name) for name in names]
+    return {key: Stored(file, key) for file in files for key in file.entries}
+
+
+def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | None) -> Match:
+    """Find for every saved name of `model` its tensor, through ties and the `prefix` (see `weights.open_directory`).
+
+    Raises `CheckpointError` where names that the model ties have different values.
+    """
+    unsaved, ties = never_saved(model), ties_of(model)
+    wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
+    front = getattr(model, "base_model_prefix", "") if prefix is None else prefix
+    rules = _prefix_rules(front)
+    found = in_model_terms(model, files, {rule(name) for rule in rules for name in (*wanted, *unsaved)})
+    to_key = max(rules, key=lambda rule: sum(rule(name) in found for name in wanted))
+    aliases = aliases_of(ties)
+    where = {}
+    for name in wanted:
+        canonical = ties.get(name, name)
+        present = [to_key(other) for other in aliases.get(canonical, [name]) if to_key(other) in found]
+        if present:
+            where[name] = found[present[0]]
+        if name == canonical:
+            _require_equal(found, present)
+    shapes = {name: (stored.shape, tuple(wanted[name].shape)) for name, stored in where.items()}
+    expected = {to_key(name) for name in (*wanted, *unsaved)}
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unexpected = {key for name, stored in found.items() if name not in expected for key in stored.keys}
+    return Match(
+        where,
+        [name for name in wanted if name not in where],
+        {name: pair for name, pair in shapes.items() if pair[0] != pair[1]},
+        sorted(key for key in unexpected if not any(p.search(key) for p in ignored)),
+    )
+
+
+def _prefix_rules(front: str) -> list[Callable[[str], str]]:
+    """The ways from the model's names to the files' that are tried, the plainest first."""
+    front = f"{front}." if front and not front.endswith(".") else front
+    rules: list[Callable[[str], str]] = [lambda name: name]
+    if front:
+        rules += [lambda name: name.removeprefix(front), lambda name: front + name]
+    return rules
+
+
+def _require_equal(found: Mapping[str, Stored | Converted], names: list[str]) -> None:
+    for other in names[1:]:
+        if not torch.equal(found[names[0]].read(), found[other].read()):
+            raise CheckpointError(
+                f"{names[0]!r} and {other!r} differ in the files, but the model ties them to one tensor. Construct it "
+                "without the tie (tie_word_embeddings=False in a Hugging Face config)."
+            )
+
+
+def _listed(title: str, names: list[str], most: int = 12) -> list[str]:
+    if not names:
+        return []
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return [f"{title} ({len(names)}): {', '.join(names[:most])}{more}."]

@@ -1,0 +1,164 @@
+"""Where initial weights come from: a live model, a directory of safetensors, or the model's own initialisers.
+
+Every source answers `read(name)` for one tensor, under the user's dotted name, so that weights travel stage by stage
+and are never in memory twice. `stage_weights` and `stage_buffers` gather what one stage needs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import CheckpointError, PlanError
+from ...ir.program import ParamSpec, StageSpec
+from ..model_names import named_tensors, never_saved, ties_of
+from .fresh import FreshValues
+from .stored import Converted, Stored
+from .weight_files import match_names, open_files
+
+
+class WeightSource(ABC):
+    """Initial values of parameters and buffers by name. `ties`: a tied name to the one that stands for its tensor."""
+
+    ties: Mapping[str, str]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The tensor in the dtype it is stored in. Where `is_shared(name)`, it must not be written to."""
+
+    def is_shared(self, name: str) -> bool:
+        """Whether `read` hands out storage that the source goes on using."""
+        return False
+
+
+class LiveWeights(WeightSource):
+    """A model whose weights are in memory: its own tensors, not copied."""
+
+    def __init__(self, model: nn.Module):
+        self._tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        self.ties = ties_of(model)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if tensor.is_meta:
+            raise PlanError(
+                f"model: {name!r} is on the meta device, which has no values. Name the directory its weights are in, "
+                "or construct the model on CPU."
+            )
+        return tensor
+
+    def is_shared(self, name: str) -> bool:
+        return True
+
+
+class FreshWeights(WeightSource):
+    """The model's own initialisation, drawn anew from `seed`: to train from scratch what is on the meta device."""
+
+    def __init__(self, model: nn.Module, seed: int = 0):
+        self._fresh = FreshValues(model, seed)
+        self.ties = ties_of(model)
+
+    def read(self, name: str) -> Tensor:
+        return self._fresh.value(self.ties.get(name, name))
+
+
+@dataclass(frozen=True)
+class DirectoryWeights(WeightSource):
+    """Safetensors files of a directory, each tensor read when it is asked for. Made by `open_directory`; pickles.
+
+    `where` says for each name in which file it lies, and how; `held` are the values of names that no file
+    has. `fresh_names` are those which the model's initialiser gave; `unexpected_keys` are keys of the directory that
+    the model has no use for.
+    """
+
+    where: Mapping[str, Stored | Converted]
+    ties: Mapping[str, str]
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    fresh_names: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+
+    def read(self, name: str) -> Tensor:
+        if name in self.held:
+            return self.held[name]
+        return self.where[name].read()
+
+    def is_shared(self, name: str) -> bool:
+        return name in self.held
+
+
+def open_directory(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    prefix: str | None = None,
+    missing_ok: bool | Collection[str] = (),
+    seed: int = 0,
+) -> DirectoryWeights:
+    """The weights in `directory` (model.safetensors, or shards with their index) under the names of `model`.
+
+    `model` gives names, shapes and ties; it may be on the meta device. The files may lack, or have in excess, the name
+    of the inner model in front: `prefix` names it ("bert."), "" forbids it, None takes `model.base_model_prefix` where
+    more names agree with it than without. `missing_ok`: True, or patterns such as "classifier.*", for what may be
+    absent; that gets the values of the model's own initialiser, drawn from `seed`. Buffers that are never saved (rotary
+    frequencies, position ids) are the model's own, or initialised likewise where they are on meta.
+
+    Raises `CheckpointError` naming the damaged file, or all keys that are missing, misshapen and unexpected;
+    `PlanError` for a tensor on meta whose value cannot be found.
+    """
+    match = match_names(model, open_files(Path(directory)), prefix)
+    allowed = match.missing if missing_ok is True else _matching(match.missing, missing_ok or ())
+    refused = [name for name in match.missing if name not in allowed or not match.where]
+    if refused or match.misshapen:
+        raise match.error(Path(directory), refused)
+    fresh, ties, tensors = FreshValues(model, seed), ties_of(model), named_tensors(model)
+    held = {name: fresh.value(name) for name in match.missing if name not in ties}
+    held |= {name: held[ties[name]] for name in match.missing if name in ties}
+    for name in never_saved(model):
+        held[name] = fresh.value(name) if tensors[name].is_meta else tensors[name].detach()
+    return DirectoryWeights(match.where, ties, held, tuple(match.missing), tuple(match.unexpected))
+
+
+def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) -> dict[str, Tensor]:
+    """The stage's parameters as masters to be trained: at least fp32, on the device of the source.
+
+    Names that are tied share one tensor. With `own` (default) nothing is shared with the source, so they may be
+    written; without it, a live model's fp32 tensors are handed on as they are.
+    """
+    masters: dict[str, Tensor] = {}
+    for param in spec.params:
+        canonical = source.ties.get(param.name, param.name)
+        if canonical not in masters:
+            stored = _read(source, param)
+            dtype = torch.promote_types(stored.dtype, torch.float32) if stored.is_floating_point() else stored.dtype
+            masters[canonical] = stored.to(dtype, copy=own and source.is_shared(param.name))
+    return {param.name: masters[source.ties.get(param.name, param.name)] for param in spec.params}
+
+
+def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
+    """The stage's buffers, in the dtypes that it computes with; they may be written."""
+    result = {}
+    for buffer in spec.buffers:
+        dtype = getattr(torch, buffer.dtype)
+        result[buffer.name] = _read(source, buffer).to(dtype, copy=source.is_shared(buffer.name))
+    return result
+
+
+def _read(source: WeightSource, wanted: ParamSpec) -> Tensor:
+    stored = source.read(wanted.name)
+    if tuple(stored.shape) != wanted.shape:
+        raise CheckpointError(
+            f"{wanted.name!r} has shape {list(stored.shape)} in the weights, but {list(wanted.shape)} in the plan. "
+            "Compile for the model that the weights are of."
+        )
+    return stored
+
+
+def _matching(names: list[str], patterns: Collection[str]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

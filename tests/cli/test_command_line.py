@@ -1,0 +1,216 @@
+"""The command line: what each command prints, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.cli.options import JobOptions
+from penstock.ir.errors import PlanError
+from penstock.ir.machine.hardware import Hardware
+
+GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
+CPU = ["--hardware", "cpu", "--set", "num_devices=1", "--batch", "4", "--sequence", "16", "--micro-batches", "2"]
+COMMANDS = ("plan", "simulate", "explain", "profile", "check", "train", "hardware", "reproduce")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Exit code, stdout and stderr of a command line."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that `penstock plan --out --dump-passes` wrote."""
+    out = tmp_path_factory.mktemp("job") / "out"
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", GPT, *CPU, "--out", str(out), "--dump-passes"])
+    return out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_parses(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    example = " ".join(out[out.index("Example: ") :].split())
+    assert example.startswith(f"Example: penstock {command}")
+    options = [word for word in example.split() if word.startswith("--")]
+    assert all(option in out[: out.index("Example: ")] for option in options), options
+
+
+def test_help_and_mistyped_options_need_no_torch() -> None:
+    code = "import sys, penstock.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_console_script_is_there() -> None:
+    found = subprocess.run([Path(sys.executable).with_name("penstock"), "--help"], capture_output=True, text=True)
+    assert found.returncode == 0
+    assert all(command in found.stdout for command in COMMANDS)
+
+
+def test_plan_prints_tables(run: Run) -> None:
+    code, out, err = run("plan", "--model", GPT, "--hardware", "rtx4090x2", "--batch", "4", "--sequence", "32",
+                         "--strategy", "gpipe")  # fmt: skip
+    assert (code, err) == (0, "")
+    for part in ("stages", "transformer.h.", "memory", "gpu1", "budget", "predicted step", "rc0.0.down"):
+        assert part in out, part
+
+
+def test_plan_as_data(run: Run) -> None:
+    code, out, _ = run("plan", "--model", GPT, *CPU, "--json", "--precision", "bf16", "--optimizer", "SGD")
+    plan = json.loads(out)
+    assert code == 0
+    assert (plan["micro_batches"], plan["precision"], len(plan["hash"])) == (2, "bf16", 6)
+    assert plan["predicted"]["step_s"] > 0
+
+
+def test_a_plan_can_be_carried_out_again(run: Run, written: Path, tmp_path: Path) -> None:
+    edited = json.loads((written / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(edited))
+    _, out, _ = run("plan", "--model", GPT, *CPU, "--plan", str(tmp_path / "plan.json"), "--json")
+    again = json.loads(out)
+    assert again["decisions"] == edited["decisions"]
+
+
+@pytest.mark.slow
+def test_encoder_decoders_are_planned_over_many_devices(run: Run) -> None:
+    code, out, err = run(
+        "plan", "--model", "t5-small:num_layers=2", "--hardware", "mobius-topo2+2", "--batch", "4", "--sequence", "16"
+    )
+    assert (code, err) == (0, "")
+    assert "decoder" in out
+
+
+def test_written_passes(written: Path) -> None:
+    names = [path.name for path in sorted((written / "passes").iterdir())]
+    assert names[0] == "01-coarsen.txt" and names[-1] == "07-insert-optimizer.txt"
+    assert "rt.step(" in (written / "passes" / names[-1]).read_text()
+
+
+def test_dumped_passes_are_printed(run: Run) -> None:
+    _, out, _ = run("plan", "--model", GPT, *CPU, "--dump-passes")
+    assert out.index("# behind coarsen") < out.index("# behind insert-optimizer") < out.index("predicted step")
+
+
+def test_simulate_a_written_directory(run: Run, written: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    code, out, _ = run("simulate", str(written), "--trace", str(trace))
+    assert code == 0
+    assert "busiest" in out and "compute" in out
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 10
+    _, out, _ = run("simulate", str(written), "--json")
+    found = json.loads(out)
+    plan = json.loads((written / "plan.json").read_text())
+    assert found["step_s"] == pytest.approx(plan["predicted"]["step_s"])
+    assert found["peak_bytes"] == plan["predicted"]["peak_bytes"]
+
+
+def test_explain_a_written_directory_and_a_model(run: Run, written: Path) -> None:
+    for arguments, said in (([str(written)], "these programs as they are"), (["--model", GPT, *CPU], "planned anew")):
+        code, out, _ = run("explain", *arguments)
+        assert code == 0
+        assert said in out and "computation 2x as fast" in out
+
+
+def test_check_a_written_directory(run: Run, written: Path) -> None:
+    code, out, _ = run("check", "--job", str(written), "--steps", "1", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["passed"]
+    assert {row["what"] for row in report["differences"]} == {"loss", "gradient", "weight"}
+
+
+def test_check_exits_with_1_where_the_plan_differs(run: Run, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.compiler.check.eager.micro_batch_seed", lambda *where: 7)
+    code, out, _ = run("check", "--job", str(written), "--steps", "1")
+    assert code == 1
+    assert "DIFFERS" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--model", "gtp2"], "did you mean gpt2"),
+        (["plan"], "name a model: --model"),
+        (["plan", "--model", GPT, "--hardware", "mobius-topo"], "mobius-topo2+2"),
+        (["plan", "--model", GPT, "--hardware", "gone.yaml"], "cannot read the hardware document gone.yaml"),
+        (["plan", "--model", GPT, "--hardware", "rtx4090x2", "--set", "drum=4TB"], "did you mean"),
+        (["plan", "--model", GPT, "--set", "dram"], "not of the form key=value"),
+        (["plan", "--model", GPT, *CPU, "--set", "ram=1GB"], "with --hardware cpu there are num_devices"),
+        (["plan", "--model", GPT, *CPU, "--optimizer", "adamm"], "try adam"),
+        (["plan", "--model", GPT, *CPU, "--precision", "fp8"], "allowed are"),
+        (["plan", "--model", GPT, *CPU, "--strategy", "mobios"], "did you mean mobius"),
+        (["plan", "--model", GPT, *CPU[:-1], "3"], "does not divide the batch of 4"),
+        (["simulate"], "name a model"),
+        (["simulate", "nowhere"], "not a directory that Job.write made"),
+        (["simulate", "nowhere", "--model", GPT], "choose one"),
+        (["check", "--job", "nowhere"], "not what `penstock plan --out` writes"),
+        (["train", "--model", GPT], "--data FILE.txt"),
+        (["hardware", "rtx4090x2", "--measure"], "it goes with `detect`"),
+        (["hardware", "rtx4090x2", "--save", "/dev/null/box.yaml"], "Not a directory: '/dev/null/box.yaml'"),
+    ],
+)
+def test_mistakes_are_one_message_on_stderr(run: Run, arguments: list[str], said: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("error: ") and said in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_where_an_error_came_from() -> None:
+    with pytest.raises(PlanError, match="gtp2"):
+        main(["plan", "--model", "gtp2", "--debug"])
+
+
+def test_what_does_not_fit_says_what_is_missing(run: Run) -> None:
+    machine = ["--hardware", "rtx4090x1", "--set", "memory=600MB", "--set", "dram=300MB", "--set", "ssds=0"]
+    code, out, err = run("plan", "--model", "gpt2:n_layer=4", *machine, "--sequence", "64", "--precision", "fp16")
+    assert code == 2 and not out
+    assert err.startswith("does not fit: what lasts between steps needs 904 MiB (weights 129 MiB, masters 258 MiB")
+    assert "Tried, and fits: this hardware with dram=" in err
+
+
+def test_hardware(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("hardware", "--list")
+    assert code == 0 and "mobius-topo2+2" in out.splitlines()
+    path = tmp_path / "box.yaml"
+    _, out, _ = run("hardware", "rtx4090x2", "--set", "dram=512GB", "--save", str(path))
+    assert "2 x cuda" in out and str(path) in out
+    assert Hardware.load(path).hosts[0].dram_bytes == 512 * 10**9
+    _, out, _ = run("hardware")
+    assert "this-machine" in out
+
+
+def test_options_that_were_written_are_recalled(tmp_path: Path) -> None:
+    options = JobOptions(model=GPT, head="causal-lm", seed=3, dropout=False)
+    options.remember(tmp_path)
+    found: Any = JobOptions.recall(tmp_path)
+    assert (found.model, found.head, found.seed, found.dropout) == (GPT, "causal-lm", 3, False)
+
+
+@pytest.mark.slow
+def test_the_biggest_model_is_planned_in_bounds() -> None:
+    from penstock.bench.plan_time import CASES, measure
+
+    _, options, _, limit_gb, exit_code = CASES[0]
+    row = measure([sys.executable, "-m", "penstock.cli.main", "plan", *options])
+    assert row["exit_code"] == exit_code
+    assert row["peak_rss_gb"] <= limit_gb

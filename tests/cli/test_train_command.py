@@ -1,0 +1,210 @@
+"""`penstock train`: it learns, saves, resumes bit for bit, and stops in good order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import penstock
+from penstock.cli import training
+from penstock.cli.options import TrainOptions
+from penstock.cli.training import TrainResult, interruptible, train
+from penstock.ir.errors import CheckpointError, PenstockError, PlanError
+from penstock.runtime.state.tensor_file import TensorFile
+
+GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
+BERT = (
+    "bert-base:hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,vocab_size=256,"
+    "max_position_embeddings=64"
+)
+TEXT = "the quick brown fox jumps over the lazy dog and comes back again. " * 40
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def options(data: Path, out: Path, **changes: Any) -> TrainOptions:
+    """One CPU device in this process."""
+    given = {
+        "model": GPT, "data": data, "out": out, "hardware": ["cpu"], "set": ["num_devices=1"], "batch": 4,
+        "sequence": 16,
+        "micro_batches": 2, "lr": 1e-2, "max_steps": 6, **changes,
+    }  # fmt: skip
+    return TrainOptions(**given)
+
+
+def run(chosen: TrainOptions) -> tuple[TrainResult, str]:
+    """The result and what was said."""
+    screen = Console(file=StringIO(), width=200)
+    result = train(chosen, screen)
+    return result, screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    file = TensorFile(out / "model" / "model.safetensors")
+    return {name: file.read(name) for name in file.entries}
+
+
+def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path) -> None:
+    result, said = run(options(text, tmp_path / "out", eval_fraction=0.1, max_steps=12))
+    assert result.steps == len(result.losses) == 12
+    assert result.losses[-1] < result.losses[0] - 0.5
+    assert result.after["loss"] < result.before["loss"] - 0.5
+    for part in ("bytes of the text", "held out", "tokens/s", "predicted", "cpu0", "step 12 of 12", "after 12 steps"):
+        assert part in said, part
+
+
+def test_what_it_leaves_can_be_used(text: Path, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    run(options(text, tmp_path / "out"))
+    model, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out" / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    job = penstock.load(tmp_path / "out" / "programs", model)
+    assert job.simulate().step_s > 0
+
+
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
+    elastic: bool, text: Path, tmp_path: Path
+) -> None:
+    whole, _ = run(options(text, tmp_path / "whole", schedule="cosine"))
+
+    class Stopped(Exception):
+        """Stands for a power cut behind step 4."""
+
+    saves = training._save
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def save_and_stop(*arguments: Any) -> None:
+                saves(*arguments)
+                raise Stopped
+
+            patch.setattr(training, "_save", save_and_stop)
+            run(options(text, tmp_path / "parts", schedule="cosine", save_every=4, elastic=elastic))
+    except Stopped:
+        pass
+    rest, said = run(options(text, tmp_path / "parts", schedule="cosine", resume=not elastic, elastic=elastic))
+    assert "resumed at step 4, sample 16" in said
+    assert rest.losses == whole.losses[4:]
+    found, wanted = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+
+
+@pytest.mark.slow
+def test_other_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
+    run(options(text, tmp_path / "out", max_steps=1))
+    text.write_text("something else entirely, and long enough for a few rows of sixteen bytes each")
+    with pytest.raises(CheckpointError, match="was saved with rows"):
+        run(options(text, tmp_path / "out", max_steps=2, resume=True))
+
+
+def test_a_checkpoint_is_neither_overwritten_nor_made_up(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        run(options(text, tmp_path / "out", resume=True))
+    run(options(text, tmp_path / "out", max_steps=1))
+    with pytest.raises(PlanError, match="--resume goes on from it"):
+        run(options(text, tmp_path / "out"))
+
+
+def labelled(path: Path) -> Path:
+    """Two kinds of lines that one byte tells apart."""
+    rows = [{"text": f"{'aaaa' if i % 2 else 'zzzz'} {i}", "label": "odd" if i % 2 else "even"} for i in range(40)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
+    data = labelled(tmp_path / "rows.jsonl")
+    result, said = run(options(data, tmp_path / "out", model=BERT, eval_fraction=0.25, max_steps=15, dropout=False))
+    assert result.after["accuracy"] == 1.0
+    assert "2 classes" in said and "accuracy 100.0%" in said
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert config["id2label"] == {"0": "even", "1": "odd"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": None}, "--data FILE.txt"),
+        ({"model": None}, "name a model"),
+        ({"model": "t5-small"}, "encoder-decoder"),
+        ({"model": BERT}, "a classifier learns from labels"),
+        ({"model": GPT.replace("vocab_size=256", "vocab_size=128")}, "the tokenizer has 256 tokens"),
+        ({"schedule": "steps"}, "allowed are constant, linear, cosine"),
+        ({"sequence": 128}, "allowed are 1 to 64"),
+        ({"eval_fraction": 0.9, "sequence": 60, "batch": 1, "data_text": TEXT[:70]}, "leaves no row"),
+    ],
+)
+def test_mistakes(text: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    text.write_text(changes.pop("data_text", TEXT))
+    with pytest.raises(PlanError, match=said):
+        run(options(**{"data": text, "out": tmp_path / "out", **changes}))
+
+
+def test_one_label_is_no_task(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "x"}')
+    with pytest.raises(PlanError, match="the one label 'x'"):
+        run(options(data, tmp_path / "out", model=BERT))
+
+
+def test_ctrl_c_ends_behind_the_step_and_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
+    class Interrupting(StringIO):
+        """Presses Ctrl-C when the second step is shown."""
+
+        def write(self, said: str) -> int:
+            if "step 2 of 6: " in said:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().write(said)
+
+    screen = Console(file=Interrupting(), width=200)
+    before = signal.getsignal(signal.SIGINT)
+    result = train(options(text, tmp_path / "out", save_every=1), screen)
+    said = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert result.interrupted and result.steps == 2
+    assert "stopped at step 2 of 6; 0 steps not saved" in said and "--resume goes on from it" in said
+    assert signal.getsignal(signal.SIGINT) is before
+    rest, _ = run(options(text, tmp_path / "out", save_every=1, resume=True))
+    assert rest.steps == 6 and len(rest.losses) == 4
+
+
+def test_the_second_ctrl_c_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(5)
+
+
+def test_a_failed_run_says_where_the_last_checkpoint_is(text: Path, tmp_path: Path) -> None:
+    screen = Console(file=StringIO(), width=200)
+    with pytest.raises(PenstockError, match="loss"):
+        train(options(text, tmp_path / "out", lr=1e30, optimizer="sgd", save_every=1), screen)
+    said = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "the last checkpoint is in" in said
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_devices_train_as_one_does(text: Path, tmp_path: Path) -> None:
+    one, _ = run(options(text, tmp_path / "one", dropout=False, max_steps=3))
+    two, said = run(
+        options(text, tmp_path / "two", dropout=False, max_steps=3, set=["num_devices=2"], strategy="gpipe")
+    )
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert "cpu1" in said

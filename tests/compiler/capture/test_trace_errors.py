@@ -1,0 +1,209 @@
+"""What cannot be captured says where and what to do; whatever happens, the user's model is given back as it was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from zoo import token_batch, zoo
+
+from penstock.compiler.capture.trace import trace
+from penstock.ir.errors import CaptureError
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def failure(function, **options):
+    with pytest.raises(CaptureError) as caught:
+        trace(Model(function), torch.randn(3, 4), **options)
+    return str(caught.value)
+
+
+def item(h):
+    return h.sum() * h.max().item()  # the line to blame
+
+
+def branch(h):
+    if h.sum() > 0:  # the line to blame
+        h = h * 2
+    return h.sum()
+
+
+def to_list(h):
+    return h.sum() * len(h.argmax(1).tolist())  # the line to blame
+
+
+def to_numpy(h):
+    return h.sum() * float(h.detach().numpy().sum())  # the line to blame
+
+
+def boolean_mask(h):
+    return h[h > 0].sum()  # the line to blame
+
+
+def loop(h):
+    for _ in range(h.argmax()):  # the line to blame
+        h = h + 1
+    return h.sum()
+
+
+@pytest.mark.parametrize("function", [item, branch, to_list, to_numpy, boolean_mask, loop])
+def test_needing_a_value_names_the_line_and_the_remedy(function):
+    message = failure(function)
+    first, advice = message.split("\n", 1)
+    assert first.startswith("test_trace_errors.py:") and first.endswith("# the line to blame")
+    assert "torch.where" in advice
+
+
+def test_experts_in_a_loop_are_refused_and_other_implementations_work():
+    """Choosing tokens per expert depends on values; the message says which implementation can be captured."""
+    model, batch = zoo()["mixtral"](experts="eager")
+    with pytest.raises(CaptureError, match="batched_mm") as caught:
+        trace(model, batch)
+    assert str(caught.value).startswith("modeling_mixtral.py:")
+    for implementation in ("batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        assert trace(model, batch).tracer == "recorder"
+
+
+def test_backward_inside_forward():
+    assert "return the loss" in failure(lambda h: h.sum().backward())
+
+
+def test_tensor_hooks():
+    assert "hook" in failure(lambda h: h.sum() if h.register_hook(print) else h)
+
+
+def test_assigning_to_data():
+    def forward(h):
+        h.data = h * 2
+        return h.sum()
+
+    assert "copy_()" in failure(forward)
+
+
+def test_python_randomness():
+    assert "torch.rand" in failure(lambda h: h.sum() * (2 if random.random() < 0.5 else 3))
+
+
+def test_unregistered_trainable_tensor():
+    stray = nn.Parameter(torch.ones(4))
+    assert "register" in failure(lambda h: (h * stray).sum())
+
+
+def test_an_error_of_the_users_own_is_told_once_with_its_line():
+    message = failure(lambda h: h.view(7, 7).sum())
+    assert message.startswith("test_trace_errors.py:") and message.count("invalid for input of size 12") == 1
+
+
+def test_no_loss_lists_the_outputs():
+    message = failure(lambda h: {"hidden": h, "pooled": h.mean(1)})
+    assert "hidden (a float32 tensor of shape [3, 4]), pooled" in message and "loss_fn" in message
+
+
+def test_missing_labels():
+    model, batch = zoo()["gpt2"]()
+    del batch["labels"]
+    with pytest.raises(CaptureError, match=r'Add "labels" to the batch'):
+        trace(model, batch)
+
+
+def test_loss_function_must_give_a_number():
+    assert "shape [3, 4]" in failure(lambda h: h, loss_fn=lambda output, batch: output)
+
+
+def test_vector_loss():
+    assert "one number" in failure(lambda h: {"loss": h.mean(1)})
+
+
+def test_a_fixed_size_cannot_be_dynamic():
+    assert "size b was fixed to 3" in failure(lambda h: h.view(3, 4).sum(), dynamic=True)
+
+
+def test_bad_arguments():
+    assert '"recorder"' in failure(lambda h: h.sum(), tracer="fx")
+    with pytest.raises(CaptureError, match="no tensor"):
+        trace(nn.Linear(2, 2), {})
+    with pytest.raises(CaptureError, match="unknown dtype 'int63'"):
+        trace(nn.Linear(2, 2), {"input": {"shape": [2, 2], "dtype": "int63"}})
+    with pytest.raises(CaptureError, match="takes 1"):
+        trace(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(CaptureError, match=r"nn\.Module"):
+        trace(lambda x: x, torch.ones(2))
+
+
+def test_lazy_parameters_and_backward_hooks():
+    with pytest.raises(CaptureError, match="run the model once"):
+        trace(nn.Sequential(nn.LazyLinear(4)), torch.ones(2, 2))
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked[0].register_full_backward_hook(lambda *args: None)
+    with pytest.raises(CaptureError, match="backward hooks"):
+        trace(hooked, torch.ones(2, 2))
+
+
+def state(model):
+    """Everything that could be left changed: attributes by identity, containers by content, modes, configurations."""
+    modules = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in module.__dict__.items():
+            items = (
+                list(value.items())
+                if isinstance(value, dict)
+                else list(enumerate(value))
+                if type(value) is list
+                else []
+            )
+            modules[path, name] = id(value), [(key, id(item)) for key, item in items]
+    config = getattr(model, "config", None)
+    return modules, dict(config.__dict__) if config is not None else None
+
+
+@pytest.mark.parametrize("name", sorted(zoo()))
+def test_the_model_is_given_back_as_it_was(name):
+    model, batch = zoo()[name]()
+    model.eval()
+    next(model.children()).train()
+    before, values = state(model), {key: value.clone() for key, value in model.state_dict().items()}
+    draws, generator = random.getstate(), torch.get_rng_state()
+    trace(model, batch, tracer="recorder")
+    assert state(model) == before
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    assert random.getstate() == draws and torch.equal(torch.get_rng_state(), generator)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_the_model_is_given_back_after_an_error():
+    calls = nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
+    model, _ = zoo()["mixtral"](experts="eager")
+    assert model.config.use_cache
+    before = state(model)
+    with pytest.raises(CaptureError):
+        trace(model, token_batch())
+    assert state(model) == before and model.config.use_cache
+    assert calls == (nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__)
+
+
+def test_what_forward_leaves_in_the_model_is_dropped():
+    class Hoarder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = nn.Linear(4, 4), []
+
+        def forward(self, x):
+            self.last = self.linear(x)
+            self.seen.append(self.last)
+            return self.seen[-1].sum()
+
+    model = Hoarder()
+    trace(model, torch.randn(3, 4))
+    assert model.seen == [] and not hasattr(model, "last")

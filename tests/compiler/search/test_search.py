@@ -1,0 +1,288 @@
+"""The search: what it tries, that it keeps the fastest, and what it says of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import penstock
+from penstock.compiler.capture.trace import trace
+from penstock.compiler.plan import Plan
+from penstock.compiler.search import trial
+from penstock.compiler.search.bounds import machine_bound
+from penstock.compiler.search.candidates import (
+    Recipe,
+    device_orders,
+    mappings,
+    micro_batch_counts,
+    partitions,
+    stage_counts,
+)
+from penstock.compiler.search.search import search as module
+from penstock.compiler.search.trial import Bench
+from penstock.compiler.strategies import PASSES, STRATEGIES, is_synchronous
+from penstock.ir.errors import DoesNotFit, PassError, PlanError
+from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.tests.compiler.eager_baseline import SGD, zoo_case
+from penstock.tests.zoo import zoo
+
+
+def cpu(num_devices: int, memory: str = "64MB", **figures: Any) -> penstock.Hardware:
+    return penstock.Hardware.cpu(num_devices=num_devices, memory=memory, **figures)
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "usual", "last_resort"),
+    [
+        (8, 2, [2, 4, 8], []),
+        (8, 1, [1, 2, 4], [8]),
+        (64, 4, [4, 8, 16], [32, 64]),
+        (6, 4, [3, 6], []),  # no divisor is 4: the nearest below
+        (7, 5, [7], []),  # or above, if that is nearer
+        (1, 8, [1], []),
+    ],
+)
+def test_numbers_of_micro_batches(batch: int, devices: int, usual: list[int], last_resort: list[int]) -> None:
+    """As many as devices first, up to four times as many, the rest only in need; all divide the batch."""
+    assert micro_batch_counts(batch, cpu(devices)) == (usual, last_resort)
+
+
+def test_numbers_of_stages() -> None:
+    """From the fewest that fit, in whole rounds over the devices, never more than blocks."""
+    model, batch = zoo()["gpt2"](num_layers=6)
+    graph = trace(model, batch)
+    counts = {}
+    for memory in ("64MB", "250kB", "1kB"):
+        draft = Draft(graph, cpu(2, memory), Options(micro_batches=2))
+        coarsen = Coarsen()
+        coarsen.rewrite(draft, coarsen.plan(draft))
+        counts[memory] = stage_counts(draft)
+        assert counts[memory] == sorted(set(counts[memory])) and counts[memory][-1] <= len(draft.blocks)
+    assert counts["64MB"][0] == 2 and {4, 6, 8} <= set(counts["64MB"])
+    assert counts["250kB"][0] > 2
+    assert counts["1kB"] == [len(draft.blocks)]  # nothing fits: the finest partition is still tried, to say by how much
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["250kB", "64MB"])
+def test_no_rival_is_faster_in_the_simulator(memory: str) -> None:
+    """Each rival is compiled again by itself and simulated: none beats the choice, and each took what it claims."""
+    model, batch = zoo_case("gpt2")
+    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD}
+    job = penstock.compile(model, cpu(2, memory), micro_batches=4, **options)
+    assert job.plan.predicted is not None and job.plan.predicted.step_s == pytest.approx(job.simulate().step_s)
+    rivals = [r for r in job.plan.rivals if r.step_s is not None and not r.reason.startswith("the same plan")]
+    assert len(rivals) >= 5
+    for rival in rivals:
+        again = penstock.compile(
+            model, cpu(2, memory), strategy=rival.passes, micro_batches=rival.micro_batches, **options
+        )
+        assert again.simulate().step_s == pytest.approx(rival.step_s)
+        assert again.simulate().step_s >= job.plan.predicted.step_s
+        assert "slower" in rival.reason or "as fast" in rival.reason
+
+
+def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out() -> None:
+    """With the chosen number of micro-batches; what is ruled out has a reason that can be checked."""
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(3, "250kB"), example_inputs=batch, optimizer=SGD).plan
+    looked_at = [r for r in plan.rivals if r.micro_batches == plan.micro_batches]
+    seen = {part.partition("{")[0] for r in looked_at for part in r.passes.split(", ")}
+    seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
+    deciding = [kind for kind in PASSES.values() if kind.decides in ("stages", "devices", "schedule")]
+    assert {kind.name for kind in deciding if kind.synchronous} <= seen
+    named = [name for name in STRATEGIES if is_synchronous(name)]
+    assert {f"{name}, {plan.micro_batches} micro-batches" for name in named} <= {r.name for r in looked_at} | {
+        f"{plan.strategy}, {plan.micro_batches} micro-batches"
+    }
+    for rival in looked_at:
+        assert (
+            rival.step_s is not None
+            or rival.reason.startswith(("pruned", "does not fit", "the same plan"))
+            or any(word in rival.reason for word in ("cannot", "need", "nearest"))
+        ), rival
+
+
+MACHINES = {
+    "two equal": lambda: cpu(2, "500kB"),
+    "roomy": lambda: cpu(3, "64MB"),
+    "one": lambda: cpu(1, "2MB"),
+    "unequal": lambda: unequal("300kB", "64MB"),
+    "two root complexes": lambda: penstock.Hardware.preset("mobius-topo2+2"),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> None:
+    """Whatever partition, mapping, schedule and tier."""
+    made, batch = zoo_case(model)
+    graph = trace(made, batch)
+    bench = Bench(graph, MACHINES[machine](), Options(micro_batches=4))
+    count = 0
+    for cut in list(partitions(bench.base)):
+        tried = [(f"schedule-{name}", False) for name in ("pipeline", "1f1b", "interleaved", "zero-bubble")]
+        for schedule, swap in (*tried, ("schedule-pipeline", True)):
+            recipe = Recipe(cut, mappings(bench.hardware)[0], schedule, swap)
+            try:
+                started = bench.start(recipe.line)
+                bound = started.bound()
+                step_s = bench.finish("", started).step_s
+            except (DoesNotFit, PassError, PlanError):
+                continue
+            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (recipe, bound)
+            assert machine_bound(started.draft).seconds <= step_s * (1 + 1e-9)
+            count += 1
+    assert count >= 3
+
+
+def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, search_s=0.0).plan
+    untried = [rival for rival in plan.rivals if rival.reason == "not tried: out of time"]
+    assert untried and len(untried) == len(plan.rivals) and plan.predicted is not None
+
+
+@pytest.mark.slow
+def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = zoo_case("gpt2")
+    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": 4}
+    first = penstock.compile(model, cpu(2, "250kB"), **options).plan
+    prove, refused = module.prove, []
+
+    def stubborn(candidate: Any) -> Any:
+        if not refused:
+            refused.append(candidate.name)
+            raise DoesNotFit("memories are too tight")
+        return prove(candidate)
+
+    monkeypatch.setattr(module, "prove", stubborn)
+    second = penstock.compile(model, cpu(2, "250kB"), **options).plan
+    assert first.predicted is not None and second.predicted is not None
+    assert second.hash != first.hash and second.predicted.step_s >= first.predicted.step_s
+    reason = next(rival.reason for rival in second.rivals if rival.name == refused[0])
+    assert reason == "does not fit: memories are too tight"
+
+
+def unequal(*memories: str) -> penstock.Hardware:
+    """CPU devices of these memories; each is half as fast as the one before it."""
+    base = cpu(len(memories))
+    devices = [
+        device.model_copy(
+            update={
+                "memory_bytes": penstock.Hardware.cpu(memory=memory).devices[0].memory_bytes,
+                "peak_flops": {dtype: rate / 2**i for dtype, rate in device.peak_flops.items()},
+            }
+        )
+        for i, (device, memory) in enumerate(zip(base.devices, memories))
+    ]
+    return penstock.Hardware.model_validate({**base.model_dump(), "devices": [d.model_dump() for d in devices]})
+
+
+def test_orders_of_unequal_devices() -> None:
+    assert device_orders(cpu(4)) == [""]
+    assert set(device_orders(unequal("64MB", "32MB"))) == {"", "1 0"}
+    many = device_orders(unequal("64MB", "32MB", "16MB", "8MB"))
+    assert many[0] == "" and "3 2 1 0" in many and len(many) == 6
+    assert len({tuple(sorted(order.split())) for order in many[1:]}) == 1
+
+
+def test_a_reason_is_short_where_bytes_say_it_all_and_else_whole() -> None:
+    short = DoesNotFit("a long story\nof many lines", memory="gpu0", missing_bytes=3 * 2**30)
+    assert module.why_not(short) == "does not fit: gpu0 lacks 3.00 GiB"
+    assert module.why_not(PassError("a pass\n  refused")) == "a pass refused"
+
+
+def test_more_devices_than_blocks_and_one_block() -> None:
+    """Devices beyond the blocks stay idle; nothing breaks."""
+    model, batch = zoo_case("mlp")
+    plan = penstock.compile(model, cpu(7), example_inputs=batch, optimizer=SGD).plan
+    assert len(plan.decisions.stages) <= len(plan.decisions.blocks)
+    assert plan.predicted is not None and plan.predicted.step_s > 0
+
+
+def test_candidates_that_do_not_fit_are_listed_with_the_reason() -> None:
+    model, batch = zoo_case("gpt2")
+    plan = penstock.compile(model, cpu(1, "260kB"), example_inputs=batch, optimizer=SGD).plan
+    missed = [rival for rival in plan.rivals if rival.step_s is None]
+    short = [rival for rival in missed if rival.reason.startswith("does not fit")]
+    assert short and all("cpu0 lacks" in rival.reason or "needs" in rival.reason for rival in short)
+
+
+def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer stages come first, so that equal times give the simpler plan."""
+    model, batch = zoo_case("mlp")
+
+    class Same:
+        step_s = 1.0
+
+        def __init__(self, timeline: Any):
+            self.timeline = timeline
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.timeline, name)
+
+    simulate = trial.simulate
+    monkeypatch.setattr(trial, "simulate", lambda *args, **kwargs: Same(simulate(*args, **kwargs)))
+    plan = penstock.compile(model, cpu(1), example_inputs=batch, optimizer=SGD).plan
+    assert len(plan.decisions.stages) == 1 and plan.micro_batches == 1
+    reasons = {rival.reason for rival in plan.rivals if rival.step_s and not rival.reason.startswith("the same plan")}
+    assert reasons == {"as fast, tried later"}
+
+
+@pytest.mark.slow
+def test_enough_memory_for_everything_makes_the_plan_faster() -> None:
+    model, batch = zoo_case("gpt2")
+    step_s = [
+        penstock.compile(model, cpu(2, m), example_inputs=batch, optimizer=SGD, micro_batches=4).simulate().step_s
+        for m in ("240kB", "64MB")
+    ]
+    assert step_s[1] < step_s[0]
+
+
+def test_a_model_without_anything_to_train() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2).requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x).mean()
+
+    import torch
+
+    with pytest.raises(PlanError, match="nothing to train"):
+        penstock.compile(Frozen(), cpu(1), example_inputs={"x": torch.zeros(4, 2)})
+
+
+def test_a_plan_is_replayed_without_a_search() -> None:
+    model, batch = zoo_case("mlp")
+    plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD).plan
+    again: Plan = penstock.compile(model, cpu(2), example_inputs=batch, optimizer=SGD, plan=plan).plan
+    assert again.hash == plan.hash and not again.rivals and plan.rivals
+
+
+def test_the_nearest_miss_is_reported() -> None:
+    """By fewer bytes with more memory."""
+    model, batch = zoo()["gpt2"](dropout=0.0)
+    graph = trace(model, batch)
+    missing_bytes = []
+    for memory in ("100kB", "150kB"):
+        with pytest.raises(DoesNotFit) as caught:
+            module.search(lambda _: graph, cpu(2, memory), module.Wishes("balanced", 4, 8, Options()))
+        missing_bytes.append(caught.value.missing_bytes)
+    assert missing_bytes[0] > missing_bytes[1] > 0
+
+
+def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> None:
+    """Every host is short of DRAM whatever the cut; that some cut also misses a device by less says nothing."""
+    model, _ = zoo()["gpt2"](dropout=0.0)
+    state_bytes = 4 * sum(p.numel() for p in model.parameters())
+    graph = trace(*zoo()["gpt2"](dropout=0.0))
+    machine = penstock.Hardware.cpu(num_devices=2, memory="230kB", dram=state_bytes // 2)
+    with pytest.raises(DoesNotFit) as caught:
+        module.search(lambda _: graph, machine, module.Wishes("auto", 2, 4, Options(micro_batches=2)))
+    assert caught.value.memory == "dram0"

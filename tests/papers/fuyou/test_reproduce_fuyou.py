@@ -1,0 +1,183 @@
+"""Fuyou's evaluation: machines, rules of the rivals, counting rules, and every finding on a model of toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.compiler.models.named import find_model
+from penstock.compiler.strategies import STRATEGIES
+from penstock.ir.machine.hardware import Hardware
+from penstock.papers import fuyou as reproduce_fuyou
+from penstock.papers.fuyou.bench import (
+    APART,
+    COLOSSAL,
+    FUYOU,
+    ZERO_INFINITY,
+    ZERO_OFFLOAD,
+    Bench,
+    Setup,
+    machine,
+    optimizer_share,
+    pipeline,
+    repeated_blocks,
+    step_flops,
+    swap_coefficient,
+    with_rates,
+)
+from penstock.papers.fuyou.capacity import NONE, largest_models
+from penstock.papers.fuyou.tuning import megatron, price
+from penstock.papers.lab import Lab, Trial
+from penstock.papers.report import AGREES, DIFFERS, markdown, reproduce, to_json, write
+from penstock.passes.graph.coarsen import Coarsen
+
+GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
+TOY = Setup(
+    {"toy": GPT},
+    small="toy",
+    large="toy",
+    larger=("toy",),
+    batches={("toy", "A100"): (2,), ("toy", "4090"): (2,)},
+    overlapped={"toy": {2: 1.1}},
+    pipelined={"4090": {2: 1.5}},
+    swapped={2: True},
+    priced={"4090": 2, "A100": 2},
+    drams=("1MB", "768GB"),
+    shares=(0.0, 1.0),
+    ssds=(3, 6, 12),
+    extreme_batch=2,
+    sequence=32,
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(Lab(), TOY)
+
+
+def trial(bench: Bench, line: str) -> Trial:
+    """On a GPU so slow that a toy's computation is not lost between the latencies of its transfers."""
+    return bench.trial("toy", 4, machine("4090").with_(achieved_fraction=1e-5), line)
+
+
+def begins(found: Trial, op: str) -> list[float]:
+    assert found.timeline is not None
+    return [span.start_s for span in found.timeline.spans if span.op == op]
+
+
+def test_the_papers_server() -> None:
+    for gpu, dollars, gib in (("4090", 1_600, 24), ("a100", 14_177, 80)):
+        hardware = Hardware.preset(f"fuyou-{gpu}")
+        host, device = hardware.hosts[0], hardware.devices[0]
+        assert host.price_dollars == 14_098 + dollars + 12 * 308
+        assert (host.dram_bytes, host.cpu_cores, device.memory_bytes) == (768e9, 52, gib * 2**30)
+        assert (device.h2d_bandwidth, device.d2h_bandwidth, device.kind) == (26e9, 26e9, "cuda")
+        disks = [(ssd.size_bytes, ssd.read_bandwidth, ssd.write_bandwidth) for ssd in host.ssds]
+        assert disks == [(3.84e12, 6.5e9, 3.4e9)] * 12
+        assert host.optimizer_params_per_s == pytest.approx(0.48 * 16 * 8 * 2.933e9 / 28, rel=1e-3)
+
+
+def test_blocks_run_at_the_rate_that_the_paper_measured() -> None:
+    assert machine("4090").devices[0].compute_s(164.15e12, 1e12, "bf16", 1000) == pytest.approx(1, rel=1e-3)
+    assert machine("A100").devices[0].compute_s(200e12, 1e12, "bf16", 1000) == pytest.approx(1, rel=1e-3)
+    assert machine("A100", block_rate=False) == Hardware.preset("fuyou-a100").with_(dram="768GB", ssds=12)
+    half = with_rates(machine("A100"), ssd=0.5, optimizer=0.25)
+    assert (half.hosts[0].ssds[0].read_bandwidth, half.hosts[0].ssds[0].write_bandwidth) == (3.25e9, 1.7e9)
+    assert half.hosts[0].optimizer_params_per_s == machine("A100").hosts[0].optimizer_params_per_s / 4
+
+
+def test_flops_are_those_of_every_block_computed_again(bench: Bench) -> None:
+    """Against the costs of the traced blocks: four forwards of each, and three of the head, which is not one."""
+    blocks = bench.lab.draft(trial(bench, FUYOU).case, machine("4090"), Coarsen()).blocks
+    own = sum(block.cost.forward_flops for block in repeated_blocks(blocks))
+    whole = sum(block.cost.forward_flops for block in blocks)
+    config = find_model(GPT).config
+    counted = step_flops(4, 32, config.n_layer, config.n_embd, config.vocab_size)
+    assert counted == pytest.approx(4 * own + 3 * (whole - own), rel=1e-3)
+
+
+def test_the_strategy_is_the_one_that_is_reproduced() -> None:
+    assert STRATEGIES["fuyou"] == FUYOU
+
+
+def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(bench: Bench) -> None:
+    found = trial(bench, FUYOU)
+    assert set(found.decisions["ssd"]["stages"].values()) == {"all"}
+    assert min(begins(found, "step")) < max(begins(found, "backward"))
+    apart = trial(bench, APART)
+    assert min(begins(apart, "step")) > max(begins(apart, "backward"))
+    assert apart.step_s is not None and found.step_s is not None and apart.step_s > found.step_s
+
+
+def test_zero_infinity_reads_and_fetches_what_is_due(bench: Bench) -> None:
+    found = trial(bench, ZERO_INFINITY)
+    assert found.decisions["ssd"]["ahead"] == 0 and not any(found.decisions["fetch"].values())
+    assert swap_coefficient(found) == 0
+    assert {row["inputs_to"] for row in found.decisions["activations"].values()} == {"dram"}
+    assert min(begins(found, "step")) > max(begins(found, "backward"))
+    assert 0 < optimizer_share(found) < 1
+
+
+def test_zero_offload_and_colossal_leave_disks_or_checkpoints_alone(bench: Bench) -> None:
+    offload, colossal = trial(bench, ZERO_OFFLOAD), trial(bench, COLOSSAL)
+    assert not begins(offload, "read") and begins(offload, "fetch")
+    assert offload.timeline is not None and "ssd0" not in offload.timeline.peak_bytes
+    assert set(colossal.decisions["ssd"]["stages"].values()) == {"states"}
+    assert not colossal.decisions["activations"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_swap_coefficient(bench: Bench, share: float) -> None:
+    assert swap_coefficient(trial(bench, pipeline(f"share={share}"))) == pytest.approx(share, abs=0.15)
+
+
+def test_a_step_takes_no_less_than_its_equations(bench: Bench) -> None:
+    """The toy's transfers are so short that their latency, which the equations leave out, is most of its step."""
+    found = trial(bench, FUYOU)
+    load = bench.load(found)
+    assert found.step_s is not None
+    assert load.params == found.params and load.boundary_bytes == 4 * 4 * 32 * 64 * 2
+    assert len(load.swappable) == 4 * 4
+
+
+def test_rows_that_did_not_fit_are_not_tried_again(bench: Bench) -> None:
+    tight = machine("4090").with_(memory="1500kB")
+    found = bench.trial("toy", 8, tight)
+    assert found.case.micro_batches > 1 and found.timeline is not None
+    tried = set(bench.lab.trials)
+    assert bench.trial("toy", 16, tight).timeline is not None
+    assert max(case.micro_batch for case, _, _ in set(bench.lab.trials) - tried) <= found.case.micro_batch
+
+
+def test_the_largest_model_grows_with_dram(bench: Bench) -> None:
+    assert largest_models(bench, "4090", FUYOU) == [NONE, "toy"]
+
+
+def test_prices() -> None:
+    assert price("4090", 6, 3448.0).parts == 1000
+    assert price("A100", 12, 31_971.0).whole == 1000
+    rival, tflops = megatron(1e12)
+    assert tflops == pytest.approx(173 / 0.75 * 25_000 / 31_971)
+    assert rival.parts == pytest.approx(1000 * tflops / 14_177)
+
+
+def test_every_finding_of_a_toy() -> None:
+    said: list[str] = []
+    report = reproduce("fuyou", setup=TOY, say=said.append)
+    assert [finding.key for finding in report.findings] == list(reproduce_fuyou.FINDINGS)
+    assert all(finding.rows and finding.claim and finding.rule and finding.reason for finding in report.findings)
+    text = markdown(report)
+    assert "penstock reproduce fuyou" in text and all(f"## {key}:" in text for key in reproduce_fuyou.FINDINGS)
+    assert json.dumps(to_json(report)) and said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_paper_itself(tmp_path: Path) -> None:
+    report = reproduce("fuyou")
+    verdicts = [row.verdict for finding in report.findings for row in finding.rows]
+    assert verdicts.count(AGREES) > verdicts.count(DIFFERS) / 2
+    charts = [chart.name for finding in report.findings for chart in finding.charts]
+    assert {f"{name}.{kind}" for name in charts for kind in ("png", "svg")} < {p.name for p in write(report, tmp_path)}

@@ -1,0 +1,221 @@
+"""Paper reproductions: the counting rules on timelines made by hand, and every finding on models of toy size."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.ir.errors import PlanError
+from penstock.ir.machine.hardware import Hardware
+from penstock.papers import ftpipe as reproduce_ftpipe
+from penstock.papers import mobius as reproduce_mobius
+from penstock.papers.figures import Bars, Curves, draw
+from penstock.papers.lab import Case, Lab, Transfer, Trial, exposed_share, profile_s, share_of_bytes
+from penstock.papers.report import (
+    AGREES,
+    DIFFERS,
+    Finding,
+    Report,
+    between,
+    markdown,
+    near,
+    number,
+    reproduce,
+    tables,
+    to_json,
+    write,
+)
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.runtime.simulate import Span, Timeline
+
+GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
+T5 = "t5-small:d_model=32,d_kv=8,d_ff=64,num_layers=2,num_decoder_layers=2,num_heads=4,vocab_size=256"
+MOBIUS = reproduce_mobius.Setup(
+    {"toy": (GPT, 2)},
+    partitioned=("toy",),
+    mapped=("toy",),
+    scaled="toy",
+    rented=("toy",),
+    micro_batches=(1,),
+    sequence=32,
+    topologies=("2+2",),
+    scaling=("1+1", "2+1"),
+)
+FTPIPE = reproduce_ftpipe.Setup(
+    T5,
+    T5,
+    T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1"),
+    {"toy": reproduce_ftpipe.Task(4, 1, 16, 4, 1.1, 2.5, asynchronous=1.5, parts=2)},
+    "toy",
+    machine="rtx3090x2",
+    stages=(2, 4),
+    batches=((2, 1),),
+    volume=(1, (16,)),
+    passing=8,
+)
+LINE = reproduce_mobius.mobius("partition-balanced{stages=4}")
+
+
+def made_by_hand(transfers: list[Transfer], spans: list[Span]) -> Trial:
+    trial = Trial(Case(GPT, 1, 2), Hardware.preset("mobius-topo2+2"), params=1)
+    trial.timeline, trial.transfers = Timeline(spans, ["gpu0", "gpu1"]), transfers
+    return trial
+
+
+def test_exposed_is_what_moves_while_nothing_is_computed() -> None:
+    spans = [
+        Span(0, "h2d", "fetch", "", 0.0, 4.0),
+        Span(0, "recv", "recv", "", 3.0, 5.0),
+        Span(0, "compute", "forward", "", 1.0, 2.0),
+        Span(0, "compute", "forward", "", 4.5, 10.0),
+        Span(1, "compute", "forward", "", 0.0, 10.0),
+        Span(1, "d2h", "offload", "", 2.0, 9.0),
+    ]
+    # device 0: moves from 0 to 5, of which 1 to 2 and 4.5 to 5 are hidden; device 1: all hidden
+    assert exposed_share(made_by_hand([], spans)) == pytest.approx((3.5 + 0.0) / 2 / 10)
+
+
+def test_bytes_count_by_the_rate_of_their_transfer() -> None:
+    moved = [Transfer(0, "fetch", 26, 0.0, 2.0), Transfer(0, "send", 6, 0.0, 1.0), Transfer(1, "offload", 8, 1.0, 5.0)]
+    trial = made_by_hand(moved, [])
+    assert [t.rate for t in moved] == [13.0, 6.0, 2.0]
+    assert share_of_bytes(trial, 12.0) == pytest.approx(26 / 40)
+    assert share_of_bytes(trial, 0.0, 6.0) == pytest.approx(8 / 40)
+
+
+def test_verdicts() -> None:
+    assert between("", "", 3.8, 3.8, 5.1).verdict == AGREES
+    assert between("", "", 3.7, 3.8, 5.1).verdict == DIFFERS
+    assert between("", "", 2.0, 1.0, float("inf"), "x").paper == "> 1x"
+    assert near("", "", 1.14, 1.0).verdict == AGREES
+    assert near("", "", 0.84, 1.0).verdict == DIFFERS
+    assert (number("", "", None).ours, number("", "", 2.345, " s").ours) == ("does not fit", "2.35 s")
+
+
+def test_a_reason_is_given_only_where_something_differs() -> None:
+    rows = {verdict: Finding("fig1", "a", "b", "c", [row], "because") for verdict, row in _rows().items()}
+    pages = {verdict: markdown(Report("mobius", "title", [], [finding])) for verdict, finding in rows.items()}
+    assert "because" in pages[DIFFERS]
+    assert "because" not in pages[AGREES]
+
+
+def _rows() -> dict[str, Any]:
+    return {DIFFERS: near("s", "q", 2.0, 1.0), AGREES: near("s", "q", 1.0, 1.0)}
+
+
+def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
+    """Equation 1 of Mobius, counted on a model that swapping needs not: two copies down, but for the stages that are
+    still there when backward begins; one gradient up; everything else is messages."""
+    hardware = Hardware.preset("mobius-topo2+2")
+    trial = Lab().trial(Case(GPT, 2, 4, sequence=32), hardware, LINE.replace("{stages=4}", "{stages=6}"))
+    weights = 2 * trial.params
+    fetched = sum(t.moved_bytes for t in trial.transfers if t.op == "fetch")
+    offloaded = sum(t.moved_bytes for t in trial.transfers if t.op == "offload")
+    sent = sum(t.moved_bytes for t in trial.transfers if t.op == "send")
+    down, up = trial.device_bytes
+    assert weights < fetched < 2.5 * weights  # the tied embedding lies in two stages
+    assert weights <= offloaded < 1.6 * weights
+    loaded = down - fetched - sent
+    assert 0 <= loaded < 0.02 * down  # the micro-batches' tokens
+    assert up == pytest.approx(offloaded + sent, rel=0.02)
+
+
+def test_what_does_not_fit_is_a_trial_without_a_timeline() -> None:
+    small = Hardware.preset("mobius-topo2+2", memory="100kB")
+    trial = Lab().trial(Case(GPT, 2, 4, sequence=32), small, LINE)
+    assert trial.step_s is None
+    assert "needs" in trial.misses
+
+
+def test_equal_trials_are_made_once() -> None:
+    said: list[str] = []
+    lab, hardware = Lab(said.append), Hardware.preset("mobius-topo2+2")
+    first = lab.trial(Case(GPT, 2, 4, sequence=32), hardware, LINE)
+    assert lab.trial(Case(GPT, 2, 4, sequence=32), hardware.model_copy(), LINE) is first
+    assert len(said) == 1
+
+
+def test_profiling_costs_the_distinct_blocks() -> None:
+    hardware = Hardware.preset("mobius-topo2+2")
+    few, more = (
+        profile_s(Lab().draft(Case(name, 2, 4, sequence=32), hardware, Coarsen()).blocks, hardware, "fp16", 3)
+        for name in (GPT, GPT.replace("n_layer=4", "n_layer=8"))
+    )
+    assert few[0] == pytest.approx(more[0])
+    assert more[1] > 1.3 * few[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("paper", "setup"), [("mobius", MOBIUS), pytest.param("ftpipe", FTPIPE, marks=pytest.mark.slow)]
+)
+def test_every_finding_of_a_toy(paper: str, setup: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    report = reproduce(paper, setup=setup, say=said.append)
+    module = {"mobius": reproduce_mobius, "ftpipe": reproduce_ftpipe}[paper]
+    assert [finding.key for finding in report.findings] == list(module.FINDINGS)
+    assert all(finding.rows and finding.claim and finding.rule and finding.reason for finding in report.findings)
+    assert said and len(list(tables(report))) == len(report.findings) + 2
+    written = write(report, tmp_path)
+    assert all(path.stat().st_size < 200_000 for path in written)
+    charts = [chart.name for finding in report.findings for chart in finding.charts]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["README.md", "rows.json", *(f"{name}.{kind}" for name in charts for kind in ("png", "svg"))]
+    )
+    text = (tmp_path / "README.md").read_text()
+    assert f"penstock reproduce {paper}" in text
+    assert json.loads((tmp_path / "rows.json").read_text()) == json.loads(json.dumps(to_json(report)))
+
+
+def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
+    bars = Bars("bars", "t", "y", ["a", "b"], {"paper": [1.0, 2.0], "ours": [1.5, None]}, band=(1.0, 2.0))
+    curves = Curves("curves", "t", "x", "y", {"paper: line": [(0, 0), (1, 1)], "ours": [(0, 0), (1, 2)]})
+    for chart in (bars, curves):
+        first = [path.read_bytes() for path in draw(chart, tmp_path)]
+        assert [path.read_bytes() for path in draw(chart, tmp_path)] == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["modius"], "allowed are mobius, ftpipe"),
+        (["mobius", "--only", "fig99"], "mobius has table3, fig5"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_figures_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name))
+    with pytest.raises(PlanError, match=r"penstock\[figures\]"):
+        draw(Bars("bars", "t", "y", ["a"], {"ours": [1.0]}), tmp_path)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the real models, the finding that simulates nothing."""
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", "mobius", "--only", "table3", "--json", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert [row["value"] for row in finding["rows"]] == pytest.approx([3.33, 8.27, 12.85, 51.44], abs=0.01)
+    assert (tmp_path / "README.md").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("paper", ["mobius", "ftpipe"])
+def test_the_papers_themselves(paper: str) -> None:
+    report = reproduce(paper)
+    verdicts = [row.verdict for finding in report.findings for row in finding.rows]
+    assert verdicts.count(AGREES) > verdicts.count(DIFFERS) / 2

@@ -1,0 +1,129 @@
+"""`partition-balanced`: the best contiguous cuts, and what fits."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.ir.errors import DoesNotFit, PassError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.ops import DEVICE
+from penstock.ir.program import profile_memory
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.partition.partition_balanced import PartitionBalanced, balanced_cuts
+from penstock.passes.partition.slices import Slices
+from penstock.tests.passes.running import all_passes, apply, chain, draft_of, traced
+
+
+class Given:
+    """Slices of blocks with given seconds per device and bytes, on devices with given budgets."""
+
+    def __init__(self, times: list[list[float]], sizes: list[int], budgets: list[int]):
+        self.blocks, self.times, self.sizes, self.budgets = sizes, times, sizes, budgets
+
+    def stage_time_s(self, a: int, b: int, stage: int) -> float:
+        return sum(self.times[stage % len(self.times)][a:b])
+
+    def fits(self, a: int, b: int, stage: int, count: int) -> bool:
+        return sum(self.sizes[a:b]) <= self.budgets[stage % len(self.budgets)]
+
+    def slowest_s(self, cuts: list[int]) -> float:
+        return max(self.stage_time_s(a, b, i) for i, (a, b) in enumerate(pairwise(cuts)))
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[Given, int]:
+    length, devices = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    seconds = st.lists(st.integers(1, 9).map(float), min_size=length, max_size=length)
+    sizes = draw(st.lists(st.integers(1, 9), min_size=length, max_size=length))
+    budgets = draw(st.lists(st.integers(5, 40), min_size=devices, max_size=devices))
+    times = draw(st.lists(seconds, min_size=devices, max_size=devices))
+    return Given(times, sizes, budgets), draw(st.integers(1, length))
+
+
+@settings(max_examples=300, deadline=None)
+@given(slices())
+def test_no_other_contiguous_partition_is_faster(case: tuple[Given, int]) -> None:
+    given_slices, count = case
+    length = len(given_slices.sizes)
+    every = [[0, *inner, length] for inner in combinations(range(1, length), count - 1)]
+    fitting = [c for c in every if all(given_slices.fits(a, b, i, count) for i, (a, b) in enumerate(pairwise(c)))]
+    found = balanced_cuts(given_slices, count)  # type: ignore[arg-type]
+    if not fitting:
+        assert found is None
+    else:
+        assert found in fitting
+        assert given_slices.slowest_s(found) == min(map(given_slices.slowest_s, fitting))
+
+
+def test_needs_are_those_of_the_built_stages() -> None:
+    """What the partition counts for a slice is what the program of that stage takes in backward, on every model."""
+    for name in ("gpt2", "t5", "wide_resnet", "llama"):
+        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=1), micro_batches=2, stages=3)
+        apply(draft, *all_passes()[:4])
+        able = [s.spec.name for s in draft.stages if s.spec.rematerialisable]
+        fetch = {s.spec.name: {} for s in draft.stages}
+        apply(draft, *all_passes()[4:], decisions={"rematerialise": able, "fetch": fetch})
+        counted, start = [], 0
+        for names in draft.partition:
+            counted.append(Slices(draft).need_bytes(start, start + len(names), 3))
+            start += len(names)
+        peak = profile_memory(draft.programs[0]).peak_bytes[DEVICE]
+        assert 0.85 * peak <= max(counted) <= 1.6 * peak, name
+
+
+def test_faster_devices_get_more_blocks() -> None:
+    document = Hardware.cpu(num_devices=2).model_dump()
+    document["devices"][1]["peak_flops"] = {k: 3 * v for k, v in document["devices"][0]["peak_flops"].items()}
+    document["devices"][1]["memory_bandwidth"] *= 3
+    document["devices"][1]["op_overhead_s"] /= 3
+    draft = draft_of(chain(depth=8), Hardware.model_validate(document))
+    apply(draft, *all_passes()[:2])
+    assert [len(names) for names in draft.partition] == [2, 7]
+
+
+def test_the_fewest_stages_that_fit_are_taken_in_rounds_of_the_devices() -> None:
+    counts = []
+    for memory in ("10MB", "140kB", "80kB"):
+        draft = draft_of(chain(depth=7, width=32), Hardware.cpu(num_devices=2, memory=memory), micro_batches=2)
+        apply(draft, *all_passes()[:2])
+        counts.append(len(draft.partition))
+    assert counts == [2, 4, 8]
+
+
+def test_more_devices_than_blocks_get_a_block_each() -> None:
+    draft = apply(draft_of(chain(depth=1), Hardware.cpu(num_devices=4)), *all_passes())
+    assert draft.partition == [["layers.0"], ["head"]]
+    assert [len(list(p.ops())) > 0 for p in draft.programs] == [True, True, False, False]
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    with pytest.raises(PassError, match="stages=9, but 5 blocks allow at most 5"):
+        apply(draft_of(chain(), stages=9), *all_passes()[:2])
+    tiny = Hardware.cpu(num_devices=2, memory="20kB")
+    with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs .* the largest has 19.5 KiB") as raised:
+        apply(draft_of(chain(width=32), tiny), *all_passes()[:2])
+    assert raised.value.memory == "device" and raised.value.missing_bytes > 0
+    small = Hardware.cpu(num_devices=2, memory="100kB")
+    with pytest.raises(DoesNotFit, match=r"no contiguous partition into 2 stages fits.*Nearest that fits: stages=8"):
+        apply(draft_of(chain(depth=7, width=32), small, stages=2), *all_passes()[:2])
+
+
+def test_a_shared_layer_is_counted_once() -> None:
+    """Its weights are there once, however many blocks of a stage call it."""
+    draft = draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1))
+    apply(draft, Coarsen())
+    whole = Slices(draft).needs[len(draft.blocks)][0]
+    parameters = {id(p): 2 * p.nbytes for p in draft.graph.model.parameters()}
+    saved = sum(b.cost.kept_bytes for b in draft.blocks)
+    assert sum(parameters.values()) + saved < whole.work_bytes < 1.5 * (sum(parameters.values()) + saved)
+
+
+def test_its_option_comes_before_the_drafts() -> None:
+    draft = draft_of(chain(), stages=2)
+    apply(draft, Coarsen())
+    assert len(PartitionBalanced(stages=3).plan(draft)["stages"]) == 3
+    assert len(PartitionBalanced().plan(draft)["stages"]) == 2

@@ -1,0 +1,98 @@
+"""Local search, bounds and the program over counts against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+
+from penstock.passes.partition_mip.bounds import closed_form_s
+from penstock.passes.partition_mip.local_search import Objective, Search, starts
+from penstock.passes.partition_mip.problem import Problem
+from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s, residents
+from penstock.passes.partition_mip.solve import prove
+from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
+
+
+def brute_force(p: Problem, objective: Objective = contended_s) -> float:
+    """The best of all partitions."""
+    return min(
+        objective(p, (0, *inner, p.num_blocks))
+        for count in range(p.num_blocks)
+        for inner in itertools.combinations(range(1, p.num_blocks), count)
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(small_problems(most_blocks=12))
+def test_all_partitions_of_few_blocks_are_tried(p: Problem) -> None:
+    for objective in (contended_s, literal_s):
+        found = Search(p, objective).run_all(range(1, p.num_blocks + 1))
+        assert (found[0] if found else math.inf) == pytest.approx(brute_force(p, objective), rel=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_problems())
+def test_local_search_comes_close(p: Problem) -> None:
+    best_s = brute_force(p)
+    found = Search(p, contended_s).run(range(1, p.num_blocks + 1))
+    assume(best_s < math.inf)
+    assert found is not None and found[0] <= 1.05 * best_s
+    assert fits(p, found[1]) and contended_s(p, found[1]) == found[0]
+
+
+@settings(max_examples=10, deadline=None)
+@given(small_problems(most_blocks=7))
+def test_no_partition_is_faster_than_a_lower_bound(p: Problem) -> None:
+    counts = range(1, p.num_blocks + 1)
+    best_s = brute_force(p)
+    assume(best_s < math.inf)
+    search = Search(p, contended_s)
+    _, cuts = search.run(counts) or (0.0, ())
+    proof = prove(search, counts, residents(p, cuts), time.process_time() + 5)
+    assert not proof.trouble.startswith("the solver failed"), proof.trouble
+    if not proof.condition:
+        assert proof.lower_s <= best_s * (1 + 1e-6)
+    assert min(search.best.values())[0] >= best_s * (1 - 1e-9)
+    for count in counts:
+        rows = [(0, *inner, p.num_blocks) for inner in itertools.combinations(range(1, p.num_blocks), count - 1)]
+        for objective in (contended_s, literal_s):
+            least_s = min(objective(p, cuts) for cuts in rows)
+            assert closed_form_s(p, count, objective is literal_s) <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_many_layers_on_many_devices() -> None:
+    """96 identical layers with an embedding and a head on 8 devices under two root complexes: seconds, and 2%."""
+    p = problem(
+        [1, *[0] * 96, 2],
+        speeds=[1.0] * 8,
+        complexes=[0, 1] * 4,
+        budgets=[22.5] * 8,
+        micro_batches=8,
+        seconds=(0.04, 0.01, 0.06),
+        weights=(1.2, 0.6, 0.7),
+        barrier=True,
+        rate=13.1,
+    )
+    counts = range(8, 99)
+    begin_s = time.process_time()
+    search = Search(p, contended_s, time.process_time() + 2.4)
+    found = search.run(counts)
+    searched_s = time.process_time() - begin_s
+    assert found is not None and searched_s <= 3.0
+    proof = prove(search, counts, residents(p, found[1]), time.process_time() + 5)
+    best_s = min(search.best.values())[0]
+    assert proof.lower_s <= best_s <= proof.lower_s / 0.98, proof
+
+
+def test_starts_give_every_stage_a_block_and_fast_devices_more() -> None:
+    p = problem([0] * 12, [1.0, 3.0], [0, 1], [600.0] * 2)
+    for count in range(1, 13):
+        for cuts in starts(p, count):
+            assert len(cuts) == count + 1 and cuts[0] == 0 and cuts[-1] == 12
+            assert all(a < b for a, b in itertools.pairwise(cuts))
+    assert (0, 3, 12) in starts(p, 2)

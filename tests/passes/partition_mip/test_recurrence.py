@@ -1,0 +1,87 @@
+"""The recurrences against a schedule of every micro-batch, and shares of a root complex against arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.passes.partition_mip.problem import Problem
+from penstock.passes.partition_mip.recurrence import Job, contended_s, evenly, fits, literal_s, residents
+from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
+
+
+def all_micro_batches_s(p: Problem, cuts: Sequence[int]) -> float:
+    """The literal objective with a time for each micro-batch of each stage (Mobius eq. 3 to 11)."""
+    n, count, m = len(p.units), len(cuts) - 1, p.micro_batches
+    slices = list(pairwise(cuts))
+    w = [p.weight_bytes[b] - p.weight_bytes[a] for a, b in slices]
+    need = [w[j] + p.work_bytes[b][a] for j, (a, b) in enumerate(slices)]
+
+    def seconds(sums: list[list[float]], j: int) -> float:
+        return sums[j % n][slices[j][1]] - sums[j % n][slices[j][0]]
+
+    def message(j: int, k: int) -> float:
+        a, b = j % n, k % n
+        return p.message_latency_s[a][b] + p.message_bytes[cuts[max(j, k)]] * p.message_s[a][b]
+
+    forward = [seconds(p.forward_s, j) for j in range(count)]
+    back = [seconds(p.backward_s, j) + seconds(p.again_s, j) for j in range(count)]
+    ends: dict[tuple[str, int, int], float] = {}
+    for kind, took, order, step in (("f", forward, range(count), 1), ("b", back, range(count)[::-1], -1)):
+        for j in order:
+            before, same = j - step, j - step * n
+            for i in range(m):
+                begin = ends.get((kind, j, i - 1), 0.0)
+                if (kind, before, i) in ends:
+                    begin = max(begin, ends[kind, before, i] + message(before, j))
+                if i == 0 and kind == "b" and j + n >= count:
+                    begin = max(begin, ends["f", j, m - 1])
+                if i == 0 and (kind, same, 0) in ends:
+                    fetch_s = p.units[j % n].fetch_s
+                    late = max(0.0, w[j] + need[same] - p.units[j % n].budget_bytes)
+                    begin = max(begin, ends[kind, same, m - 1] + late * fetch_s)
+                    begin = max(begin, ends[kind, same, 0] - took[same] + w[j] * fetch_s)
+                ends[kind, j, i] = begin + took[j]
+    return ends["b", 0, m - 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_problems(), st.data())
+def test_first_and_last_micro_batch_are_enough(p: Problem, data: st.DataObject) -> None:
+    """The longest path needs no micro-batch between (messages are shorter than stages here)."""
+    inner = data.draw(st.sets(st.integers(1, p.num_blocks - 1)))
+    cuts = (0, *sorted(inner), p.num_blocks)
+    want = all_micro_batches_s(p, cuts) if fits(p, cuts) else math.inf
+    assert literal_s(p, cuts) == pytest.approx(want, rel=1e-9)
+
+
+def test_a_resource_is_shared_evenly() -> None:
+    assert evenly([Job(1.0, 2.0, 7)]) == [(3.0, 7)]
+    assert evenly([Job(0.0, 1.0, 0), Job(0.0, 2.0, 1)]) == [(2.0, 0), (3.0, 1)]
+    assert evenly([Job(0.0, 2.0, 0), Job(1.0, 0.5, 1)]) == [(2.0, 1), (2.5, 0)]
+    assert evenly([Job(0.0, 1.0, 0), Job(5.0, 1.0, 1)]) == [(1.0, 0), (6.0, 1)]
+    # behind the first job of 0 comes another one, which holds up 1
+    assert evenly([Job(0.0, 1.0, 0, 0.0, 9.0), Job(0.0, 2.0, 1)]) == [(2.0, 0), (4.0, 1)]
+
+
+def test_more_of_everything_never_helps() -> None:
+    """Contention, late places and gradients only add to what computation takes."""
+    free = problem([0] * 8, [1.0] * 2, [0, 1], [600.0] * 2, rate=1e6)
+    slow = problem([0] * 8, [1.0] * 2, [0, 1], [30.0] * 2, rate=1.0)
+    shared = problem([0] * 8, [1.0] * 2, [0, 0], [30.0] * 2, rate=1.0)
+    cuts = (0, 2, 4, 6, 8)
+    assert residents(free, cuts) == (True, True)
+    assert residents(slow, cuts) == (False, False)
+    assert contended_s(free, cuts) < contended_s(slow, cuts) < contended_s(shared, cuts)
+    assert contended_s(problem([0] * 8, [1.0] * 2, [0, 0], [5.0] * 2), cuts) == math.inf
+
+
+def test_an_unequal_device_takes_its_own_time() -> None:
+    one = problem([0] * 6, [1.0, 1.0], [0, 1], [600.0] * 2)
+    other = problem([0] * 6, [1.0, 3.0], [0, 1], [600.0] * 2)
+    assert contended_s(other, (0, 2, 6)) < contended_s(one, (0, 3, 6)) < contended_s(other, (0, 4, 6))

@@ -1,0 +1,176 @@
+"""`schedule-async`: training bit for bit that of a sequential loop with the same versions, orders, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.compiler.capture.trace import trace
+from penstock.ir import ops
+from penstock.ir.errors import PassError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import Program, profile_memory
+from penstock.ir.verify.asynchronous import readings
+from penstock.passes.draft import Draft
+from penstock.passes.schedule.schedule_async import ScheduleAsync
+from penstock.runtime.reference.run import Reference
+from penstock.tests.passes.running import apply, chain, draft_of, joined, reference, to_schedule, traced, traced_model
+from penstock.tests.passes.sequential import Sequential
+from penstock.tests.zoo import zoo
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
+MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+
+
+def asynchronous(graph: Any, weights: str = "current", devices: int = 2, **options: Any) -> Draft:
+    draft = draft_of(graph, Hardware.cpu(num_devices=devices), **options)
+    return apply(draft, *to_schedule()[:3], ScheduleAsync(weights=weights), memory=True)
+
+
+FAST = {("gpt2", "predict", "adamw"), ("gpt2", "stash", "momentum"), ("t5", "current", "adamw")}
+CASES = [
+    pytest.param(name, weights, rule, id=f"{name}-{weights}-{rule}", marks=[] if fast else pytest.mark.slow)
+    for name in ("gpt2", "t5")
+    for weights in ("current", "stash", "predict")
+    for rule in ("adamw", "momentum")
+    for fast in [(name, weights, rule) in FAST]
+]
+
+
+@pytest.mark.parametrize(("name", "weights", "rule"), CASES)
+def test_it_trains_as_the_sequential_loop_does(name: str, weights: str, rule: str) -> None:
+    """GPT-2 with tied weights on three devices, T5 with edges between stages that are no neighbours on two, several
+    stages on a device; dropout; two calls."""
+    graph, batches = traced(name)
+    devices, stages = (3, 4) if name == "gpt2" else (2, 6)
+    optimizer = {"adamw": ADAMW, "momentum": MOMENTUM}[rule]
+    draft = asynchronous(graph, weights, devices, micro_batches=6, stages=stages)
+    machine, loop = reference(draft, optimizer), Sequential(draft, weights, optimizer)
+    for _ in range(2):
+        losses = machine.step(joined([*batches, *batches]))["results"]["loss"]
+        assert torch.equal(torch.stack(losses), torch.stack(loop.step([*batches, *batches])))
+    for stage in loop.stages:
+        for param, value in stage.names.items():
+            found = machine.stage_weights[stage.spec.name][param]
+            assert torch.equal(found, value), (stage.spec.name, param)
+    assert loop.sharing
+    for rows in loop.sharing.values():
+        copies = [machine.stage_weights[stage.spec.name][param] for stage, param in rows]
+        assert all(torch.equal(copies[0], other) for other in copies)
+    assert_same_versions(draft, loop)
+    assert_peaks(draft, machine)
+
+
+def assert_same_versions(draft: Draft, loop: Sequential) -> None:
+    """Which versions the programs read, and the staleness that the plan states."""
+    found = {key: row for program in draft.programs for key, row in readings(program).items()}
+    stale: dict[str, int] = {}
+    for stage in loop.stages:
+        name, counts = stage.spec.name, range(6)
+        forwards = [(max(0, m - stage.delay), max(0, m - stage.shared_delay)) for m in counts]
+        backwards = [(m, max(0, m - stage.lag)) for m in counts] if loop.mode != "stash" else forwards
+        for part, there in enumerate((set(stage.names) - stage.shared, stage.shared)):
+            if there and stage.optimizer is not None:
+                assert [found[name, m].forward[part] for m in counts] == [row[part] for row in forwards]
+                assert [found[name, m].backward[part] for m in counts] == [row[part] for row in backwards]  # type: ignore[index]
+                where = f"tie.{draft.graph.ties().get(min(there), min(there))}" if part else name
+                stale[where] = max(m - forwards[m][part] for m in counts)
+    assert ScheduleAsync().plan(draft)["staleness"] == stale
+
+
+def assert_peaks(draft: Draft, machine: Reference) -> None:
+    """Versions of weights and gradients that wait for their sum are in the plan's peaks."""
+    for program in draft.programs:
+        planned = profile_memory(program).peak_bytes[ops.DEVICE]
+        assert 0.9 * planned <= machine.accounts[f"device{program.device}"].peak_bytes <= 1.1 * planned
+
+
+def turns(program: Program) -> str:
+    """Forwards, backwards and updates as letters with their micro-batch: F0 F1 B0 U."""
+    letters = {ops.forward: "F", ops.backward: "B", ops.step: "U"}
+    found = [(letters[n.target], n.kwargs.get("micro_batch", "")) for n in program.ops() if n.target in letters]  # type: ignore[index]
+    return " ".join(f"{letter}{m}" for letter, m in found)
+
+
+def test_a_stage_at_distance_d_does_d_and_one_forwards_first() -> None:
+    hardware = Hardware.cpu(num_devices=4)
+    draft = draft_of(chain(depth=4, width=128, rows=64), hardware, micro_batches=5)
+    apply(draft, *to_schedule()[:3], ScheduleAsync())
+    assert [turns(p) for p in draft.programs] == [
+        "F0 F1 F2 F3 B0 U F4 B1 U B2 U B3 U B4 U",
+        "F0 F1 F2 B0 U F3 B1 U F4 B2 U B3 U B4 U",
+        "F0 F1 B0 U F2 B1 U F3 B2 U F4 B3 U B4 U",
+        "F0 B0 U F1 B1 U F2 B2 U F3 B3 U F4 B4 U",
+    ]
+    backwards = [n for p in draft.programs for n in p.ops() if n.target is ops.backward]
+    assert [n.args[2] is None for n in backwards] == 15 * [True] + 5 * [False]  # all but the last stage compute again
+
+
+def test_stashing_holds_a_copy_of_the_weights_for_each_version_under_way() -> None:
+    graph, hardware = chain(depth=4, width=128, rows=2), Hardware.cpu(num_devices=4)
+    peaks, copies = {}, {}
+    for weights in ("current", "stash"):
+        draft = draft_of(graph, hardware, micro_batches=12)
+        apply(draft, *to_schedule()[:3], ScheduleAsync(weights=weights))
+        peaks[weights] = [profile_memory(p).peak_bytes[ops.DEVICE] for p in draft.programs]
+        copies[weights] = [sum(n.target is ops.stash for n in p.ops()) for p in draft.programs]
+    sizes = [s.spec.weight_bytes for s in draft.stages]
+    more = [b - a for a, b in zip(peaks["current"], peaks["stash"])]
+    assert [round(extra / size) for extra, size in zip(more, sizes)] == [3, 2, 1, 0]
+    assert copies == {"current": [0, 0, 0, 0], "stash": [9, 10, 11, 0]}
+
+
+def test_a_frozen_stage_has_no_updates_and_no_staleness() -> None:
+    model, batch = zoo()["llama"](dropout=0.0)
+    for part in (model.model.embed_tokens, model.model.layers[0]):  # type: ignore[union-attr, index]
+        part.requires_grad_(False)  # type: ignore[operator]
+    graph, batches = traced_model(model, [batch] * 4)
+    draft = asynchronous(graph, devices=2, micro_batches=4, stages=4)
+    machine, loop = reference(draft, MOMENTUM), Sequential(draft, "current", MOMENTUM)
+    losses = machine.step(joined(batches))["results"]["loss"]
+    assert torch.equal(torch.stack(losses), torch.stack(loop.step(batches)))
+    frozen = [s.spec.name for s in draft.stages if not s.spec.trained_params]
+    assert frozen and not set(frozen) & ScheduleAsync().plan(draft)["staleness"].keys()
+
+
+def test_bf16_trains() -> None:
+    """On fp32 masters, which the prediction starts from."""
+    model, batch = zoo()["gpt2"](dropout=0.0)
+    shapes = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in batch.items()}
+    graph = trace(model, shapes, autocast=torch.bfloat16)
+    draft = asynchronous(graph, "predict", micro_batches=4, precision="bf16")
+    machine = reference(draft, ADAMW, precision="bf16")
+    losses = [float(machine.step(joined([batch] * 4))["loss"]) for _ in range(4)]
+    assert losses[-1] < 0.8 * losses[0]
+    named = {name: w for rows in machine.stage_weights.values() for name, w in rows.items()}
+    assert named["transformer.wte.weight"].dtype is torch.float32
+    assert torch.equal(named["transformer.wte.weight"], named["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_grad_norm": 1.0}, "there is no norm over all of them"),
+        ({"precision": "fp16"}, 'precision="bf16" or "fp32"'),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], words: str) -> None:
+    draft = apply(draft_of(chain(), **options), *to_schedule()[:3])
+    with pytest.raises(PassError, match=words):
+        ScheduleAsync().plan(draft)
+
+
+def test_it_knows_its_options_and_runs_alone() -> None:
+    draft = apply(draft_of(chain(), micro_batches=2), *to_schedule()[:3])
+    with pytest.raises(PassError, match="weights='old'; there are current, stash, predict"):
+        ScheduleAsync(weights="old").plan(draft)
+    draft.lanes = [[0], [1]]
+    with pytest.raises(PassError, match="leave mesh out"):
+        ScheduleAsync().plan(draft)
+    draft.lanes = []
+    decision = {**ScheduleAsync().plan(draft), "staleness": {}}
+    with pytest.raises(PassError, match=r"staleness is \{\}"):
+        ScheduleAsync().rewrite(draft, decision)

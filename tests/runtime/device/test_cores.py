@@ -1,0 +1,40 @@
+"""The optimizer leaves cores to those who feed the GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.runtime.device.cores import available_cores, optimizer_cores, use_cores
+
+
+def test_a_gpu_alone_has_all_cores_but_two() -> None:
+    assert optimizer_cores(range(16), 0, 1) == list(range(2, 16))
+    assert optimizer_cores([0, 1], 0, 1) == [1] and optimizer_cores([5], 0, 1) == [5]
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_gpus_of_a_host_share_no_core_where_there_are_enough(count: int, gpus: int) -> None:
+    found = [optimizer_cores(range(count), place, gpus) for place in range(gpus)]
+    assert all(found)
+    if count >= gpus:
+        used = [core for cores in found for core in cores]
+        assert len(used) == len(set(used)) and (count == gpus or len(used) < count)
+
+
+def test_only_the_thread_that_asks_is_kept_to_its_cores() -> None:
+    whole, seen = available_cores(), list[set[int]]()
+
+    def work() -> None:
+        use_cores(whole[:1])
+        inner = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        inner.start()
+        inner.join()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [{whole[0]}] and available_cores() == whole

@@ -1,0 +1,156 @@
+"""The order that streams and events promise on a GPU, checked without one: no race, memory held where it crosses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.compiler.strategies import STRATEGIES
+from penstock.ir import ops
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import profile_memory
+from penstock.runtime.device.file import open_device_file
+from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.device.streams import CudaStream
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.tests.ir.program.handmade import pipeline
+from penstock.tests.runtime.device.fake_cuda import FakeCuda, FakeCudaSession, install
+from penstock.tests.runtime.generated_files import write_chain
+from penstock.tests.zoo import gpt2
+
+WIDTH, ROWS, MICRO_BATCHES, STEPS, STAGES = 8, 4, 2, 2, 4
+ADAMW = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return install(monkeypatch)
+
+
+def gpu(kind: str) -> Hardware:
+    document = Hardware.cpu(1, memory="8MB", ssd="64MB").model_dump(mode="json")
+    document["devices"][0] |= {"kind": kind}
+    return Hardware.from_any(document)
+
+
+def open_session(folder: Path, kind: str, **shape: Any) -> DeviceSession:
+    folder.mkdir()
+    (program,) = pipeline(1, STAGES, MICRO_BATCHES, width=WIDTH, rows=ROWS, **shape)
+    (path,) = write_chain(folder, [program], WIDTH)
+    file = open_device_file(path, program.interface, 0)
+    made_for = FakeCudaSession if kind == "cuda" else DeviceSession
+    session = made_for(0, file, gpu(kind), optimizer=ADAMW, ssd_dirs=[str(folder)])
+    made = torch.Generator().manual_seed(0)
+    weights = [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(STAGES)]
+    session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
+    return session
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(ROWS * MICRO_BATCHES, WIDTH, generator=torch.Generator().manual_seed(step))}
+
+
+def run(session: DeviceSession) -> list[float]:
+    losses = [v.item() for step in range(STEPS) for v in session.step(batch_of(step)).values["loss"]]
+    session.close()
+    return losses
+
+
+SHAPES = [
+    {"fetched": False, "kept": True},
+    {"fetched": True},
+    {"fetched": True, "prefetch": False},
+    {"fetched": True, "kept": True},
+    {"fetched": True, "clip": True},
+    {"fetched": False, "clip": True},
+    {"fetched": True, "ssd": "states"},
+    {"fetched": True, "ssd": "all", "moved": "dram"},
+    {"fetched": True, "ssd": "all", "moved": "ssd"},
+    {"fetched": True, "ssd": "all", "clip": True, "speculative": True},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_stream_touches_what_another_may_still_use(shape: dict[str, Any], cuda: FakeCuda, tmp_path: Path) -> None:
+    session = open_session(tmp_path / "cuda", "cuda", **shape)
+    losses = run(session)
+    assert cuda.races == [] and cuda.not_held == set()
+    assert any(len({a.actor for a in accesses}) > 1 for accesses in cuda.accesses.values()) or not shape["fetched"]
+    assert losses == run(open_session(tmp_path / "cpu", "cpu", **shape))
+
+
+def test_without_events_every_kind_of_race_is_found(cuda: FakeCuda, tmp_path: Path) -> None:
+    """What the waits are there for, and that the detector would see one that is missing."""
+    session = open_session(tmp_path / "cuda", "cuda", fetched=True)
+    for issue in session.plans["step"].ops:
+        issue.waits = ()
+    run(session)
+    sides = [line.partition("does not wait") for line in cuda.races]
+    found = {(_op_of(late), _op_of(early)) for late, _, early in sides}
+    assert {("forward", "fetch"), ("fetch", "backward"), ("offload", "backward"), ("step", "offload")} <= found
+
+
+def _op_of(text: str) -> str:
+    return text.partition("rt.")[2].partition("(")[0]
+
+
+def test_memory_that_crosses_streams_must_be_held(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(CudaStream, "hold", lambda stream, tensors: None)
+    run(open_session(tmp_path / "cuda", "cuda", fetched=True))
+    assert any("rt.offload" in line for line in cuda.not_held)
+
+
+@pytest.mark.parametrize("memory", ["64MB", "250kB"], ids=["resident", "swapped"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_compiled_plans_with_tied_weights_and_clipping(
+    memory: str, precision: str, cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Two stages of a GPT that share a table: sums of gradients, norm, loss scale."""
+    model, batch = gpt2(dropout=0.1)
+    document = Hardware.cpu(1, memory=memory).model_dump(mode="json")
+    document["devices"][0] |= {"kind": "cuda"}
+    job = penstock.compile(
+        model, Hardware.from_any(document), example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        strategy=STRATEGIES["balanced"].replace("partition-balanced", "partition-balanced{stages=2}"),
+        micro_batches=2, precision=precision, max_grad_norm=1.0,
+    )  # fmt: skip
+    face = job.folder.interface
+    file = open_device_file(job.write(tmp_path / "files") / "device0.py", face, 0)
+    session = FakeCudaSession(0, file, job.hardware, optimizer=ADAMW, precision=precision)
+    source = LiveWeights(model)
+    for name, spec in face.stages.items():
+        session.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
+    losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for _ in range(STEPS)]
+    session.evaluate(batch)
+    session.close()
+    assert cuda.races == [] and cuda.not_held == set()
+    assert losses[-1] < losses[0]
+
+
+def test_where_memory_is_tight_issuing_waits_until_it_is_given_back(cuda: FakeCuda, tmp_path: Path) -> None:
+    """torch's allocator knows of a release only when the streams that used the memory are past it."""
+    roomy = open_session(tmp_path / "roomy", "cuda", fetched=True)
+    assert not any(issue.room for issue in roomy.plans["step"].ops)
+    program = roomy.file.programs["step"]
+    roomy.close()
+    peak_bytes = profile_memory(program).peak_bytes[ops.DEVICE]
+    document = gpu("cuda").model_dump(mode="json")
+    document["devices"][0] |= {"memory_bytes": peak_bytes}
+    tight = FakeCudaSession(0, roomy.file, Hardware.from_any(document), optimizer=ADAMW)
+    waiting = [issue for issue in tight.plans["step"].ops if issue.room]
+    by_index = tight.plans["step"].ops
+    assert waiting and all(by_index[i].stream != issue.stream for issue in waiting for i in issue.room)
+    assert any(by_index[i].op == "offload" for issue in waiting for i in issue.room)
+    cuda.host_waits = 0
+    tight.step(batch_of(0))
+    assert cuda.host_waits >= len(waiting) and cuda.races == []
+    tight.close()

@@ -1,0 +1,165 @@
+"""Rows between members: flat and hierarchical gathers give the same, sums are added in the group's order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.ir import ops
+from penstock.runtime.device.exchange import gather_rows, seats_of, sum_rows
+from penstock.runtime.device.peers import LOOPBACK, Link
+
+
+class Post:
+    """Messages between threads in place of gloo's, and the bytes between each two."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self.sent_bytes: dict[tuple[int, int], int] = defaultdict(int)
+
+    def of(self, index: int) -> Any:
+        return Member(self, index)
+
+
+class Member:
+    def __init__(self, post: Post, index: int):
+        self.post, self.index = post, index
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        self.post.boxes[self.index, to, tag].put(tensors[0].clone())
+        self.post.sent_bytes[self.index, to] += tensors[0].nbytes
+        return Done(lambda: None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        box = self.post.boxes[source, self.index, tag]
+        return Done(lambda: tensors[0].copy_(box.get(timeout=10)))
+
+
+class Done:
+    def __init__(self, wait: Any):
+        self.wait = wait
+
+
+def together(count: int, member: Any) -> None:
+    threads = [Thread(target=member, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def gathered(hosts: list[int], hierarchical: bool, length: int = 3) -> tuple[list[Tensor], Post]:
+    post, count = Post(), len(hosts)
+    for key in [(a, b, tag) for a in range(count) for b in range(count) for tag in range(count)]:
+        post.boxes[key]  # made here: a defaultdict is not to grow under several threads
+    rows = [torch.zeros(count, length) for _ in hosts]
+
+    def member(index: int) -> None:
+        rows[index][index] = torch.arange(length) + 10.0 * index
+        gather_rows(post.of(index), seats_of(hosts, index), rows[index], hierarchical)
+
+    together(count, member)
+    return rows, post
+
+
+@settings(max_examples=40, deadline=None)
+@given(hosts=st.lists(st.integers(0, 2), min_size=2, max_size=6), hierarchical=st.booleans())
+def test_every_order_of_hosts_gathers_the_same(hosts: list[int], hierarchical: bool) -> None:
+    rows, _ = gathered(hosts, hierarchical)
+    want = torch.arange(3) + 10.0 * torch.arange(len(hosts))[:, None]
+    assert all(torch.equal(found, want) for found in rows)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [([0, 0, 1, 1], 2), ([0, 1, 0, 1], 2), ([0] * 4 + [1] * 4, 4)])
+def test_what_goes_between_hosts(hosts: list[int], per_host: int) -> None:
+    """MiCS 3.3: (p - 1) / p of the value over each host's link in a ring, (p - k) / p hierarchically."""
+    count = len(hosts)
+    crossing = {}
+    for hierarchical in (False, True):
+        rows, post = gathered(hosts, hierarchical)
+        value = rows[0].nbytes
+        out = sum(n for (a, b), n in post.sent_bytes.items() if hosts[a] == 0 and hosts[b] == 1)
+        crossing[hierarchical] = out / value
+    assert crossing == {False: (count - 1) / count, True: (count - per_host) / count}
+
+
+def summed(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[dict[int, Tensor], Post]:
+    post, count = Post(), len(hosts)
+    for key in [(a, b, 0) for a in range(count) for b in range(count)]:
+        post.boxes[key]
+    found: dict[int, Tensor] = {}
+
+    def member(index: int) -> None:
+        rows = torch.cat([given_rows[index], torch.full((1, given_rows.shape[2]), torch.nan)])
+        found[index] = sum_rows(post.of(index), rows, seats_of(hosts, index), hierarchical)
+
+    together(count, member)
+    return found, post
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(2, 6), seed=st.integers(0, 99))
+def test_sums_are_added_up_in_the_order_of_devices(count: int, seed: int) -> None:
+    given_rows = torch.randn(count, count, 5, generator=torch.Generator().manual_seed(seed))
+    found, _ = summed(given_rows, [0] * count, hierarchical=True)  # of one host there is no hierarchy
+    for index in range(count):
+        want = given_rows[0, index].clone()
+        for other in range(1, count):
+            want += given_rows[other, index]
+        assert torch.equal(found[index], want)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 3 + [1] * 3, [2, 2, 0, 0, 1, 1]])
+def test_sums_go_between_hosts_once_for_each_place(hosts: list[int]) -> None:
+    """Added up inside hosts first: every host sends (p - k) / p of the value, k times less than without."""
+    count, per_host = len(hosts), hosts.count(0)
+    given_rows = torch.randn(count, count, 7)
+    sent = {}
+    for hierarchical in (False, True):
+        found, post = summed(given_rows, hosts, hierarchical)
+        for index in range(count):
+            torch.testing.assert_close(found[index], given_rows[:, index].sum(0))
+        sent[hierarchical] = sum(n for (a, b), n in post.sent_bytes.items() if hosts[a] == 0 and hosts[b] != 0)
+    value = given_rows[0].nbytes
+    assert sent == {False: per_host * (count - per_host) / count * value, True: (count - per_host) / count * value}
+
+
+def test_gloo_gathers_and_adds_up() -> None:
+    store, hosts = dist.HashStore(), [0, 0, 1, 1]
+    rows = torch.randn(4, 4, 5)
+    found: dict[int, list[Tensor]] = {}
+
+    def device(index: int) -> None:
+        link = Link(
+            store, index, 4, {"all": [0, 1, 2, 3]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30, hosts=hosts
+        )
+        link.connect({}, {"all": ops.DEVICE})
+        plain, by_host = torch.zeros(4, 5), torch.zeros(4, 5)
+        plain[index] = by_host[index] = rows[index, 0]
+        link.gather_rows(plain, "all")
+        link.gather_rows(by_host, "all", hierarchical=True)
+        room = torch.cat([rows[index], torch.zeros(1, 5)])
+        sums = [rows[index][0].clone(), rows[index][1].clone()]
+        link.sum_all(sums, "all")
+        room_by_host = room.clone()
+        own = [link.sum_rows(room, "all"), link.sum_rows(room_by_host, "all", hierarchical=True)]
+        found[index] = [plain, by_host, *own, *sums]
+
+    together(4, device)
+    total = rows[0] + rows[1] + rows[2] + rows[3]
+    for index in range(4):
+        plain, by_host, own, own_by_host, *sums = found[index]
+        assert torch.equal(plain, rows[:, 0]) and torch.equal(by_host, rows[:, 0])
+        assert torch.equal(own, total[index])
+        assert torch.equal(own_by_host, (rows[0] + rows[1] + (rows[2] + rows[3]))[index])
+        assert torch.equal(sums[1], found[0][-1])
+        torch.testing.assert_close(sums[0], total[0])

@@ -1,0 +1,242 @@
+"""Detecting and measuring: this machine for real, machines with GPUs through a pretended driver and /sys."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.ir.errors import HardwareError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.machine.presets import PARTS
+from penstock.runtime.measure import cpu as measure
+from penstock.runtime.measure import detect
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_machine_without_gpus_becomes_cpu_devices_that_fit_into_its_memory(no_gpu: None) -> None:
+    hardware = Hardware.detect()
+    cores = detect.usable_cores()
+    assert hardware.num_devices == min(cores, 4)
+    assert all(device.kind == "cpu" and device.threads == cores // hardware.num_devices for device in hardware.devices)
+    claimed = sum(device.memory_bytes for device in hardware.devices) + hardware.hosts[0].dram_bytes
+    assert 0.7 * detect.ram_bytes() < claimed <= 0.8 * detect.ram_bytes()
+    assert "not measured" in hardware.source
+    assert Hardware.from_any("auto").num_devices == hardware.num_devices
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_measuring_times_every_figure_on_this_machine(no_gpu: None, tmp_path: Path) -> None:
+    hardware = Hardware.detect(measure=True)
+    guess = Hardware.detect()
+    host, device = hardware.hosts[0], hardware.devices[0]
+    assert hardware.source.endswith("all rates measured")
+    for rate in ("memory_bandwidth", "h2d_bandwidth", "link_latency_s", "op_overhead_s"):
+        measured, guessed = getattr(device, rate), getattr(guess.devices[0], rate)
+        assert measured != guessed and guessed / 100 < measured < guessed * 100
+    assert 1e9 < device.achieved_flops("fp32") < 1e13
+    assert 1e7 < host.optimizer_params_per_s < 1e11
+    assert device.memory_bandwidth != device.h2d_bandwidth  # of computation on caches, of copies between memories
+    if hardware.num_devices > 1:
+        assert 1e7 < hardware.bandwidth("cpu0", "cpu1") < 1e12
+        assert 1e-6 < hardware.latency_s("cpu0", "cpu1") < 0.1
+    hardware.save(tmp_path / "here.yaml")
+    assert Hardware.load(tmp_path / "here.yaml") == hardware
+    for measured, guessed in zip(host.ssds, guess.hosts[0].ssds, strict=True):
+        assert measured.directory == guessed.directory and measured.directory is not None
+        assert measured.read_bandwidth != guessed.read_bandwidth and 1e6 < measured.write_bandwidth < 1e11
+        assert not list(Path(measured.directory).glob("penstock-*-measure"))
+
+
+@pytest.mark.slow
+def test_a_failing_measurement_shows_the_childs_error() -> None:
+    with pytest.raises(HardwareError, match=r"(?s)measuring failed in measure \(exit 1\).*not enough values"):
+        detect.run_children("cpu", [["0"]], threads=1)
+
+
+@pytest.mark.multi
+def test_a_hanging_measurement_is_stopped_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(detect, "MEASURE_TIMEOUT_S", 3.0)
+    before = {child.pid for child in psutil.Process().children()}
+    start = time.monotonic()
+    with pytest.raises(HardwareError, match="measuring took more than 3 s"):
+        detect.run_children("cpu", [["0", "2", "1", str(tmp_path / "alone")]], threads=1)
+    assert time.monotonic() - start < 10
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_median_is_of_the_work_given() -> None:
+    assert 0.009 < measure.steady_s(lambda: time.sleep(0.01), slice_s=0.05) < 0.05
+
+
+# -- reading files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("123456789\n")
+    assert detect.ram_bytes(limit) == 123456789
+    limit.write_text("max\n")
+    assert detect.ram_bytes(limit) == psutil.virtual_memory().total == detect.ram_bytes(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fp32", "bf16"), [("sse2", 32e9, 8e9), ("avx2 fma", 64e9, 16e9), ("avx512f avx512_bf16", 128e9, 256e9)]
+)
+def test_instruction_sets_set_the_guess(flags: str, fp32: float, bf16: float, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\ncpu MHz\t\t: 2000.0\nflags\t\t: fpu {flags}\n")
+    peak = detect.cpu_peak_flops(1, cpuinfo)
+    assert (peak["fp32"], peak["bf16"]) == (fp32, bf16)
+    assert detect.cpu_peak_flops(3, cpuinfo)["fp32"] == 3 * fp32
+
+
+def pci_tree(root: Path, chain: str, speed: str = "16.0 GT/s PCIe", width: int = 16, port_width: int = 16) -> Path:
+    """A /sys of one device behind its ports: `chain` lists their addresses, the device's last."""
+    folder = root / "devices" / "pci0000:3a" / Path(*chain.split())
+    folder.mkdir(parents=True, exist_ok=True)
+    for node, lanes in ((folder, width), (folder.parent, port_width)):
+        (node / "max_link_speed").write_text(f"{speed}\n")
+        (node / "max_link_width").write_text(f"{lanes}\n")
+    (folder / "numa_node").write_text("1\n")
+    bus = root / "bus"
+    bus.mkdir(exist_ok=True)
+    (bus / folder.name).symlink_to(folder)
+    return bus
+
+
+def test_slots_are_as_wide_as_their_narrowest_part(tmp_path: Path) -> None:
+    bus = pci_tree(tmp_path, "0000:3a:00.0 0000:3b:00.0")
+    assert detect.slot_bandwidth("0000:3b:00.0", bus) == pytest.approx(26e9, rel=0.02)
+    bus = pci_tree(tmp_path / "narrow", "0000:3a:00.0 0000:3b:00.0", port_width=8)
+    assert detect.slot_bandwidth("0000:3b:00.0", bus) == pytest.approx(13e9, rel=0.02)
+    assert detect.slot_bandwidth("0000:ff:00.0", bus) == detect.slot_bandwidth(None, bus) == 13.1e9
+
+
+def test_gpus_behind_one_switch_share_a_root_port(tmp_path: Path) -> None:
+    pci_tree(tmp_path, "0000:3a:00.0 0000:3b:00.0 0000:3c:08.0 0000:3d:00.0")
+    bus = pci_tree(tmp_path, "0000:3a:00.0 0000:3b:00.0 0000:3c:10.0 0000:3e:00.0")
+    assert detect.root_port("0000:3d:00.0", bus) == detect.root_port("0000:3e:00.0", bus) == "0000:3a:00.0"
+    alone = pci_tree(tmp_path / "other", "0000:3e:00.0")
+    assert detect.root_port("0000:3e:00.0", alone) == "node 1"
+    assert detect.root_port(None, bus) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("driver", "part"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce GTX 1060", None),
+    ],
+)
+def test_driver_names(driver: str, part: str | None) -> None:
+    assert detect.known_part(driver) == part
+    assert part is None or part in PARTS
+
+
+# -- a machine with GPUs, pretended ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two 3090s behind one switch and an unknown card on its own port."""
+    pci_tree(tmp_path, "0000:3a:00.0 0000:3b:00.0 0000:3c:08.0 0000:3d:00.0")
+    pci_tree(tmp_path, "0000:3a:00.0 0000:3b:00.0 0000:3c:10.0 0000:3e:00.0")
+    bus = pci_tree(tmp_path, "0000:40:00.0 0000:41:00.0", speed="8.0 GT/s PCIe")
+
+    def properties(index: int) -> SimpleNamespace:
+        known = index < 2
+        return SimpleNamespace(
+            name="NVIDIA GeForce RTX 3090" if known else "NVIDIA Unheard Of", total_memory=24 * 2**30, major=8,
+            multi_processor_count=80, clock_rate=1_500_000, memory_clock_rate=7_000_000, memory_bus_width=256,
+            pci_domain_id=0, pci_bus_id=(0x3D, 0x3E, 0x41)[index], pci_device_id=0,
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: False)
+    monkeypatch.setattr(detect, "PCI", bus)
+
+
+def test_gpus_are_described_with_their_slots_and_datasheets(three_gpus: None) -> None:
+    hardware = Hardware.detect()
+    assert [device.name for device in hardware.devices] == ["gpu0", "gpu1", "gpu2"]
+    assert [device.root_complex for device in hardware.devices] == [0, 0, 1]
+    assert hardware.devices[0].peak_flops["fp16"] == 71e12
+    assert hardware.devices[2].peak_flops["fp32"] == pytest.approx(2 * 80 * 128 * 1.5e9)
+    assert hardware.devices[2].memory_bandwidth == pytest.approx(448e9)
+    assert hardware.bandwidth("dram0", "gpu2") == pytest.approx(13.1e9, rel=0.02)
+    assert (hardware.hosts[0].p2p, hardware.hosts[0].nvlink_bandwidth) == (False, None)
+    assert "guessed for NVIDIA Unheard Of" in hardware.source
+
+
+def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    figures = {"fp32": 30e12, "fp16": 60e12, "bf16": 61e12, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
+    report = {
+        "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3, "down": [24.5e9, 12e9],
+        "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
+        "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
+    }  # fmt: skip
+
+    def answer(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
+        asked.append((module, *arguments[0]))
+        return [report]
+
+    monkeypatch.setattr(detect, "run_children", answer)
+    monkeypatch.setattr(detect, "disk_directories", lambda: [str(tmp_path)])
+    hardware = Hardware.detect(measure=True)
+    assert asked == [("cuda", "[[0, 1], [2]]", str(tmp_path))]
+    assert hardware.source.endswith("; all rates measured")
+    device, host = hardware.devices[1], hardware.hosts[0]
+    assert device.achieved_flops("bf16") == 61e12
+    assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
+    assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
+    assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
+    (disk,) = host.ssds
+    assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
+    assert disk.directory == str(tmp_path) and disk.size_bytes > 0
+
+
+@pytest.mark.parametrize(("active", "major", "rate"), [(12, 8, 240e9), (18, 9, 360e9), (18, 10, 720e9), (0, 8, None)])
+def test_nvlinks_are_counted(active: int, major: int, rate: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(handle: int, link: int) -> int:
+        if link >= active:
+            raise RuntimeError("not supported")
+        return 1
+
+    driver = SimpleNamespace(
+        NVMLError=RuntimeError, NVML_NVLINK_MAX_LINKS=18, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetNvLinkState=state,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert detect.nvlink_bandwidth(0, major) == (rate if rate is None else pytest.approx(rate))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_measuring_a_real_gpu() -> None:
+    hardware = Hardware.detect(measure=True)
+    assert all(device.kind == "cuda" for device in hardware.devices)
+    assert hardware.bandwidth("dram0", "gpu0") > 1e9
+    assert hardware.devices[0].achieved_flops("fp32") > 1e12

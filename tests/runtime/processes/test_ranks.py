@@ -1,0 +1,162 @@
+"""Ranks of one torchrun, here threads with connections of their own to one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.ir.errors import WorkerError
+from penstock.runtime.processes.ranks import Failure, Ranks, Told, plain_error
+from penstock.runtime.processes.store_thread import StoreLost, StoreThread
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def server() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def client(server: dist.TCPStore) -> dist.TCPStore:
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return dist.TCPStore("127.0.0.1", server.port, None, False, timeout=timeout, wait_for_workers=False)
+
+
+def on_all(size: int, run: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def arrive(server: dist.TCPStore, size: int, **options: Any) -> list[Ranks]:
+    return on_all(size, lambda rank: Ranks(client(server), rank, size, TIMEOUT_S, **options))
+
+
+def test_all_get_what_all_give_round_after_round(server: dist.TCPStore) -> None:
+    ranks = arrive(server, 3)
+
+    def rounds(rank: int) -> list[Any]:
+        return [ranks[rank].exchange({"rank": rank, "round": i}) for i in range(20)]
+
+    expected = [[{"rank": rank, "round": i} for rank in range(3)] for i in range(20)]
+    assert on_all(3, rounds) == [expected] * 3
+    assert [member.rank for member in ranks[2].members] == [0, 1, 2]
+    keys_of_rounds = server.num_keys()
+    on_all(3, rounds)
+    assert server.num_keys() <= keys_of_rounds + 4  # what was read goes; signs of life may have come
+    on_all(3, lambda rank: ranks[rank].leave())
+
+
+def test_what_an_earlier_attempt_left_counts_for_nothing(server: dist.TCPStore) -> None:
+    """The second attempt has fewer ranks, and finds the arrivals, lists and failures of the first."""
+    first = arrive(server, 3)
+    first[1].report(Failure(1, plain_error("an old failure")))
+    second = arrive(server, 2)
+    assert on_all(2, lambda rank: second[rank].exchange(rank)) == [[0, 1]] * 2
+    assert second[0].told() is None and first[0].members[0].id != second[0].members[0].id
+
+
+def test_ranks_that_do_not_come_are_named(server: dist.TCPStore) -> None:
+    def come(rank: int) -> str:
+        with pytest.raises(WorkerError) as caught:
+            Ranks(client(server), rank, 4, 0.5)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(come, (0, 2)))
+    assert all("for 4 ranks: rank 1, 3 did not come" in message for message in messages)
+
+
+def test_a_failure_reaches_whoever_waits(server: dist.TCPStore) -> None:
+    heard: list[Failure] = []
+    ranks = arrive(server, 3, alarm=heard.append)
+
+    def run(rank: int) -> float:
+        if rank == 1:
+            time.sleep(0.2)
+            ranks[1].report(Failure(1, plain_error("the disk of rank 1 is full")))
+            return time.monotonic()
+        with pytest.raises(Told, match="the disk of rank 1 is full"):
+            ranks[rank].exchange({})
+        return time.monotonic()
+
+    told_s = on_all(3, run)
+    assert max(told_s) - told_s[1] < 2.0
+    assert [failure.rank for failure in heard] == [1, 1]
+
+
+def test_leaving_matters_only_to_those_who_go_on(server: dist.TCPStore) -> None:
+    ranks = arrive(server, 2)
+    on_all(2, lambda rank: ranks[rank].exchange(rank))
+    ranks[1].leave("ValueError: no such column")
+    deadline_s = time.monotonic() + 5
+    while ranks[0].told() is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    with pytest.raises(Told, match=r"rank 1 \(on .*\) has left: ValueError: no such column"):
+        ranks[0].exchange("one more")
+    behind = Failure(1, plain_error("left"), left_round=5)
+    ranks[0]._heard.failures[:] = [behind]  # rank 1 has finished rounds that this one is still in
+    assert ranks[0].told() is None
+
+
+def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
+    """It belongs to another node, so that its process cannot be looked at: only its signs of life are missing."""
+    ranks = on_all(3, lambda rank: Ranks(client(server), rank, 3, TIMEOUT_S, node=str(rank), beat=lambda: "line 7"))
+    time.sleep(0.3)
+    ranks[2]._watch.close()  # its thread ends, nothing else is heard of it
+    lost_peer = Failure(0, plain_error("Connection closed by peer"), waited=True)
+    found = ranks[0].cause(lost_peer)
+    assert found.blamed == 2 and not found.waited
+    assert "rank 2 (on " in found.error["message"] and "): no sign of life for" in found.error["message"]
+    assert "seen last: line 7" in found.error["message"]
+
+
+def test_a_store_that_is_silent_is_to_blame(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listening thread hangs in a call, as where the network to the first rank's host is cut."""
+    ranks = on_all(2, lambda rank: Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank)))
+    monkeypatch.setattr("penstock.runtime.processes.ranks.SEARCH_S", 0.5)
+    over = threading.Event()
+    ranks[1].beat = lambda: over.wait(30)
+    ranks[1]._next_beat_s = 0.0
+    time.sleep(0.3)
+    found = ranks[1].cause(Failure(1, plain_error("Timed out"), waited=True))
+    assert found.rank == 1 and "has given no answer for 0.5 s: the host of rank 0" in found.error["message"]
+    over.set()
+
+
+def test_of_own_node_the_process_is_looked_at(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = arrive(server, 2)
+    monkeypatch.setattr("penstock.runtime.processes.ranks._process_state", lambda pid: "T")
+    found = ranks[0].cause(Failure(0, plain_error("Timed out"), waited=True))
+    assert found.blamed == 1 and "is stopped (SIGSTOP)" in found.error["message"]
+    own = Failure(0, plain_error("my own fault"))
+    assert ranks[0].cause(own) is own
+
+
+class Deaf(dist.HashStore):
+    """A store whose host is out of reach: a call blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.over.wait(30)
+
+
+def test_a_store_out_of_reach_does_not_hold_anyone_up() -> None:
+    deaf = Deaf()
+    thread = StoreThread(deaf)
+    began_s = time.monotonic()
+    with pytest.raises(StoreLost, match=r"has given no answer for 0\.2 s"):
+        thread.ask(lambda store: store.check(["anything"]), 0.2)
+    with pytest.raises(StoreLost):
+        thread.ask(lambda store: store.check(["more"]), 100.0)
+    assert time.monotonic() - began_s < 2
+    deaf.over.set()
