@@ -25,7 +25,7 @@ SECONDS_AN_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Row:
+class MachineRow:
     """One machine. `reason`: why it fits no way, with the nearest that does; then all figures are None."""
 
     machine: str
@@ -49,7 +49,7 @@ class Row:
         return asdict(self)
 
 
-def compare_machines(options: JobOptions) -> list[Row]:
+def compare_machines(options: JobOptions) -> list[MachineRow]:
     """One row for each `--hardware`, in their order. Raises for what is wrong with the model or a document itself."""
     rows = []
     for hardware in options.machines():
@@ -61,12 +61,12 @@ def compare_machines(options: JobOptions) -> list[Row]:
     return rows
 
 
-def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> Row:
+def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> MachineRow:
     """`tokens`: of one step, that is of the global batch."""
     assert plan.predicted is not None
     rate = tokens / plan.predicted.step_s
     buy, rent = price(hardware)
-    return Row(
+    return MachineRow(
         machine=hardware.name,
         fits=True,
         passes=plan.passes,
@@ -84,11 +84,11 @@ def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> Row:
     )
 
 
-def failing_row(hardware: Hardware, error: DoesNotFit | HardwareError) -> Row:
+def failing_row(hardware: Hardware, error: DoesNotFit | HardwareError) -> MachineRow:
     buy, rent = price(hardware)
     nearest = dict(error.nearest) if isinstance(error, DoesNotFit) else {}
     reason = " ".join(str(error).split())
-    return Row(hardware.name, False, reason, price_dollars=buy, price_dollars_per_hour=rent, nearest=nearest)
+    return MachineRow(hardware.name, False, reason, price_dollars=buy, price_dollars_per_hour=rent, nearest=nearest)
 
 
 def price(hardware: Hardware) -> tuple[float | None, float | None]:
@@ -103,7 +103,7 @@ def _total(prices: Iterable[float | None]) -> float | None:
     return None if None in known else sum(p for p in known if p is not None)
 
 
-def compare_tables(rows: Sequence[Row]) -> list[Table]:
+def compare_tables(rows: Sequence[MachineRow]) -> list[Table]:
     """One table of all machines, one row of memories for each, and the reasons of those that fit no way."""
     money = ("price", "tokens/s per 1000 $", "tokens per $ of rent")
     columns = ("machine", "fits", "step", "tokens/s", *money)
@@ -119,13 +119,13 @@ def compare_tables(rows: Sequence[Row]) -> list[Table]:
     return found
 
 
-def unpriced(rows: Sequence[Row]) -> str:
+def unpriced(rows: Sequence[MachineRow]) -> str:
     """A sentence about machines whose price is blank; empty if there are none."""
     names = [row.machine for row in rows if row.price_dollars is None and row.price_dollars_per_hour is None]
     return f"no price is known for {', '.join(names)}: give price_dollars in hosts of the document" if names else ""
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: MachineRow) -> tuple[str, ...]:
     if row.price_dollars is not None:
         cost = f"{row.price_dollars:,.0f} $"
     else:
@@ -148,12 +148,12 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _plan_text(row: Row) -> str:
+def _plan_text(row: MachineRow) -> str:
     parts = [part for part in row.passes.split(", ") if part.startswith(("partition-", "map-", "schedule-"))]
     return f"{row.num_stages} stages, {row.micro_batches} micro-batches: {', '.join(parts)}"
 
 
-def _memories(row: Row) -> str:
+def _memories(row: MachineRow) -> str:
     """Memories with equal figures stand together."""
     alike: dict[str, list[str]] = {}
     for memory, peak in row.peak_bytes.items():

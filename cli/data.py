@@ -62,14 +62,14 @@ def _bytes(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """One line of a data file."""
 
     text: str
     label: str | None = None
 
 
-def read_samples(path: Path, *, labelled: bool) -> list[Sample]:
+def read_samples(path: Path, *, labelled: bool) -> list[TextSample]:
     """The samples of a .txt file (one) or a .jsonl file ({"text": ..., "label": ...} a line).
 
     Raises `PlanError` naming the file and the line at fault.
@@ -83,7 +83,7 @@ def read_samples(path: Path, *, labelled: bool) -> list[Sample]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".txt":
-        samples = [Sample(text)] if text.strip() else []
+        samples = [TextSample(text)] if text.strip() else []
     else:
         rows = enumerate(text.splitlines(), start=1)
         samples = [_sample(path, number, line, labelled) for number, line in rows if line.strip()]
@@ -92,7 +92,7 @@ def read_samples(path: Path, *, labelled: bool) -> list[Sample]:
     return samples
 
 
-def _sample(path: Path, number: int, line: str, labelled: bool) -> Sample:
+def _sample(path: Path, number: int, line: str, labelled: bool) -> TextSample:
     where = f"{path}, line {number}"
     try:
         row = json.loads(line)
@@ -103,7 +103,7 @@ def _sample(path: Path, number: int, line: str, labelled: bool) -> Sample:
     label = row.get("label")
     if labelled and (label is None or isinstance(label, (dict, list, float))):
         raise PlanError(f'{where}: found the label {label!r}, allowed: a text or a whole number under "label"')
-    return Sample(row["text"], None if label is None else str(label))
+    return TextSample(row["text"], None if label is None else str(label))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Rows:
         return rest, held
 
 
-def stream_rows(samples: Sequence[Sample], codec: Codec, sequence: int) -> Rows:
+def stream_rows(samples: Sequence[TextSample], codec: Codec, sequence: int) -> Rows:
     """All texts as one stream of tokens, cut to rows; labels are the tokens themselves. The rest is dropped."""
     tokens: list[int] = []
     for i, sample in enumerate(samples):
@@ -152,7 +152,7 @@ def stream_rows(samples: Sequence[Sample], codec: Codec, sequence: int) -> Rows:
     return Rows(ids, torch.ones_like(ids), ids)
 
 
-def labelled_rows(samples: Sequence[Sample], codec: Codec, sequence: int, classes: Sequence[str]) -> Rows:
+def labelled_rows(samples: Sequence[TextSample], codec: Codec, sequence: int, classes: Sequence[str]) -> Rows:
     """One row per sample: cut to `sequence` tokens (the last stays the tokenizer's end mark), or padded with a mask."""
     number = {name: i for i, name in enumerate(classes)}
     ids = torch.full((len(samples), sequence), codec.pad_id)
@@ -168,7 +168,7 @@ def labelled_rows(samples: Sequence[Sample], codec: Codec, sequence: int, classe
     return Rows(ids, mask, torch.tensor([number[str(sample.label)] for sample in samples]))
 
 
-def classes_of(samples: Sequence[Sample]) -> list[str]:
+def classes_of(samples: Sequence[TextSample]) -> list[str]:
     """The labels in use, sorted; whole numbers by value."""
     names = {str(sample.label) for sample in samples}
     return sorted(names, key=lambda name: (0, int(name), "") if name.isdigit() else (1, 0, name))

@@ -53,7 +53,7 @@ class TrainResult:
 
 
 @dataclass
-class Task:
+class TrainingTask:
     """The model, its rows and how long to train: everything but the devices."""
 
     named: NamedModel
@@ -110,7 +110,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
     return result
 
 
-def prepare(options: TrainOptions, screen: Console) -> Task:
+def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     """Data to rows, and the model that fits them. Raises `PlanError` naming what does not go together."""
     if options.data is None:
         raise PlanError("name the text to train on: --data FILE.txt or --data FILE.jsonl")
@@ -142,7 +142,7 @@ def prepare(options: TrainOptions, screen: Console) -> Task:
     screen.print(
         f"{len(rows)} rows to train on, {len(held_out)} held out, {what}; {steps} steps of {options.batch} rows"
     )
-    return Task(named, codec, rows, held_out, steps)
+    return TrainingTask(named, codec, rows, held_out, steps)
 
 
 def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) -> NamedModel:
@@ -162,7 +162,7 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
     return found
 
 
-def compile_task(options: TrainOptions, task: Task) -> Job:
+def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
     """The job. A model with weights stays on the meta device; one without gets new weights."""
     named = task.named
     weights = named.directory if named.has_weights else None
@@ -184,7 +184,7 @@ def _schedule(name: str, steps: int) -> Any:
     return None
 
 
-def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> RankSampler:
+def _begin(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> RankSampler:
     """Start the devices with new or resumed state. Returns who says which rows come next."""
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
@@ -208,7 +208,7 @@ def _begin(options: TrainOptions, task: Task, job: Job, screen: Console) -> Rank
 
 def _steps(
     options: TrainOptions,
-    task: Task,
+    task: TrainingTask,
     job: Job,
     screen: Console,
     sampler: RankSampler,
@@ -242,12 +242,12 @@ def _steps(
         )
 
 
-def _save(options: TrainOptions, task: Task, job: Job) -> None:
+def _save(options: TrainOptions, task: TrainingTask, job: Job) -> None:
     data = {"rows": task.fingerprint, "sequence": options.sequence, "seed": options.seed}
     job.save(options.out / "checkpoint", data=data)
 
 
-def _save_model(options: TrainOptions, task: Task, job: Job, screen: Console) -> None:
+def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said when the run began: weights that the model's directory lacks
         directory = job.save_pretrained(options.out / "model")
@@ -258,7 +258,7 @@ def _save_model(options: TrainOptions, task: Task, job: Job, screen: Console) ->
     )
 
 
-def evaluate(job: Job, task: Task, batch: int, screen: Console, when: str) -> dict[str, float]:
+def evaluate(job: Job, task: TrainingTask, batch: int, screen: Console, when: str) -> dict[str, float]:
     """Loss on the held-out rows, for a classifier accuracy too. Nothing where no row is held out.
 
     The loss leaves out the rows of a last batch that is not full, unless there is no other.

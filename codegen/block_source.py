@@ -20,7 +20,7 @@ from .layout import Line, block, signature
 from .members import Members, parameters_of, size, ties, used_members
 from .names import RESULT, name_in_source, usable
 from .paths import camel_case, is_under
-from .segments import Call, reads
+from .segments import BlockCall, reads
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class BlockClass:
 
     type_name: str
     root: nn.Module
-    example: Call
+    example: BlockCall
     dtypes: Mapping[str, str]
     results: tuple[str, ...]  # the names of its results inside
     arguments: list[Counter[str]]  # what each operand is called by its callers
@@ -48,9 +48,9 @@ class BlockLibrary:
     def __init__(self, imports: Imports):
         self.imports = imports
         self.classes: dict[str, BlockClass] = {}  # by text
-        self.of_call: dict[Call, BlockClass] = {}
+        self.of_call: dict[BlockCall, BlockClass] = {}
 
-    def add(self, stage: str, root: nn.Module, call: Call, dtypes: Mapping[str, str]) -> BlockClass:
+    def add(self, stage: str, root: nn.Module, call: BlockCall, dtypes: Mapping[str, str]) -> BlockClass:
         """The class of a call: a known one if the text is the same. `dtypes`: of parameters, by dotted name."""
         inputs = {node: f"in{i}" for i, node in enumerate(call.inputs)}
         body = Body(call.nodes, inputs, call.outputs, self.imports, call.path)
@@ -119,7 +119,7 @@ class BlockLibrary:
         return f"{text}; {held}{each}" if held else text
 
 
-def _init_lines(root: nn.Module, call: Call, dtypes: Mapping[str, str]) -> list[Line]:
+def _init_lines(root: nn.Module, call: BlockCall, dtypes: Mapping[str, str]) -> list[Line]:
     names = used_members(call.nodes)
     members = Members(root, call.path, dtypes)
     groups = [g for g in ties(root, names) if all(is_under(call.path, name) for name in g)]
@@ -127,7 +127,7 @@ def _init_lines(root: nn.Module, call: Call, dtypes: Mapping[str, str]) -> list[
     return members.lines
 
 
-def _type_name(call: Call) -> str:
+def _type_name(call: BlockCall) -> str:
     """The user's class of the block, else a name after its place."""
     for node in call.nodes:
         if "block_type" in node.meta:

@@ -19,8 +19,8 @@ from .layout import Line, statement, type_text
 from .loops import Loop
 from .names import FOREVER, RESULT, LiveNames, assigned_names, code_of, module_name, op_name, renamed_operand, usable
 from .paths import is_under, local, member
-from .segments import Call, is_switch, mode_of
-from .statements import Statements, Step, step_reads
+from .segments import BlockCall, is_switch, mode_of
+from .statements import Statement, Statements, step_reads
 
 _LARGE_BYTES = 1 << 20
 _PLAIN: tuple[bool, Any] = (False, None)  # gradients on, no autocast of the model's own
@@ -46,12 +46,12 @@ class Body:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[Statement],
         inputs: dict[fx.Node, str],
         outputs: Sequence[fx.Node],
         imports: Imports,
         path: str = "",
-        call_text: Callable[[Call], CallText] | None = None,
+        call_text: Callable[[BlockCall], CallText] | None = None,
         hints: dict[fx.Node, str] | None = None,
     ):
         self.steps = [s for s in steps if not (isinstance(s, fx.Node) and is_switch(s))]
@@ -85,7 +85,7 @@ class Body:
         """
         self.expected, self.places, self.deletes = expected, {}, False
         self.lines: list[Line] = []
-        self.calls: list[tuple[Call, list[str], int]] = []
+        self.calls: list[tuple[BlockCall, list[str], int]] = []
         self.text: dict[fx.Node, Text] = {}
         self.bound: dict[str, fx.Node] = {}  # what each name stands for now
         self.first_names: dict[fx.Node, str] = {}
@@ -149,7 +149,7 @@ class Body:
             self.text |= {item: Text(names[-1]) for item in row}
         self._emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = ", text, types)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: BlockCall) -> None:
         assert self.call_text is not None
         arguments = [self._name(n).text for n in call.inputs]
         self.calls.append((call, arguments, 1))
@@ -298,7 +298,7 @@ def _call_text(function: str, arguments: list[str]) -> Text:
     return Text(f"{function}({', '.join(arguments)})", arguments=(function, *arguments))
 
 
-def _leaves(node: fx.Node, following: Step | None) -> bool:
+def _leaves(node: fx.Node, following: Statement | None) -> bool:
     """Whether the module call that the node was recorded in ends behind it."""
     return not isinstance(following, fx.Node) or following.meta.get("module_call") != node.meta.get("module_call")
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from .paths import member
-from .segments import Call, Item, item_reads
+from .segments import BlockCall, CallOrNode, item_reads
 
 MAX_PERIOD = 4
 
@@ -23,7 +23,7 @@ class Loop:
     """`rounds[r][j]` is the j-th call of round r. `carried`: (value before the loop, value of the first round) that
     have one name: each round reads what the one before made."""
 
-    rounds: list[list[Call]]
+    rounds: list[list[BlockCall]]
     indices: list[int]  # of the first call of each round; all -1 where every round calls the same module
     carried: list[tuple[fx.Node, fx.Node]]
 
@@ -37,7 +37,7 @@ class Loop:
             return f"range({stop})" if first == 0 else f"range({first}, {stop})"
         return f"range({first}, {stop}, {step})"
 
-    def member_text(self, call: Call) -> str:
+    def member_text(self, call: BlockCall) -> str:
         """How the loop's body reaches the module of a call of the first round: `self.h[i]`, `self.h[i + 1]`."""
         found = _index_of(self.rounds[0][0].path, self.rounds[1][0].path)
         if found is None:
@@ -61,13 +61,15 @@ class Loop:
         return [(last, first) for a, b in pairs for last, first in zip(a.outputs, b.outputs)]
 
 
-def find_loops(items: Sequence[Item], key: Callable[[Call], Any], outputs: Sequence[fx.Node]) -> list[Item | Loop]:
+def find_loops(
+    items: Sequence[CallOrNode], key: Callable[[BlockCall], Any], outputs: Sequence[fx.Node]
+) -> list[CallOrNode | Loop]:
     """Replace runs of calls with equal `key` by loops, the longest first found from the left."""
     readers: dict[fx.Node, list[Any]] = {n: [None] for n in outputs}
     for item in items:
         for read in item_reads(item):
             readers.setdefault(read, []).append(item)
-    found: list[Item | Loop] = []
+    found: list[CallOrNode | Loop] = []
     place = 0
     while place < len(items):
         best: Loop | None = None
@@ -85,7 +87,11 @@ def _size(loop: Loop) -> int:
 
 
 def _longest(
-    items: Sequence[Item], place: int, period: int, key: Callable[[Call], Any], readers: dict[fx.Node, list[Any]]
+    items: Sequence[CallOrNode],
+    place: int,
+    period: int,
+    key: Callable[[BlockCall], Any],
+    readers: dict[fx.Node, list[Any]],
 ) -> Loop | None:
     first = _round(items, place, period)
     second = _round(items, place + period, period)
@@ -113,15 +119,15 @@ def _longest(
     return Loop(rounds, indices, carried) if len(rounds) > 1 and carried is not None else None
 
 
-def _round(items: Sequence[Item], place: int, period: int) -> list[Call] | None:
-    calls = [c for c in items[place : place + period] if isinstance(c, Call)]
+def _round(items: Sequence[CallOrNode], place: int, period: int) -> list[BlockCall] | None:
+    calls = [c for c in items[place : place + period] if isinstance(c, BlockCall)]
     return calls if len(calls) == period else None
 
 
 Role = tuple[str, Any, int]  # ("same", node, 0) | ("inside", call, output) | ("carried", call, output)
 
 
-def _roles(first: list[Call], second: list[Call]) -> list[list[Role]] | None:
+def _roles(first: list[BlockCall], second: list[BlockCall]) -> list[list[Role]] | None:
     """What each operand of the second round is: invariant, made in this round, or made in the round before."""
     before = {n: (j, q) for j, call in enumerate(first) for q, n in enumerate(call.outputs)}
     now = {n: (j, q) for j, call in enumerate(second) for q, n in enumerate(call.outputs)}
@@ -143,7 +149,7 @@ def _roles(first: list[Call], second: list[Call]) -> list[list[Role]] | None:
     return roles
 
 
-def _carried(first: list[Call], roles: list[list[Role]]) -> list[tuple[fx.Node, fx.Node]] | None:
+def _carried(first: list[BlockCall], roles: list[list[Role]]) -> list[tuple[fx.Node, fx.Node]] | None:
     pairs: dict[fx.Node, fx.Node] = {}
     for call, row in zip(first, roles):
         for start, (kind, maker, output) in zip(call.inputs, row):
@@ -157,13 +163,13 @@ def _carried(first: list[Call], roles: list[list[Role]]) -> list[tuple[fx.Node, 
     return None if invariant & set(pairs) else list(pairs.items())
 
 
-def _stays_inside(calls: list[Call], following: list[Call], readers: dict[fx.Node, list[Any]]) -> bool:
+def _stays_inside(calls: list[BlockCall], following: list[BlockCall], readers: dict[fx.Node, list[Any]]) -> bool:
     """Whether nothing but this round and the next one reads what the round makes."""
     allowed = {*calls, *following}
     return all(reader in allowed for call in calls for n in call.outputs for reader in readers.get(n, ()))
 
 
-def _step(first: list[Call], second: list[Call]) -> int | None:
+def _step(first: list[BlockCall], second: list[BlockCall]) -> int | None:
     """By how much the index in the paths grows from one round to the next; None unless it is one for all calls."""
     steps = set()
     places = set()
@@ -191,6 +197,6 @@ def _index_of(old: str, new: str) -> tuple[int, int, int] | None:
     return differing[0], int(a), int(b) - int(a)
 
 
-def _first_index(first: Call, second: Call) -> int:
+def _first_index(first: BlockCall, second: BlockCall) -> int:
     found = _index_of(first.path, second.path)
     return found[1] if found is not None else 0

@@ -16,7 +16,7 @@ from torch import fx, nn
 from ..ir.units import format_bytes
 from .layout import Line, type_text
 from .paths import is_under, member, owners
-from .segments import Call
+from .segments import BlockCall
 
 
 def used_members(nodes: Iterable[fx.Node]) -> list[str]:
@@ -110,7 +110,7 @@ class Members:
             text = f'{place}.register_buffer("{last}", {self.text(first)})'
         self.lines.append(Line(0, [text], "tied"))
 
-    def blocks(self, calls: Sequence[Call], class_name: str) -> None:
+    def blocks(self, calls: Sequence[BlockCall], class_name: str) -> None:
         """Build equal blocks of one owner: a line, or a loop over their indices."""
         paths = [call.path for call in calls]
         self.scope(paths[0])

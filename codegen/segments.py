@@ -1,6 +1,6 @@
 """A stage graph cut into what is printed as a class of its own (a user's block) and the nodes around it.
 
-In: nodes with `block` in their meta. Out: `Call`s and loose nodes, in an order that computes the same.
+In: nodes with `block` in their meta. Out: `BlockCall`s and loose nodes, in an order that computes the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SWITCHES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 
 
 @dataclass(eq=False)
-class Call:
+class BlockCall:
     """One call of a block. `inputs` and `outputs` are nodes outside and inside of it, in order of use and making."""
 
     path: str
@@ -28,7 +28,7 @@ class Call:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-Item = fx.Node | Call
+CallOrNode = fx.Node | BlockCall
 
 
 def is_switch(node: fx.Node) -> bool:
@@ -44,18 +44,18 @@ def reads(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def item_reads(item: Item) -> list[fx.Node]:
-    return item.inputs if isinstance(item, Call) else reads(item)
+def item_reads(item: CallOrNode) -> list[fx.Node]:
+    return item.inputs if isinstance(item, BlockCall) else reads(item)
 
 
-def segments(graph: fx.Graph) -> list[Item]:
-    """The graph's nodes in order, those of each block that can be a class gathered into one `Call`."""
+def segments(graph: fx.Graph) -> list[CallOrNode]:
+    """The graph's nodes in order, those of each block that can be a class gathered into one `BlockCall`."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_switch(n)]
     home = _homes(nodes)
     items = _gather(nodes, home)
     outside = _readers(graph)
     for item in items:
-        if isinstance(item, Call):
+        if isinstance(item, BlockCall):
             inside = set(item.nodes)
             item.inputs = list(dict.fromkeys(r for n in item.nodes for r in reads(n) if r not in inside))
             item.outputs = [n for n in item.nodes if any(reader not in inside for reader in outside.get(n, ()))]
@@ -92,10 +92,10 @@ def _belongs(node: fx.Node, path: str) -> bool:
     return module == path or is_under(path, module)
 
 
-def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[Item]:
+def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[CallOrNode]:
     """Runs of one block become calls. Loose nodes inside of a run move before it, unless they need it."""
-    items: list[Item] = []
-    run: Call | None = None
+    items: list[CallOrNode] = []
+    run: BlockCall | None = None
     between: list[fx.Node] = []
     for node in nodes:
         path = home.get(node, "")
@@ -104,7 +104,7 @@ def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[Item]:
             continue
         if run is None or run.path != path or not _can_precede(between, run.nodes):
             items += between
-            run = Call(path, [])
+            run = BlockCall(path, [])
             items.append(run)
         else:
             items[-1:] = [*between, run]
@@ -128,28 +128,28 @@ def _can_precede(loose: Sequence[fx.Node], run: Sequence[fx.Node]) -> bool:
     return not any(storage_root(read) in written for node in loose for read in reads(node))
 
 
-def _only_classes(items: list[Item]) -> list[Item]:
+def _only_classes(items: list[CallOrNode]) -> list[CallOrNode]:
     """Blocks that are cut into several unlike pieces, or hold no member of their own, go back to loose nodes."""
     pieces: dict[str, set[int]] = {}
     for item in items:
-        if isinstance(item, Call):
+        if isinstance(item, BlockCall):
             pieces.setdefault(item.path, set()).add(len(item.nodes))
-    kept: list[Item] = []
+    kept: list[CallOrNode] = []
     for item in items:
-        if isinstance(item, Call) and len(pieces[item.path]) == 1 and _is_worth_a_class(item) and _has_input(item):
+        if isinstance(item, BlockCall) and len(pieces[item.path]) == 1 and _is_worth_a_class(item) and _has_input(item):
             kept.append(item)
         else:
-            kept += item.nodes if isinstance(item, Call) else [item]
+            kept += item.nodes if isinstance(item, BlockCall) else [item]
     return kept
 
 
-def _is_worth_a_class(call: Call) -> bool:
+def _is_worth_a_class(call: BlockCall) -> bool:
     """It holds something, and is one of a list of modules or too long to stand in the stage's own text."""
     has_members = any(n.op in ("call_module", "get_attr") for n in call.nodes)
     return has_members and (call.path.rpartition(".")[2].isdigit() or len(call.nodes) >= MIN_NODES)
 
 
-def _has_input(call: Call) -> bool:
+def _has_input(call: BlockCall) -> bool:
     inside = set(call.nodes)
     outside = [r for n in call.nodes for r in reads(n) if r not in inside]
     return any("val" not in n.meta or isinstance(n.meta["val"], torch.Tensor) for n in outside)

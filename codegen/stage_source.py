@@ -16,7 +16,7 @@ from .loops import Loop, find_loops
 from .members import Members, size, ties, used_members
 from .names import RESULT, assigned_names, usable
 from .paths import camel_case, is_under
-from .segments import Call, Item, segments
+from .segments import BlockCall, CallOrNode, segments
 
 
 class StageSource:
@@ -39,22 +39,22 @@ class StageSource:
             hints=self._loop_names(),
         )
 
-    def _classified(self, items: list[Item]) -> list[Item]:
+    def _classified(self, items: list[CallOrNode]) -> list[CallOrNode]:
         """Give each call its class; a path whose calls have different texts is printed without a class."""
         kinds: dict[str, set[BlockClass]] = {}
         for item in items:
-            if isinstance(item, Call):
+            if isinstance(item, BlockCall):
                 kinds.setdefault(item.path, set()).add(self._class_of(item))
-        kept: list[Item] = []
+        kept: list[CallOrNode] = []
         for item in items:
-            if isinstance(item, Call) and len(kinds[item.path]) > 1:
+            if isinstance(item, BlockCall) and len(kinds[item.path]) > 1:
                 self.library.of_call.pop(item)
                 kept += item.nodes
             else:
                 kept.append(item)
         return kept
 
-    def _class_of(self, call: Call) -> BlockClass:
+    def _class_of(self, call: BlockCall) -> BlockClass:
         return self.library.add(self.spec.name, self.module, call, self.dtypes)
 
     def _loop_names(self) -> dict[fx.Node, str]:
@@ -102,7 +102,7 @@ class StageSource:
         return f"{self.spec.title}: {held}" if self.spec.title else held
 
     def _init_lines(self) -> list[Line]:
-        calls = [item for item in self.items if isinstance(item, Call)]
+        calls = [item for item in self.items if isinstance(item, BlockCall)]
         loose = [n for n in self.items if isinstance(n, fx.Node)]
         names = used_members(loose)
         inside = used_members(n for c in calls for n in c.nodes)
@@ -116,9 +116,9 @@ class StageSource:
         return members.lines
 
 
-def _same_class(calls: list[Call], library: BlockLibrary) -> list[list[Call]]:
+def _same_class(calls: list[BlockCall], library: BlockLibrary) -> list[list[BlockCall]]:
     """Distinct modules in order, those of one class and one owner together."""
-    groups: dict[tuple[BlockClass, str], dict[str, Call]] = {}
+    groups: dict[tuple[BlockClass, str], dict[str, BlockCall]] = {}
     for call in calls:
         groups.setdefault((library.of_call[call], call.path.rpartition(".")[0]), {}).setdefault(call.path, call)
     return [list(group.values()) for group in groups.values()]

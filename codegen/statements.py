@@ -15,9 +15,9 @@ from .expressions import IN_PLACE
 from .inlining import inlined, is_in_place_method
 from .loops import Loop
 from .names import FOREVER
-from .segments import Call, item_reads
+from .segments import BlockCall, item_reads
 
-Step = fx.Node | Call | Loop
+Statement = fx.Node | BlockCall | Loop
 _MAX_UNPACKED = 16
 
 
@@ -25,7 +25,7 @@ class Statements:
     """`order`: the steps with a statement. `inlined`: nodes printed inside their reader. `unpacked`: per tuple-valued
     node and position, the nodes that take it out. `same_object`: results of in-place ops, and what they changed."""
 
-    def __init__(self, steps: Sequence[Step], outputs: Sequence[fx.Node], apart: set[Any]):
+    def __init__(self, steps: Sequence[Statement], outputs: Sequence[fx.Node], apart: set[Any]):
         self.readers: dict[fx.Node, list[Any]] = {}
         for step in steps:
             for read in step_reads(step):
@@ -49,7 +49,7 @@ class Statements:
         """The place of the last statement that reads a value, or `default` where none does."""
         return self._last_use.get(self._root(node), default)
 
-    def follows(self, place: int) -> Step | None:
+    def follows(self, place: int) -> Statement | None:
         """The step behind the statement at `place`."""
         return self.order[place + 1] if place + 1 < len(self.order) else None
 
@@ -79,7 +79,7 @@ class Statements:
             node = self.same_object[node]
         return node
 
-    def _reads_through(self, step: Step) -> list[fx.Node]:
+    def _reads_through(self, step: Statement) -> list[fx.Node]:
         """Named values that a statement reads, also through what is printed inside of it."""
         found: list[fx.Node] = []
         for read in step_reads(step):
@@ -87,6 +87,6 @@ class Statements:
         return found
 
 
-def step_reads(step: Step) -> list[fx.Node]:
+def step_reads(step: Statement) -> list[fx.Node]:
     """Values that a step reads, in training or in evaluation mode."""
     return step.reads() if isinstance(step, Loop) else item_reads(step)

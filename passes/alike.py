@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from ...ir import ops
-from ...ir.program import Program, StageSpec
+from ..ir import ops
+from ..ir.program import Program, StageSpec
 
 Result = TypeVar("Result")
 

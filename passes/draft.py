@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Program
-from .graph.blocks import Block
-from .graph.opgraph import OpGraph
-from .graph.stages import Stage
+
+if TYPE_CHECKING:
+    from .graph.blocks import Block
+    from .graph.opgraph import OpGraph
+    from .graph.stages import PlannedStage
 
 # Measures blocks on the devices of the machine at hand: the same blocks, with seconds by device name.
-Profiler = Callable[[OpGraph, list[Block], Hardware], list[Block]]
-
-
+Profiler = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
 StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
 
 
@@ -58,7 +59,7 @@ class Draft:
     options: Options = field(default_factory=Options)
     blocks: list[Block] = field(default_factory=list)
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[PlannedStage] = field(default_factory=list)
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device
     programs: list[Program] = field(default_factory=list)
@@ -75,8 +76,8 @@ class Draft:
         """The machine with all its lanes."""
         return self.machine or self.hardware
 
-    def stage_of(self, name: str) -> Stage:
+    def stage_of(self, name: str) -> PlannedStage:
         return next(s for s in self.stages if s.spec.name == name)
 
-    def stages_on(self, device: int) -> list[Stage]:
+    def stages_on(self, device: int) -> list[PlannedStage]:
         return [stage for stage, d in zip(self.stages, self.devices) if d == device]

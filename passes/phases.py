@@ -16,8 +16,8 @@ WITH_KEPT = (ops.backward, ops.backward_input)  # which take what a forward kept
 
 def state_bytes(program: Program, spec: StageSpec) -> int:
     """Optimizer states and fp32 masters of a stage."""
-    face = program.interface
-    return face.state_bytes(spec) + (4 * spec.trained_params if face.master else 0)
+    interface = program.interface
+    return interface.state_bytes(spec) + (4 * spec.trained_params if interface.master else 0)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("compiler", "passes", "codegen", "runtime")
+ROOMS = ("papers", "cli", "compiler", "passes", "codegen", "runtime", "ir")
 
 
 def settings() -> configparser.ConfigParser:
@@ -43,7 +43,7 @@ def test_every_data_file_is_packaged() -> None:
     }
     endings = ("yaml", "json", "txt")
     present = {file for room in ROOMS for ending in endings for file in (ROOT / room).rglob(f"*.{ending}")}
-    assert packaged == present
+    assert packaged == present | {ROOT / "py.typed"}
 
 
 @pytest.mark.slow
@@ -55,6 +55,6 @@ def test_the_wheel_holds_the_rooms_and_their_data(tmp_path: Path) -> None:
     subprocess.run(build, check=True, timeout=240)
     (wheel,) = tmp_path.glob("penstock-*.whl")
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
-    source = [ROOT / "__init__.py"]
-    source += [file for room in ROOMS for ending in ("py", "yaml") for file in (ROOT / room).rglob(f"*.{ending}")]
+    source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
+    source += [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}

@@ -51,7 +51,7 @@ def without_cache(model: nn.Module) -> nn.Module:
     return model
 
 
-def _hugging_face(config_name: str, model_name: str, seed: int, **options: Any) -> nn.Module:
+def _hugging_interface(config_name: str, model_name: str, seed: int, **options: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)
@@ -65,11 +65,13 @@ def _decoder(name: str, seed: int, dropout: float, **options: Any) -> Made:
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": dropout,
     }  # fmt: skip
-    return _hugging_face(f"{name}Config", f"{name}ForCausalLM", seed, **{**sizes, **options}), token_batch(seed=seed)
+    return _hugging_interface(f"{name}Config", f"{name}ForCausalLM", seed, **{**sizes, **options}), token_batch(
+        seed=seed
+    )
 
 
 def gpt2(dropout: float = 0.1, seed: int = 0, num_layers: int = 2) -> Made:
-    model = _hugging_face(
+    model = _hugging_interface(
         "GPT2Config", "GPT2LMHeadModel", seed, vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=num_layers,
         n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
@@ -77,7 +79,7 @@ def gpt2(dropout: float = 0.1, seed: int = 0, num_layers: int = 2) -> Made:
 
 
 def opt(dropout: float = 0.1, seed: int = 0) -> Made:
-    model = _hugging_face(
+    model = _hugging_interface(
         "OPTConfig", "OPTForCausalLM", seed, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=64,
         num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=32, dropout=dropout,
         attention_dropout=dropout,
@@ -115,7 +117,7 @@ def roberta(dropout: float = 0.1, seed: int = 0) -> Made:
 
 def _encoder(name: str, seed: int, dropout: float) -> Made:
     """A classifier; the batch has one label per row."""
-    model = _hugging_face(
+    model = _hugging_interface(
         f"{name}Config", f"{name}ForSequenceClassification", seed, vocab_size=VOCABULARY, hidden_size=32,
         num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=64, num_labels=3,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
@@ -125,7 +127,7 @@ def _encoder(name: str, seed: int, dropout: float) -> Made:
 
 def t5(dropout: float = 0.1, seed: int = 0) -> Made:
     """Encoder-decoder with cross-attention, shared embeddings and relative position biases."""
-    model = _hugging_face(
+    model = _hugging_interface(
         "T5Config", "T5ForConditionalGeneration", seed, vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64,
         num_layers=2, num_heads=4, dropout_rate=dropout, decoder_start_token_id=0, eos_token_id=1,
     )  # fmt: skip
@@ -134,7 +136,7 @@ def t5(dropout: float = 0.1, seed: int = 0) -> Made:
 
 
 def vit(dropout: float = 0.1, seed: int = 0) -> Made:
-    model = _hugging_face(
+    model = _hugging_interface(
         "ViTConfig", "ViTForImageClassification", seed, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, image_size=16, patch_size=4, num_labels=3, hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,

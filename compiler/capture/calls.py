@@ -1,7 +1,7 @@
 """What a call seen by the tracer becomes in the graph, and what is known about it without running it.
 
-In: the function object that torch hands to a `TorchFunctionMode`. Out: a `Call` (node kind and target), whether it
-draws random numbers, whether a module is a leaf, and the user's source line.
+In: the function object that torch hands to a `TorchFunctionMode`. Out: a `RecordedCall` (node kind and target), whether
+it draws random numbers, whether a module is a leaf, and the user's source line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """`kind` is an fx node op, or "query" (answered at once, never recorded), or "refuse" (`target` says why)."""
 
     kind: str
@@ -48,30 +48,36 @@ _DATA_DEPENDENT = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
 _DATA_DEPENDENT |= {"__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__"}
 
 
-def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> Call:
+def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> RecordedCall:
     """The graph form of a torch function, method, operator or property."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         is_tensor = attribute in _TENSOR_GETTERS
-        return Call("call_function", getattr, extra=(attribute,)) if is_tensor else Call("query", attribute)
+        return (
+            RecordedCall("call_function", getattr, extra=(attribute,))
+            if is_tensor
+            else RecordedCall("query", attribute)
+        )
     if name == "__set__":
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        return Call("refuse", f"assigns to a tensor's .{attribute}: use an in-place method such as copy_() instead")
+        return RecordedCall(
+            "refuse", f"assigns to a tensor's .{attribute}: use an in-place method such as copy_() instead"
+        )
     if getattr(torch.Tensor, name, None) is not func:
-        return Call("call_function", func)
+        return RecordedCall("call_function", func)
     if name in _QUERIES:
-        return Call("query", name)
+        return RecordedCall("query", name)
     if name in _REFUSED:
-        return Call("refuse", _REFUSED[name])
+        return RecordedCall("refuse", _REFUSED[name])
     if name in _OPERATORS and num_args == 2 and not has_kwargs:
-        return Call("call_function", _OPERATORS[name])
+        return RecordedCall("call_function", _OPERATORS[name])
     if name.startswith("__") and name not in _NOT_OPERATORS:
         if hasattr(operator, name):
-            return Call("call_function", getattr(operator, name))
+            return RecordedCall("call_function", getattr(operator, name))
         if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
-            return Call("call_function", getattr(operator, f"__{name[3:]}"), reflected=True)
-    return Call("call_method", name)
+            return RecordedCall("call_function", getattr(operator, f"__{name[3:]}"), reflected=True)
+    return RecordedCall("call_method", name)
 
 
 def is_data_dependent(func: Callable[..., Any]) -> bool:
@@ -87,7 +93,7 @@ _DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropo
 _DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dropout3d"}
 
 
-def is_random(call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+def is_random(call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function or method call, traced in training mode, draws random numbers."""
     name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
     if name in _RANDOM:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
-from .calls import SHAPE_RULES, Call, classify, is_data_dependent, is_random, is_random_module, leaf_modules
+from .calls import SHAPE_RULES, RecordedCall, classify, is_data_dependent, is_random, is_random_module, leaf_modules
 from .guard import Borrowed, autocast_aliases, replaced
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
@@ -62,7 +62,7 @@ class Recorder(GraphWriter):
         self.steps: list[fx.Node] = []  # recorded calls in order, without get_attr, getitem and size nodes
         self.num_calls = 0
         self.leaves = leaf_modules(held.model)
-        self.calls: dict[Any, Call] = {}
+        self.calls: dict[Any, RecordedCall] = {}
         self.draws: _DrawWatch | None = None  # watches the custom function being recorded
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Recorder(GraphWriter):
         def on_exit(context: torch.autocast, *exception: Any) -> Any:
             if not self.busy:
                 node, _ = self.autocasts.pop()
-                self.perform(Call("call_function", _exit_autocast), (node,), {}, None)
+                self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
             return leave(context, *exception)
 
         changes = [
@@ -127,7 +127,7 @@ class Recorder(GraphWriter):
         self.modules.append((path, type(module).__name__, self.num_calls))
         try:
             if path and id(module) in self.leaves:
-                step = Call("call_module", path)
+                step = RecordedCall("call_module", path)
                 with torch._C.DisableTorchFunction():
                     return self.perform(step, self.lower(args), self.lower(kwargs), call.__get__(module), args, kwargs)
             return call(module, *args, **kwargs)
@@ -140,7 +140,7 @@ class Recorder(GraphWriter):
             return args[0](*args[2:])
         call = self.calls.get(kind)
         if call is None:
-            call = self.calls[kind] = Call("call_function", _apply_of(kind))
+            call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
         self.draws = _DrawWatch()
         with torch._C.DisableTorchFunction():
             return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
@@ -148,12 +148,12 @@ class Recorder(GraphWriter):
     def on_autocast(self, context: torch.autocast, enter: Callable[..., Any]) -> Any:
         device = "cpu" if context.device.startswith(ACCELERATORS) else context.device
         setting = (device, context.fast_dtype, context._enabled, context._cache_enabled)
-        node = self.perform(Call("call_function", _enter_autocast), setting, {}, None)
+        node = self.perform(RecordedCall("call_function", _enter_autocast), setting, {}, None)
         self.autocasts.append((node, setting))
         return enter(context)
 
     def perform(
-        self, call: Call, args: Any, kwargs: Any, run: Callable[..., Any] | None,
+        self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,
         real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Run a call on fake tensors and record it if it made or changed a tensor or a mode. Returns its result.
@@ -198,7 +198,7 @@ class Recorder(GraphWriter):
             'batched implementation (transformers: model.set_experts_implementation("batched_mm"))'
         )
 
-    def _record(self, call: Call, args: Any, kwargs: Any, value: Any, touched: list) -> fx.Node:
+    def _record(self, call: RecordedCall, args: Any, kwargs: Any, value: Any, touched: list) -> fx.Node:
         node = self.graph.create_node(call.kind, call.target, args, kwargs)
         self.annotate(node, value)
         self.steps.append(node)
@@ -226,7 +226,7 @@ class Recorder(GraphWriter):
             return type(result)(self._fresh(item, mutated) for item in result)
         return result
 
-    def _is_random(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _is_random(self, call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
         if self.draws is not None:
             watch, self.draws = self.draws, None
             return watch.seen
@@ -234,7 +234,7 @@ class Recorder(GraphWriter):
             return is_random_module(self.held.modules[call.target])
         return is_random(call, args, kwargs)
 
-    def _note_buffers(self, call: Call, node: fx.Node, args: Any, kwargs: Any) -> None:
+    def _note_buffers(self, call: RecordedCall, node: fx.Node, args: Any, kwargs: Any) -> None:
         """Say which buffers the call writes: running statistics (invisible to version counters) and in-place writes."""
         names: list[str] = []
         if call.kind == "call_module":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calls import Call
+from .calls import RecordedCall
 from .recorder import Recorder
 from .writer import has_tensor, tensors_in
 
@@ -50,7 +50,7 @@ class Replay(Recorder):
             self.bind(child, item)
 
     def perform(
-        self, call: Call, args: Any, kwargs: Any, run: Callable[..., Any] | None,
+        self, call: RecordedCall, args: Any, kwargs: Any, run: Callable[..., Any] | None,
         real_args: tuple = (), real_kwargs: dict[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Match a call with the next recorded one and return the recorded result."""
@@ -72,7 +72,7 @@ class Replay(Recorder):
         self.bind(step, step.meta["val"])
         return step.meta["val"]
 
-    def _next(self, call: Call) -> fx.Node | None:
+    def _next(self, call: RecordedCall) -> fx.Node | None:
         """The recorded step that this call repeats, past steps that evaluation may leave out."""
         for position in range(self.position, len(self.recorded.steps)):
             step = self.recorded.steps[position]
@@ -104,7 +104,7 @@ class Replay(Recorder):
             raise Misaligned(f"evaluation returns {', '.join(found)}; training {', '.join(expected)}, or other values")
 
 
-def _name(call: Call) -> str:
+def _name(call: RecordedCall) -> str:
     return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
 
 

@@ -1,4 +1,4 @@
-"""Capture: an `nn.Module` and a batch to an `OpGraph`. The public face of the tracers.
+"""Capture: an `nn.Module` and a batch to an `OpGraph`. It calls the tracers.
 
 In: any model, also on the meta device, and example inputs. Out: the whole training step, loss included, as a graph at
 the level of torch functions and leaf modules, traced on fake tensors: no weight is read, made or changed.

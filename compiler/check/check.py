@@ -107,11 +107,11 @@ def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
 
 def gradient_job(job: Job) -> Job:
     """The same programs with an optimizer that keeps each gradient and changes no weight."""
-    folder, face = job.folder, job.folder.interface
+    folder, interface = job.folder, job.folder.interface
     changed = Folder(
         folder.plan,
-        job.hardware if face.state_bytes_per_param >= 4 else _roomier(job.hardware),
-        dataclasses.replace(face, state_bytes_per_param=max(4.0, face.state_bytes_per_param)),
+        job.hardware if interface.state_bytes_per_param >= 4 else _roomier(job.hardware),
+        dataclasses.replace(interface, state_bytes_per_param=max(4.0, interface.state_bytes_per_param)),
         folder.settings.model_copy(update={"optimizer": GRADIENT_PROBE.to_json()}),
         folder.files,
     )

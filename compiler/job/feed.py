@@ -25,9 +25,9 @@ class Feed:
     """The batches of one process. `device`: which one it runs, under torchrun; None where it hands over whole batches
     for all devices."""
 
-    def __init__(self, model: nn.Module, shape: BatchShape, face: Interface, device: int | None):
-        self.model, self.shape, self.face, self.device = model, shape, face, device
-        self.lanes = max(1, len(face.lanes))
+    def __init__(self, model: nn.Module, shape: BatchShape, interface: Interface, device: int | None):
+        self.model, self.shape, self.interface, self.device = model, shape, interface, device
+        self.lanes = max(1, len(interface.lanes))
         self.part_size = shape.size // self.lanes
         self.sampler: RankSampler | None = None
         self._kinds: dict[str, str] = {}  # of batch, per function
@@ -38,9 +38,9 @@ class Feed:
         """The rows of a global batch that are needed here."""
         if self.device is None or self.lanes == 1:
             return range(self.shape.size)
-        if self.device >= self.face.world_size:
-            raise PlanError(f"this is rank {self.device}, the plan has {self.face.world_size} devices")
-        return lane_rows(self.shape.size, self.lanes, place_of(self.face, self.device)[0])
+        if self.device >= self.interface.world_size:
+            raise PlanError(f"this is rank {self.device}, the plan has {self.interface.world_size} devices")
+        return lane_rows(self.shape.size, self.lanes, place_of(self.interface, self.device)[0])
 
     # --- batches
 

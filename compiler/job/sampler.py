@@ -120,8 +120,8 @@ class RankSampler(Sampler[list[int]]):
             return [self.order.take(begin + place, 1)[0] for place in places]
         return self.order.take(first, count)
 
-    def __iter__(self) -> Pass:
-        return Pass(self, max(self._position, self._begin))
+    def __iter__(self) -> EpochRest:
+        return EpochRest(self, max(self._position, self._begin))
 
     def __len__(self) -> int:
         """Batches in the next pass."""
@@ -163,7 +163,7 @@ class RankSampler(Sampler[list[int]]):
         self._begin = max(self._begin, position)
 
 
-class Pass(Iterator[list[int]]):
+class EpochRest(Iterator[list[int]]):
     """One pass over what is left of an epoch; with a state of its own, as loaders read ahead of what is trained."""
 
     def __init__(self, sampler: RankSampler, position: int):

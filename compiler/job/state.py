@@ -17,7 +17,7 @@ from ...ir.program import Interface, StageSpec
 from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
-from ...runtime.stage.store import StageState, joined
+from ...runtime.stage.store import StagePart, joined
 from ...runtime.state import checkpoint
 from ...runtime.state.checkpoint import Checkpoint
 from ...runtime.state.plain_json import encode
@@ -34,7 +34,7 @@ def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
         yield interface.stages[stage], state.weights, state.buffers
 
 
-def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StageState:
+def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StagePart:
     """What persists of a stage: its first device's, or put together where its devices have a shard each."""
     args = {"stage": spec.name, "optimizer": with_optimizer}
     if spec.name not in driver.setup.spread:

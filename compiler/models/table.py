@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-Row = tuple[str, dict[str, Any]]
+ModelRow = tuple[str, dict[str, Any]]
 
 
-def known_models() -> dict[str, Row]:
+def known_models() -> dict[str, ModelRow]:
     """Short name to (model type, fields of its configuration)."""
     return {
         **_gpt2(), **_opt(), **_llama(), **_qwen3(), **_bert(), **_t5(), **_vit(),
@@ -40,7 +40,7 @@ def alias_of(name: str) -> str:
     }.get(short, short)
 
 
-def _gpt2() -> dict[str, Row]:
+def _gpt2() -> dict[str, ModelRow]:
     """Layers, hidden size, heads, positions."""
     sizes = {
         "gpt2": (12, 768, 12, 1024), "gpt2-medium": (24, 1024, 16, 1024), "gpt2-large": (36, 1280, 20, 1024),
@@ -55,7 +55,7 @@ def _gpt2() -> dict[str, Row]:
     return {name: ("gpt2", dict(zip(keys, row))) for name, row in sizes.items()}
 
 
-def _opt() -> dict[str, Row]:
+def _opt() -> dict[str, ModelRow]:
     """Hidden size, layers, heads; the feed-forward layer is four times as wide."""
     sizes = {
         "125m": (768, 12, 12), "1.3b": (2048, 24, 32), "2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32),
@@ -67,7 +67,7 @@ def _opt() -> dict[str, Row]:
     return {**rows, "opt-350m": ("opt", {**small, "word_embed_proj_dim": 512, "do_layer_norm_before": False})}
 
 
-def _llama() -> dict[str, Row]:
+def _llama() -> dict[str, ModelRow]:
     """Hidden and feed-forward size, layers, heads, key-value heads, vocabulary, positions."""
     sizes = {
         "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096), "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
@@ -78,7 +78,7 @@ def _llama() -> dict[str, Row]:
     return {name: ("llama", {**_decoder(*row), **(rope if row[5] == 128256 else {})}) for name, row in sizes.items()}
 
 
-def _qwen3() -> dict[str, Row]:
+def _qwen3() -> dict[str, ModelRow]:
     """Hidden and feed-forward size, layers, heads; the small ones tie their embeddings."""
     sizes = {
         "0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32),
@@ -102,7 +102,7 @@ def _decoder(*row: int) -> dict[str, Any]:
     return dict(zip(keys, row))
 
 
-def _bert() -> dict[str, Row]:
+def _bert() -> dict[str, ModelRow]:
     """Hidden size, layers, heads, vocabulary; the feed-forward layer is four times as wide."""
     sizes = {
         "bert-base": (768, 12, 12, 30522), "bert-large": (1024, 24, 16, 30522), "mics-bert-10b": (2560, 127, 40, 32008),
@@ -112,7 +112,7 @@ def _bert() -> dict[str, Row]:
         "roberta-large": (1024, 24, 16, 50265),
     }  # fmt: skip
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    rows: dict[str, Row] = {}
+    rows: dict[str, ModelRow] = {}
     for name, row in sizes.items():
         fields = {**dict(zip(keys, row)), "intermediate_size": 4 * row[0]}
         roberta = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -121,7 +121,7 @@ def _bert() -> dict[str, Row]:
     return rows
 
 
-def _t5() -> dict[str, Row]:
+def _t5() -> dict[str, ModelRow]:
     """Hidden size, size of a head, feed-forward size, layers of each half, heads."""
     sizes = {
         "t5-small": (512, 64, 2048, 6, 8), "t5-base": (768, 64, 3072, 12, 12), "t5-large": (1024, 64, 4096, 24, 16),
@@ -132,7 +132,7 @@ def _t5() -> dict[str, Row]:
     return {name: ("t5", {**common, **dict(zip(keys, row))}) for name, row in sizes.items()}
 
 
-def _vit() -> dict[str, Row]:
+def _vit() -> dict[str, ModelRow]:
     """Hidden and feed-forward size, layers, heads, patch; images of 224 x 224, 1000 classes.
 
     `vit-g` is the 1.0 B parameter model of Zhai et al. 2022, table 2, `vit-gigantic` their ViT-G of 1.8 B.

@@ -26,9 +26,9 @@ from ...ir.units import format_bytes
 from ...passes.draft import Profiler as Measure
 from ...passes.graph.blocks import Block, BlockSeconds, backward_time_s, forward_time_s
 from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.profile import Sample, checked, distinct, samples, with_seconds
+from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
 from ...runtime.device.file import INTERFACE_FILE
-from ...runtime.measure.blocks import ROWS_FILE, SLICE_S
+from ...runtime.measure.blocks import ROWS_FILE, STAGE_S
 from ...runtime.measure.detect import known_part, run_children, usable_cores
 from ...runtime.processes.local import worker_environment
 from .cache import EntryKey, ProfileCache
@@ -39,7 +39,7 @@ START_S, SLACK = 120.0, 100.0  # a child may take so long, and so many times wha
 
 
 @dataclass(frozen=True)
-class Part:
+class DeviceKind:
     """Devices of a document that are one kind of device here: `kind` "cpu", or "cuda" with the first one's number."""
 
     kind: str
@@ -53,7 +53,9 @@ class Part:
         return _at_once(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
 
 
-Run = Callable[[Part, Sequence[Sample], str, float], dict[str, BlockSeconds]]  # part, what, precision, roofline seconds
+RunSamples = Callable[
+    [DeviceKind, Sequence[BlockSample], str, float], dict[str, BlockSeconds]
+]  # part, what, precision, roofline seconds
 
 
 class Profiler:
@@ -62,7 +64,7 @@ class Profiler:
     `run` measures on a part what is not in the cache. Raises `HardwareError` for a device that is not here.
     """
 
-    def __init__(self, cache: ProfileCache, precision: str, run: Run | None = None):
+    def __init__(self, cache: ProfileCache, precision: str, run: RunSamples | None = None):
         self.cache, self.precision = cache, precision
         self.run = run_on_this_machine if run is None else run
 
@@ -73,7 +75,7 @@ class Profiler:
             measured.update({device.name: entries for device in part.devices})
         return with_seconds(blocks, measured)
 
-    def _entries(self, graph: OpGraph, blocks: list[Block], part: Part) -> dict[str, BlockSeconds]:
+    def _entries(self, graph: OpGraph, blocks: list[Block], part: DeviceKind) -> dict[str, BlockSeconds]:
         first = distinct(blocks)
         keys = {found: EntryKey(found, part.title, self.precision, torch.__version__) for found in first}
         known = {found: seconds for found, key in keys.items() if (seconds := self.cache.load(key)) is not None}
@@ -129,7 +131,7 @@ def _roofline_s(block: Block, device: Device, precision: str) -> float:
 # --- which devices are here
 
 
-def parts_here(hardware: Hardware) -> list[Part]:
+def parts_here(hardware: Hardware) -> list[DeviceKind]:
     """The devices by kind. Raises `HardwareError` naming the first that is not one of this machine's, and what is."""
     groups: dict[tuple[str, str], list[tuple[int, Device]]] = {}
     number_of_gpus = 0
@@ -147,7 +149,9 @@ def parts_here(hardware: Hardware) -> list[Part]:
     cpus = [device for device in hardware.devices if device.kind == "cpu"]
     beside = f", {usable_cores()} cores, {_at_once(len(cpus), cpus[0])} devices at once" if cpus else ""
     return [
-        Part(kind, title if kind == "cuda" else title + beside, tuple(device for _, device in members), members[0][0])
+        DeviceKind(
+            kind, title if kind == "cuda" else title + beside, tuple(device for _, device in members), members[0][0]
+        )
         for (kind, title), members in groups.items()
     ]
 
@@ -201,7 +205,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def run_on_this_machine(
-    part: Part, wanted: Sequence[Sample], precision: str, expected_s: float
+    part: DeviceKind, wanted: Sequence[BlockSample], precision: str, expected_s: float
 ) -> dict[str, BlockSeconds]:
     """Time the samples in child processes, as many at once as the machine has CPU devices; the mean over them.
 
@@ -219,13 +223,13 @@ def run_on_this_machine(
             ranks,
             threads,
             environment=worker_environment(threads),
-            timeout_s=START_S + len(wanted) * 3 * SLICE_S + SLACK * expected_s,
+            timeout_s=START_S + len(wanted) * 3 * STAGE_S + SLACK * expected_s,
         )
     rows = {names[name]: [report[name] for report in reports] for name in names}
     return {found: BlockSeconds(*map(statistics.fmean, zip(*times))) for found, times in rows.items()}
 
 
-def write_samples(folder: str | Path, wanted: Sequence[Sample]) -> None:
+def write_samples(folder: str | Path, wanted: Sequence[BlockSample]) -> None:
     """The file of a device that holds these stages and whose step does nothing, and what `measure_blocks` needs."""
     interface = Interface({sample.stage.spec.name: sample.stage.spec for sample in wanted}, batch={})
     program = Program(0, interface)

@@ -13,7 +13,7 @@ from ...ir.program import MemoryProfile, StageSpec, dtype_bytes, print_node, pro
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
 from ...passes.graph.stages import COMPUTE_DTYPES
-from .host_memory import Need, host_needs, host_of
+from .host_memory import MemoryNeed, host_needs, host_of
 
 
 def check_fit(draft: Draft) -> None:
@@ -56,7 +56,7 @@ def check_lasting(draft: Draft) -> None:
     for host, held in parts.items():
         missing = sum(held.values()) - hardware.dram_budget_bytes(host)
         if missing > 0:
-            need = Need(f"dram{host}", dict(held))
+            need = MemoryNeed(f"dram{host}", dict(held))
             text = _host_text(draft, need, hardware.dram_budget_bytes(host))
             raise DoesNotFit(text, memory=need.memory, missing_bytes=missing)
 
@@ -120,7 +120,7 @@ def _device_text(draft: Draft, name: str, profile: MemoryProfile, budget: int) -
     )
 
 
-def _host_text(draft: Draft, need: Need, budget: int) -> str:
+def _host_text(draft: Draft, need: MemoryNeed, budget: int) -> str:
     text = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in need.parts.items())
     if need.loading_bytes > need.step_bytes:
         text = f"while weights are loaded {format_bytes(need.loading_bytes)}, in a step {text}"

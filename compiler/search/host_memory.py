@@ -21,7 +21,7 @@ PASSING = "gradients on their way"
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes of one memory at its peak in a step, by what they are for, and in all while weights are loaded."""
 
     memory: str
@@ -42,7 +42,7 @@ def host_of(memory: str) -> int:
     return int(memory.removeprefix(ops.DRAM).removeprefix(ops.SSD))
 
 
-def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[Need]:
+def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[MemoryNeed]:
     """Of each host's DRAM, and of its SSDs where its programs keep anything there; the devices' peaks added up."""
     by_host: dict[int, list[tuple[Program, MemoryProfile]]] = defaultdict(list)
     for program in programs:
@@ -51,9 +51,9 @@ def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[Need]:
     for host, rows in by_host.items():
         profiles = [profile for _, profile in rows]
         loading = _loading_bytes(rows, hardware, copies=1 if len(programs) == 1 else 2)
-        needs.append(Need(f"dram{host}", _parts(profiles, ops.DRAM), loading))
+        needs.append(MemoryNeed(f"dram{host}", _parts(profiles, ops.DRAM), loading))
         if any(profile.peak_bytes[ops.SSD] for profile in profiles):
-            needs.append(Need(f"ssd{host}", _parts(profiles, ops.SSD)))
+            needs.append(MemoryNeed(f"ssd{host}", _parts(profiles, ops.SSD)))
     return needs
 
 

@@ -40,7 +40,7 @@ from .candidates import (
     scouts,
 )
 from .layouts import Outlook, outlooks, varied
-from .trial import Bench, Candidate, Dump, prove
+from .trial import Bench, Candidate, DumpPrograms, prove
 
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
@@ -62,7 +62,7 @@ class Wishes:
     micro_batches: int | None
     batch_size: int
     options: Options
-    dump: Dump | None = None
+    dump: DumpPrograms | None = None
     decided: Plan | None = None
     search_s: float = SEARCH_S
     beyond_dram_bytes: int = 0  # of what lasts between steps, what devices and DRAM cannot hold at least

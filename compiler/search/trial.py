@@ -34,7 +34,7 @@ from .bounds import Bound, lower_bound
 from .fit import check_fit, check_lasting
 from .host_memory import evaluation_lacks
 
-Dump = Callable[[str, Draft], None]
+DumpPrograms = Callable[[str, Draft], None]
 PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
 
 
@@ -102,7 +102,7 @@ class Bench:
         hardware: Hardware,
         options: Options,
         decided: MappingType[str, Any] | None = None,
-        dump: Dump | None = None,
+        dump: DumpPrograms | None = None,
     ):
         self.graph, self.hardware, self.options = graph, hardware, options
         self.decided, self.dump = decided, dump

@@ -67,13 +67,13 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Part(BaseModel):
+class MachinePart(BaseModel):
     """Common rules of all parts: immutable, and no key beyond those listed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Ssd(Part):
+class Ssd(MachinePart):
     """One disk. Reads and writes take turns on it.
 
     `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its
@@ -93,14 +93,14 @@ class Ssd(Part):
         return int(self.size_bytes * self.usable_fraction)
 
 
-class RootComplex(Part):
+class RootComplex(MachinePart):
     """A PCIe root port (or the one uplink of a switch) that the devices below it share, per direction."""
 
     bandwidth_up: Rate  # towards DRAM
     bandwidth_down: Rate  # towards the devices
 
 
-class Host(Part):
+class Host(MachinePart):
     """One machine: DRAM, CPU, root complexes, disks.
 
     `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM.
@@ -124,14 +124,14 @@ class Host(Part):
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 
 
-class Network(Part):
+class Network(MachinePart):
     """What joins the hosts: rate per host and direction, and the time of an empty message."""
 
     bandwidth: Rate
     latency_s: Seconds = 20e-6
 
 
-class Device(Part):
+class Device(MachinePart):
     """A GPU, or a CPU worker process that stands for one with a memory budget of its own.
 
     `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype.
@@ -174,7 +174,7 @@ class Device(Part):
         return arithmetic_s + num_bytes / self.memory_bandwidth + launches * self.op_overhead_s
 
 
-class Hardware(Part):
+class Hardware(MachinePart):
     """One or more hosts with their devices. Unequal devices are simply different entries."""
 
     name: str

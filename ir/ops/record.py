@@ -17,6 +17,7 @@ from .names import DEVICE, MESH_GROUPS
 if TYPE_CHECKING:
     from ..program import Interface, StageSpec, TensorSpec
 
+
 @dataclass(frozen=True)
 class Value:
     """The type of one value: what it is, how many bytes, and in which memory it lives.

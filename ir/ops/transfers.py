@@ -52,8 +52,12 @@ def persistent(
     ctx.stage(stage)
     if group is not None:
         ctx.group(group)
-    spec, face = ctx.interface.part_of(stage, group or ""), ctx.interface
-    num_bytes = {"weights": spec.weight_bytes, "states": face.states_bytes(spec), "all": face.all_bytes(spec)}[what]
+    spec, interface = ctx.interface.part_of(stage, group or ""), ctx.interface
+    num_bytes = {
+        "weights": spec.weight_bytes,
+        "states": interface.states_bytes(spec),
+        "all": interface.all_bytes(spec),
+    }[what]
     return Value(what, num_bytes, memory, stage=spec.name, group=group or "")
 
 
@@ -141,9 +145,9 @@ def _read(ctx: Context, what: str | Value, *, group: str | None = None) -> Value
 
 def _read_work(ctx: Context, what: str | Value, *, group: str | None = None) -> Work:
     """Of "stage1.all" the weights are not read where masters stand for them."""
-    value, face = _read(ctx, what, group=group), ctx.interface
-    apart = value.kind == "all" and face.masters_say_all(ctx.stage(value.stage))
-    moved = face.states_bytes(face.part_of(value.stage, value.group)) if apart else value.bytes
+    value, interface = _read(ctx, what, group=group), ctx.interface
+    apart = value.kind == "all" and interface.masters_say_all(ctx.stage(value.stage))
+    moved = interface.states_bytes(interface.part_of(value.stage, value.group)) if apart else value.bytes
     return Work(READ, moved_bytes=moved, source=SSD, target=DRAM)
 
 

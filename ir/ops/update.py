@@ -87,15 +87,15 @@ def _step_work(
     *,
     speculative: bool = False,
 ) -> Work:
-    spec, face = ctx.interface.part_of(stage, grads.group), ctx.interface
+    spec, interface = ctx.interface.part_of(stage, grads.group), ctx.interface
     share = 1.0 if not grads.part or not spec.grad_bytes else grads.bytes / spec.grad_bytes
-    per_step = share * ((8 + 4) * spec.trained_params + 2 * face.state_bytes(spec))
+    per_step = share * ((8 + 4) * spec.trained_params + 2 * interface.state_bytes(spec))
     return Work(
         _where(grads),
         params=round(share * spec.trained_params),
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        workspace_bytes=4 * round(share * spec.trained_params) if face.master else 0,  # the gradients in fp32
+        workspace_bytes=4 * round(share * spec.trained_params) if interface.master else 0,  # the gradients in fp32
         workspace_memory=grads.memory,
     )
 

@@ -54,11 +54,11 @@ def _predict(ctx: Context, stage: str, weights: Value, *, updates: int, shared: 
 
 
 def _predict_work(ctx: Context, stage: str, weights: Value, *, updates: int, shared: int = 0) -> Work:
-    spec, face = ctx.stage(stage), ctx.interface
+    spec, interface = ctx.stage(stage), ctx.interface
     largest = max((p.numel for p in spec.params if p.requires_grad), default=0)
     return Work(
         COMPUTE,
-        traffic_bytes=2 * weights.bytes + face.state_bytes(spec) + 8 * spec.trained_params,
+        traffic_bytes=2 * weights.bytes + interface.state_bytes(spec) + 8 * spec.trained_params,
         launches=5 * len(spec.params),
         workspace_bytes=3 * 4 * largest,  # of one parameter at a time: its update and what that is made of
     )
@@ -73,9 +73,9 @@ predict = Op(
 )
 
 
-def shared_params(face: Interface, stage: str) -> frozenset[str]:
+def shared_params(interface: Interface, stage: str) -> frozenset[str]:
     """A stage's trained parameters whose gradients are summed over several stages."""
-    return frozenset(name for rows in face.groups.values() for _, member, name in rows if member == stage and name)
+    return frozenset(name for rows in interface.groups.values() for _, member, name in rows if member == stage and name)
 
 
 def apart(values: Mapping[str, T], shared: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:

@@ -30,47 +30,47 @@ NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host)(?P<host>\d+)(?:\.(?P<co
 WRITTEN_OUT = 16  # devices
 DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
 WORLD = "world"  # all that have a part of one copy of the weights
-Row = tuple[int, str, str]
+GroupRow = tuple[int, str, str]
 
 
 def bind(programs: Sequence[Program]) -> list[Program]:
     """One program for every device, in order, out of those of a lane: with the machine's devices, the batch's
     micro-batches, and groups that have members. Where there are no lanes, the programs as they are."""
-    face = programs[0].interface
-    if not face.lanes:
+    interface = programs[0].interface
+    if not interface.lanes:
         return list(programs)
-    whole = bound_interface(face)
-    found = [bind_one(p, lane, whole) for lane in range(len(face.lanes)) for p in programs]
+    whole = bound_interface(interface)
+    found = [bind_one(p, lane, whole) for lane in range(len(interface.lanes)) for p in programs]
     return sorted(found, key=lambda program: program.device)
 
 
 def bind_one(program: Program, lane: int, whole: Interface | None = None) -> Program:
     """A lane's program as the lane of that number runs it. `whole`: see `bound_interface`."""
-    face, role = program.interface, program.device
-    if not face.lanes:
+    interface, role = program.interface, program.device
+    if not interface.lanes:
         return program
-    devices = face.lanes[lane]
+    devices = interface.lanes[lane]
     bound = program.copy()
-    bound.device, bound.interface = devices[role], whole or bound_interface(face)
+    bound.device, bound.interface = devices[role], whole or bound_interface(interface)
     for node in bound.ops():
-        node.kwargs = {name: _bound(face, lane, role, name, value) for name, value in node.kwargs.items()}
+        node.kwargs = {name: _bound(interface, lane, role, name, value) for name, value in node.kwargs.items()}
     infer_all(bound)
     return bound
 
 
-def _bound(face: Interface, lane: int, role: int, name: str, value: Any) -> Any:
+def _bound(interface: Interface, lane: int, role: int, name: str, value: Any) -> Any:
     if value is None or isinstance(value, fx.Node):
         return value
     if name in ("dst", "src"):
-        return face.lanes[lane][value]
+        return interface.lanes[lane][value]
     if name == "micro_batch":
-        return lane * face.micro_batches + value
-    return group_name(face, lane, role, value) if name == "group" else value
+        return lane * interface.micro_batches + value
+    return group_name(interface, lane, role, value) if name == "group" else value
 
 
-def group_name(face: Interface, lane: int, role: int, group: str) -> str:
+def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
     """What a group of a lane's program is called among those of the whole machine."""
-    replica, place = divmod(lane, face.shards)
+    replica, place = divmod(lane, interface.shards)
     if group == ops.SHARDS:
         return f"{group}.{role}.{replica}"
     if group == ops.REPLICAS:
@@ -78,54 +78,58 @@ def group_name(face: Interface, lane: int, role: int, group: str) -> str:
     return f"{group}.{replica if group == WORLD else lane}"
 
 
-def bound_interface(face: Interface) -> Interface:
+def bound_interface(interface: Interface) -> Interface:
     """The same for the whole machine: no lanes, all devices, all micro-batches, every group with its members."""
-    groups: dict[str, list[Row]] = {}
-    for lane, devices in enumerate(face.lanes):
+    groups: dict[str, list[GroupRow]] = {}
+    for lane, devices in enumerate(interface.lanes):
         for role in range(len(devices)):
             for group in ops.MESH_GROUPS:
-                name = group_name(face, lane, role, group)
+                name = group_name(interface, lane, role, group)
                 if name not in groups:
-                    groups[name] = [(member, "", "") for member in members_of(face, lane, role, group)]
-        for group, rows in face.groups.items():
-            bound = groups.setdefault(group_name(face, lane, 0, group), [])
+                    groups[name] = [(member, "", "") for member in members_of(interface, lane, role, group)]
+        for group, rows in interface.groups.items():
+            bound = groups.setdefault(group_name(interface, lane, 0, group), [])
             bound += [(devices[role], stage, param) for role, stage, param in rows]
     return replace(
-        face,
-        num_devices=face.world_size,
-        micro_batches=face.total_micro_batches,
+        interface,
+        num_devices=interface.world_size,
+        micro_batches=interface.total_micro_batches,
         groups={name: tuple(rows) for name, rows in groups.items()},
         lanes=(),
         shards=1,
     )
 
 
-def members_of(face: Interface, lane: int, role: int, group: str) -> list[int]:
+def members_of(interface: Interface, lane: int, role: int, group: str) -> list[int]:
     """The devices of the machine that a group of `ops.MESH_GROUPS`, or `WORLD`, joins with a lane's device, in the
     group's order."""
-    first, place = lane - lane % face.shards, lane % face.shards
+    first, place = lane - lane % interface.shards, lane % interface.shards
     if group == WORLD:
-        return [device for other in face.lanes[first : first + face.shards] for device in other]
-    among = range(first, first + face.shards) if group == ops.SHARDS else range(place, len(face.lanes), face.shards)
-    return [face.lanes[other][role] for other in among]
+        return [device for other in interface.lanes[first : first + interface.shards] for device in other]
+    among = (
+        range(first, first + interface.shards)
+        if group == ops.SHARDS
+        else range(place, len(interface.lanes), interface.shards)
+    )
+    return [interface.lanes[other][role] for other in among]
 
 
-def device_mesh(face: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
+def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
     """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
     members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `Link` makes those
     that the plan needs."""
     from torch.distributed.device_mesh import DeviceMesh  # here, because planning does without
 
-    lanes = face.lanes or (tuple(range(face.num_devices)),)
-    rows = torch.tensor(lanes).view(face.replicas, face.shards, face.num_devices)
+    lanes = interface.lanes or (tuple(range(interface.num_devices)),)
+    rows = torch.tensor(lanes).view(interface.replicas, interface.shards, interface.num_devices)
     return DeviceMesh(kind, rows, mesh_dim_names=DIMENSIONS, _init_backend=False, _rank=device)
 
 
-def place_of(face: Interface, device: int) -> tuple[int, int]:
+def place_of(interface: Interface, device: int) -> tuple[int, int]:
     """Lane and role of a device of the machine."""
-    if not face.lanes:
+    if not interface.lanes:
         return 0, device
-    return next((lane, row.index(device)) for lane, row in enumerate(face.lanes) if device in row)
+    return next((lane, row.index(device)) for lane, row in enumerate(interface.lanes) if device in row)
 
 
 def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
@@ -198,23 +202,23 @@ def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
     return part.model_copy(update=update)
 
 
-def written_out(face: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
+def written_out(interface: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
     """Whether all lanes are simulated and shown one by one: on few devices, or where they are not alike."""
-    return hardware.num_devices <= most or not are_alike(hardware, face.lanes)
+    return hardware.num_devices <= most or not are_alike(hardware, interface.lanes)
 
 
 def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_OUT) -> tuple[list[Program], Hardware]:
     """Programs that stand for all of a plan, and the machine whose devices they are of: every device's own, or those of
     a lane with its part of the machine, where there are more than `most` devices and lanes are alike."""
-    face = programs[0].interface
-    if not face.lanes or written_out(face, hardware, most):
+    interface = programs[0].interface
+    if not interface.lanes or written_out(interface, hardware, most):
         return bind(programs), hardware
-    return list(programs), slice_of(hardware, face.lanes)
+    return list(programs), slice_of(hardware, interface.lanes)
 
 
-def lane_of(face: Interface, hardware: Hardware) -> Hardware:
+def lane_of(interface: Interface, hardware: Hardware) -> Hardware:
     """What the programs of a lane have of a machine."""
-    return slice_of(hardware, face.lanes) if face.lanes else hardware
+    return slice_of(hardware, interface.lanes) if interface.lanes else hardware
 
 
 def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:

@@ -51,7 +51,7 @@ class Persistent:
 
 
 @dataclass
-class Home:
+class StageHome:
     """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: of
     the weights only a shard is here. `undo`: a second copy of what an update changes."""
 
@@ -61,15 +61,15 @@ class Home:
     undo: bool = False
 
 
-def homes_of(program: Program) -> dict[str, Home]:
+def homes_of(program: Program) -> dict[str, StageHome]:
     """Where each stage of a program persists, as its ops say. See `op_transfers`."""
-    homes: dict[str, Home] = {}
+    homes: dict[str, StageHome] = {}
     for node in program.ops():
         if node.target in (ops.resident, ops.fetch, ops.read) and isinstance(node.args[0], str):
             stage, _, what = node.args[0].partition(".")
             memory = {ops.resident: ops.DEVICE, ops.fetch: ops.DRAM, ops.read: ops.SSD}[node.target]  # type: ignore[index]
             if what != "states":
-                homes.setdefault(stage, Home(memory, group=str(node.kwargs.get("group") or "")))
+                homes.setdefault(stage, StageHome(memory, group=str(node.kwargs.get("group") or "")))
         elif node.target is ops.step and node.args[0] in homes:
             home = homes[str(node.args[0])]
             home.states = home.weights if ops.step.bind(node.args, node.kwargs)["states"] is None else ops.SSD
@@ -85,25 +85,25 @@ def persistent_bytes(program: Program) -> Persistent:
     return bytes_of_homes(program.interface, homes_of(program))
 
 
-def bytes_of_homes(face: Interface, homes: Mapping[str, Home]) -> Persistent:
+def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Persistent:
     """What stays of stages that persist there, on one device and in its host's memories."""
     where = {memory: _empty() for memory in ops.MEMORIES}
     for stage, home in homes.items():
-        spec = face.part_of(stage, home.group)
+        spec = interface.part_of(stage, home.group)
         own = where[home.weights]
         own["weights"] += aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else spec.weight_bytes
         where[ops.DEVICE]["buffers"] += sum(aligned(b.bytes) for b in spec.buffers)
         if home.states is None:
             continue
         own = where[home.states]
-        masters, states = 4 * spec.trained_params if face.master else 0, face.state_bytes(spec)
+        masters, states = 4 * spec.trained_params if interface.master else 0, interface.state_bytes(spec)
         if home.states == ops.SSD:  # pages of files, whose ends are padded
-            states = face.states_bytes(spec) - masters
+            states = interface.states_bytes(spec) - masters
         own["masters"] += masters
         own["states"] += states
         if home.undo and home.states == ops.SSD:
             own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
-            if home.weights == ops.DRAM and not face.master:  # which are the masters
+            if home.weights == ops.DRAM and not interface.master:  # which are the masters
                 where[ops.DRAM]["undo"] += spec.weight_bytes
         elif home.undo:
             own["undo"] += states + 4 * spec.trained_params

@@ -18,7 +18,7 @@ from ..ops import shared_params
 from ..program import Program, operands, values_of
 from .case import Case, fail, line_of
 
-Versions = tuple[int, int]  # of a stage's own parameters, and of those that it shares
+VersionPair = tuple[int, int]  # of a stage's own parameters, and of those that it shares
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Reading:
     """Which versions the forward and the backward of one micro-batch read. `ahead`: how many updates later than that
     the forward's weights were made out to be."""
 
-    forward: Versions
-    ahead: Versions = (0, 0)
-    backward: Versions | None = None
+    forward: VersionPair
+    ahead: VersionPair = (0, 0)
+    backward: VersionPair | None = None
 
 
 def readings(program: Program) -> dict[tuple[str, int], Reading]:
@@ -43,10 +43,10 @@ def readings(program: Program) -> dict[tuple[str, int], Reading]:
     return found
 
 
-def _with_versions(program: Program) -> Iterator[tuple[fx.Node, Versions, Versions]]:
+def _with_versions(program: Program) -> Iterator[tuple[fx.Node, VersionPair, VersionPair]]:
     """Forwards and backwards, with the versions of their weights and the updates that these were carried on by."""
-    updates: dict[str, Versions] = {}
-    made: dict[Any, tuple[Versions, Versions]] = {}  # stashed or predicted weights
+    updates: dict[str, VersionPair] = {}
+    made: dict[Any, tuple[VersionPair, VersionPair]] = {}  # stashed or predicted weights
     for node in program.ops():
         stage = str(node.args[0]) if node.args else ""
         own, shared = updates.get(stage, (0, 0))
@@ -72,7 +72,7 @@ def check_versions(case: Case) -> None:
         _check_resident(program)
         stashing = {str(node.args[0]) for node in program.ops() if node.target is ops.stash}
         predicting = {str(node.args[0]) for node in program.ops() if node.target is ops.predict}
-        begun: dict[tuple[str, int], tuple[fx.Node, Versions]] = {}
+        begun: dict[tuple[str, int], tuple[fx.Node, VersionPair]] = {}
         for node, versions, ahead in _with_versions(program):
             stage, m = str(node.args[0]), _micro_batch(node)
             if node.target is ops.forward:
@@ -90,7 +90,7 @@ def check_versions(case: Case) -> None:
                 fail(program, node, f"runs on version {found}, its forward in line {line} on {max(first)}; {why}")
 
 
-def _check_prediction(program: Program, node: fx.Node, versions: Versions, ahead: Versions) -> None:
+def _check_prediction(program: Program, node: fx.Node, versions: VersionPair, ahead: VersionPair) -> None:
     stage, m = str(node.args[0]), _micro_batch(node)
     spec, shared = program.interface.stages[stage], shared_params(program.interface, stage)
     has_own = any(p.requires_grad and p.name not in shared for p in spec.params)
@@ -171,13 +171,13 @@ class _Updates:
         return {name for name, members in rows if any(d == device and s == stage for d, s, _ in members)}
 
     def check_counts(self, last: fx.Node) -> None:
-        face = self.program.interface
+        interface = self.program.interface
         for stage in dict.fromkeys(str(n.args[0]) for n in self.program.ops() if n.target is ops.backward):
             parts = ("own", "shared") if any(s == stage and part for s, part in self.done) else ("",)
-            for part in parts if face.stages[stage].trained_params else ():
+            for part in parts if interface.stages[stage].trained_params else ():
                 count = self.done.get((stage, part), 0)
-                if count != face.micro_batches:
-                    message = f"{stage} has {count} updates, there are {face.micro_batches} micro-batches"
+                if count != interface.micro_batches:
+                    message = f"{stage} has {count} updates, there are {interface.micro_batches} micro-batches"
                     fail(self.program, last, message)
 
 

@@ -11,7 +11,7 @@ from ..errors import VerifyError
 from ..program import MemoryProfile, Program, build_order, describe, find_cycle, over_budget, print_node, values_of
 from .case import Case, fail, line_of, message_key, where
 
-Call = tuple[Program, fx.Node]
+OpCall = tuple[Program, fx.Node]
 COLLECTIVES = (ops.all_reduce, ops.all_gather, ops.reduce_scatter)
 
 
@@ -34,8 +34,8 @@ def check_devices(case: Case) -> None:
 
 def check_messages(case: Case) -> None:
     """Sends and receives match one to one by (source, destination, tag), with equal shape and dtype."""
-    sends: dict[tuple[int, int, str], Call] = {}
-    recvs: dict[tuple[int, int, str], Call] = {}
+    sends: dict[tuple[int, int, str], OpCall] = {}
+    recvs: dict[tuple[int, int, str], OpCall] = {}
     for program in case.programs:
         for node in program.ops():
             if node.target not in (ops.send, ops.recv):
@@ -54,7 +54,7 @@ def check_messages(case: Case) -> None:
         _check_equal_types(sends[key], (program, node))
 
 
-def _check_equal_types(send: Call, recv: Call) -> None:
+def _check_equal_types(send: OpCall, recv: OpCall) -> None:
     sent: ops.Value = send[1].args[0].meta["type"]  # type: ignore[union-attr]
     received: ops.Value = recv[1].meta["type"]
     if (sent.shape, sent.dtype) != (received.shape, received.dtype):
@@ -65,7 +65,7 @@ def _check_equal_types(send: Call, recv: Call) -> None:
 def check_collectives(case: Case) -> None:
     """All members of a group call it equally often, each time with the same op and the same kind of value; a gather and
     a sum over devices also of the same stage."""
-    calls: dict[str, dict[int, list[Call]]] = {}
+    calls: dict[str, dict[int, list[OpCall]]] = {}
     groups = case.programs[0].interface.groups
     for program in case.programs:
         for node in program.ops():

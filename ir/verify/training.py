@@ -113,7 +113,7 @@ PARTS: dict[object, tuple[str, ...]] = {
 def check_coverage(case: Case) -> None:
     """Each stage does each micro-batch once: forward and backward in `step`, else evaluate. All of them on one device,
     or on the devices of a group that can add up its gradients, there each micro-batch on one of them."""
-    face = case.programs[0].interface
+    interface = case.programs[0].interface
     done: dict[tuple[str, str, int], tuple[Program, fx.Node]] = {}
     homes: dict[str, tuple[Program, fx.Node]] = {}
     for program in case.programs:
@@ -123,7 +123,7 @@ def check_coverage(case: Case) -> None:
                 continue
             stage, micro_batch = str(node.args[0]), _micro_batch(node)
             home = homes.setdefault(stage, (program, node))[0]
-            if home is not program and not _joined(face, stage, home.device, program.device):
+            if home is not program and not _joined(interface, stage, home.device, program.device):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
             if done.get(("forward", stage, micro_batch), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
@@ -132,10 +132,10 @@ def check_coverage(case: Case) -> None:
                     name, first = node.target.name, line_of(*done[part, stage, micro_batch])  # type: ignore[union-attr]
                     fail(program, node, f"{name} of {stage}, micro-batch {micro_batch} is done in line {first}")
                 done[part, stage, micro_batch] = (program, node)
-    for stage, spec in face.stages.items():
+    for stage, spec in interface.stages.items():
         program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
         for part in _wanted(case.function, spec):
-            missing = [m for m in range(face.micro_batches) if (part, stage, m) not in done]
+            missing = [m for m in range(interface.micro_batches) if (part, stage, m) not in done]
             if missing:
                 whole = all(("backward_input", stage, m) not in done for m in missing)
                 name = "backward" if whole and part.startswith("backward") else part
@@ -149,14 +149,14 @@ def _wanted(function: str, spec: StageSpec) -> tuple[str, ...]:
     return (*PARTS[ops.forward], *(PARTS[ops.backward] if _has_gradients(spec) else ()))
 
 
-def _joined(face: Interface, stage: str, first: int, second: int) -> bool:
+def _joined(interface: Interface, stage: str, first: int, second: int) -> bool:
     """Whether groups that hold the whole stage join both devices."""
-    return second in _reach(face, stage, first, face.groups)
+    return second in _reach(interface, stage, first, interface.groups)
 
 
-def _reach(face: Interface, stage: str, first: int, groups: Collection[str]) -> set[int]:
+def _reach(interface: Interface, stage: str, first: int, groups: Collection[str]) -> set[int]:
     """The devices that these groups join with `first`, maybe in several hops, as far as they hold the whole stage."""
-    whole = [{d for d, s, param in face.groups[name] if s in ("", stage) and not param} for name in groups]
+    whole = [{d for d, s, param in interface.groups[name] if s in ("", stage) and not param} for name in groups]
     reached, before = {first}, set[int]()
     while reached != before:
         before = set(reached)
@@ -222,7 +222,7 @@ def check_gradients(case: Case) -> None:
     reach one update, or the result, on each of these."""
     if case.function != "step" or case.is_asynchronous:
         return
-    face = case.programs[0].interface
+    interface = case.programs[0].interface
     updates: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
     returned: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
     for program in case.programs:
@@ -236,7 +236,7 @@ def check_gradients(case: Case) -> None:
             for value in values:
                 if value in sums:
                     returned.setdefault(sums[value].stage, []).append((program, _last_op(program), sums[value]))
-    for stage, spec in face.stages.items():
+    for stage, spec in interface.stages.items():
         if spec.trained_params == 0:
             continue
         ends = updates.get(stage) or returned.get(stage, [])
@@ -246,9 +246,9 @@ def check_gradients(case: Case) -> None:
             if len(own) != 1:
                 place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
                 fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
-            _check_sum(*own[0], _backwards(own[0][0], stage), _tied(face, spec, device))
+            _check_sum(*own[0], _backwards(own[0][0], stage), _tied(interface, spec, device))
         if stage in updates:  # what is returned may still be added up
-            _check_devices(ends, face, set(homes))
+            _check_devices(ends, interface, set(homes))
 
 
 def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
@@ -293,10 +293,10 @@ def _backwards(program: Program, stage: str) -> set[int]:
     return {_micro_batch(n) for n in program.ops() if n.target in GIVING and n.args[0] == stage}
 
 
-def _tied(face: Interface, spec: StageSpec, device: int) -> set[str]:
+def _tied(interface: Interface, spec: StageSpec, device: int) -> set[str]:
     """The groups in which a device adds up parameters that the stage shares with others."""
     trained = {param.name for param in spec.params if param.requires_grad}
-    rows = [(name, member) for name, members in face.groups.items() for member in members]
+    rows = [(name, member) for name, members in interface.groups.items() for member in members]
     return {name for name, (d, stage, param) in rows if d == device and stage == spec.name and param in trained}
 
 
@@ -309,14 +309,14 @@ def _check_sum(program: Program, node: fx.Node, found: _Sum, micro_batches: set[
         fail(program, node, f"the gradients of {found.stage} hold a tied parameter and were not summed over {names}")
 
 
-def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], face: Interface, homes: set[int]) -> None:
+def _check_devices(ends: list[tuple[Program, fx.Node, _Sum]], interface: Interface, homes: set[int]) -> None:
     """The groups that the gradients of a stage went through join all its devices, and all lanes."""
     program, node, found = ends[0]
     groups = {name for end in ends for name in end[2].groups}
-    for group in ops.MESH_GROUPS if face.lanes else ():
-        if face.size(group) > 1 and group not in groups:
+    for group in ops.MESH_GROUPS if interface.lanes else ():
+        if interface.size(group) > 1 and group not in groups:
             fail(program, node, f"the gradients of {found.stage} were not summed over the {group} of other lanes")
-    reached = _reach(face, found.stage, program.device, groups & face.groups.keys())
+    reached = _reach(interface, found.stage, program.device, groups & interface.groups.keys())
     if homes - reached:
         names = ", ".join(map(str, sorted(homes - reached)))
         fail(program, node, f"the gradients of {found.stage} were not summed with those of device {names}")

@@ -15,7 +15,7 @@ from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Program, infer_all, profile_memory
 from ...runtime.simulate import CostModel, Timeline, simulate
-from ...runtime.simulate.sharing import Progress
+from ...runtime.simulate.sharing import TasksUnderWay
 from ..fuyou.bench import step_flops
 from ..lab import Case, Lab, Trial
 
@@ -211,7 +211,7 @@ def collective_s(
         hierarchical=hierarchical,
     )  # fmt: skip
     model = CostModel(machine, "fp16")
-    progress = Progress(model.links)
+    progress = TasksUnderWay(model.links)
     progress.begin(0, model.collective([(device, work) for device in members]), 0.0)
     end_s = 0.0
     while progress.events:

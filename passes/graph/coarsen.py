@@ -26,7 +26,7 @@ from .costs import measure_blocks
 from .operators import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
 
-Run = tuple[str, list[fx.Node]]
+NamedNodes = tuple[str, list[fx.Node]]
 LEVELS = ("layer", "operator")
 
 
@@ -74,7 +74,7 @@ def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
     return make_blocks(graph, runs, [layer_of[main] for main in mains])
 
 
-def make_blocks(graph: OpGraph, runs: list[Run], layers: Sequence[str] = ()) -> list[Block]:
+def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = ()) -> list[Block]:
     """Blocks with hash, inputs, outputs and parameter bytes, still without costs. `layers`: of each run that is not a
     layer itself."""
     blocks = []
@@ -97,12 +97,12 @@ def make_blocks(graph: OpGraph, runs: list[Run], layers: Sequence[str] = ()) -> 
     return blocks
 
 
-def _runs(graph: OpGraph) -> list[Run]:
+def _runs(graph: OpGraph) -> list[NamedNodes]:
     shared = shared_nodes(graph)
     nodes = [
         n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n)
     ]
-    runs: list[Run] = []
+    runs: list[NamedNodes] = []
     for node in nodes:
         key = _block_path(node.meta.get("module_path", ""))
         if runs and (key == runs[-1][0] or not (_in_list(key) or graph.node_parameters(node))):
@@ -126,7 +126,7 @@ def _in_list(key: str) -> bool:
     return key.rpartition(".")[2].isdigit()
 
 
-def _calls(graph: OpGraph, run: Run) -> list[Run]:
+def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
     """A run of several calls of one module list's element, cut where its first parameters come again."""
     name, nodes = run
     first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
@@ -138,7 +138,7 @@ def _calls(graph: OpGraph, run: Run) -> list[Run]:
     return [(name, piece) for piece in pieces]
 
 
-def _join_leading(graph: OpGraph, runs: list[Run]) -> list[Run]:
+def _join_leading(graph: OpGraph, runs: list[NamedNodes]) -> list[NamedNodes]:
     """A first run without parameters joins the second, so that every block has weights where the model has any."""
     if len(runs) > 1 and not any(graph.node_parameters(n) for n in runs[0][1]):
         runs[1:2] = [(runs[1][0], runs[0][1] + runs[1][1])]
@@ -146,14 +146,14 @@ def _join_leading(graph: OpGraph, runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _join_inseparable(graph: OpGraph, runs: list[Run]) -> list[Run]:
+def _join_inseparable(graph: OpGraph, runs: list[NamedNodes]) -> list[NamedNodes]:
     """Join all runs from a node to the last one that must stay with it, so that no cut falls between them."""
     home = {node: i for i, (_, nodes) in enumerate(runs) for node in nodes}
     upto = list(range(len(runs)))
     for first, last in _inseparable(graph, home):
         begin, end = sorted((home[first], home[last]))
         upto[begin] = max(upto[begin], end)
-    joined: list[Run] = []
+    joined: list[NamedNodes] = []
     end = -1
     for i, (name, nodes) in enumerate(runs):
         if i <= end and joined:
@@ -190,7 +190,7 @@ def _buffers_of(graph: OpGraph, node: fx.Node) -> list[str]:
     return [str(node.target)] if node.op == "get_attr" else []
 
 
-def _unique(runs: list[Run]) -> list[Run]:
+def _unique(runs: list[NamedNodes]) -> list[NamedNodes]:
     seen: dict[str, int] = {}
     named = []
     for name, nodes in runs:

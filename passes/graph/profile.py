@@ -18,17 +18,17 @@ from torch import fx
 from ...ir.errors import PlanError
 from .blocks import Block, BlockSeconds
 from .opgraph import OpGraph, value_tensors
-from .stages import Stage, build_block_stages
+from .stages import PlannedStage, build_block_stages
 
 Measured = Mapping[str, Mapping[str, BlockSeconds]]  # device name -> block hash -> seconds
 
 
 @dataclass(frozen=True)
-class Sample:
+class BlockSample:
     """A block that stands for all of its hash. `rows`: per input of indices, how many rows there are to index."""
 
     hash: str
-    stage: Stage
+    stage: PlannedStage
     rows: Mapping[str, int]
 
 
@@ -40,11 +40,11 @@ def distinct(blocks: Sequence[Block]) -> dict[str, Block]:
     return found
 
 
-def samples(graph: OpGraph, blocks: Sequence[Block], wanted: Iterable[str]) -> list[Sample]:
+def samples(graph: OpGraph, blocks: Sequence[Block], wanted: Iterable[str]) -> list[BlockSample]:
     """One per wanted hash. Raises `PlanError` where a value between blocks is no tensor."""
     first = distinct(blocks)
     stages = {stage.blocks[0]: stage for stage in build_block_stages(graph, blocks)}
-    return [Sample(key, stages[first[key].name], index_rows(stages[first[key].name].graph)) for key in wanted]
+    return [BlockSample(key, stages[first[key].name], index_rows(stages[first[key].name].graph)) for key in wanted]
 
 
 def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:

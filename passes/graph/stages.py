@@ -1,8 +1,8 @@
 """Stages: the part of the op graph that one device runs between two messages, as a graph of its own.
 
-In: op graph, blocks, and which blocks make a stage. Out: `Stage`s, each with the interface that programs refer to
-(`StageSpec`) and a graph that code is printed from. Shared nodes (masks, position ids) are cloned into every stage that
-reads them. A value that a later stage reads is an output here and an input there, whatever lies between the two.
+In: op graph, blocks, and which blocks make a stage. Out: `PlannedStage`s, each with the interface that programs refer
+to (`StageSpec`) and a graph that code is printed from. Shared nodes (masks, position ids) are cloned into every stage
+that reads them. A value that a later stage reads is an output here and an input there, whatever lies between the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass
-class Stage:
+class PlannedStage:
     """`graph`'s placeholders are `spec.inputs`, its results `spec.outputs` then `spec.extra_outputs`. Most drafts are
     only simulated: the graph is made when it is first asked for."""
 
@@ -40,14 +40,14 @@ class Stage:
         return self.make_graph()
 
 
-def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]) -> list[Stage]:
+def build_stages(graph: OpGraph, blocks: Sequence[Block], partition: list[list[str]]) -> list[PlannedStage]:
     """One stage per list of block names. Raises `PassError` unless every block is in exactly one stage and
     no stage reads a value of a later one."""
     cut = _Cut(graph, blocks, partition)
     return [_Builder(cut, index).build() for index in range(len(partition))]
 
 
-def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[Stage]:
+def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[PlannedStage]:
     """Every block as a stage of its own, to be timed: shared tensors (masks) enter as inputs instead of being computed,
     so that the seconds of several blocks add up to those of a stage that holds them."""
     cut = _Cut(graph, blocks, [[block.name] for block in blocks])
@@ -146,7 +146,7 @@ class _Builder:
         self.cut, self.graph, self.home, self.index = cut, cut.graph, cut.home, index
         self.is_last = index == len(cut.partition) - 1
 
-    def build(self) -> Stage:
+    def build(self) -> PlannedStage:
         own = self.cut.nodes[self.index]
         results = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
         read = [a for n in own for a in n.all_input_nodes]
@@ -158,7 +158,7 @@ class _Builder:
         loss = results.pop("loss", None)
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
         module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()])
-        return Stage(
+        return PlannedStage(
             self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
         )
 

@@ -12,10 +12,10 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import aligned_class
 from ...ir.program import Interface, Program, StageSpec, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
+from ..alike import look
 from ..draft import Draft
 from ..phases import fetched_phases, phases, state_bytes
-from .activation_plan import Half, Item, Rates, Room
-from .alike import look
+from .activation_plan import Half, Item, LinkRates, Room
 from .insert_fetch import arena_bytes, fetch_weights
 
 BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
@@ -38,14 +38,14 @@ class Tiers:
 class Machine:
     """One device with its stages. `counts`: micro-batches of each stage; `tiers`: if weights are swapped."""
 
-    face: Interface
+    interface: Interface
     device: Device
     specs: tuple[StageSpec, ...]
     counts: dict[str, int]
     trained: frozenset[str]
     precision: str
     swap: bool
-    rates: Rates
+    rates: LinkRates
     has_ssd: bool
     updates_per_s: float  # by the CPU
     update_s: float  # of all stages by the device, where their states are
@@ -140,11 +140,13 @@ class Machine:
         weights = sum(spec.weight_bytes for spec in self.specs)
         # The weights of the last stage, and of those that keep everything, stay for their backward.
         twice = sum(spec.weight_bytes for spec in self.specs[:-1] if spec.name in again)
-        states = sum(self.face.states_bytes(spec) for spec in self.specs if spec.name in self.trained)
+        states = sum(self.interface.states_bytes(spec) for spec in self.specs if spec.name in self.trained)
         grads = sum(spec.grad_bytes for spec in self.specs if spec.name in self.trained)
         trained = sum(spec.trained_params for spec in self.specs if spec.name in self.trained)
         on_ssd, states_on_ssd = self.tiers.weights, self.tiers.states * states
-        with_states = 0.0 if self.face.master else on_ssd * weights  # where weights are masters they are read with them
+        with_states = (
+            0.0 if self.interface.master else on_ssd * weights
+        )  # where weights are masters they are read with them
         forward = Half(forward_s, h2d_bytes=weights + received, d2h_bytes=sent, read_bytes=on_ssd * weights)
         backward = Half(
             backward_s,
@@ -166,7 +168,7 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
     nodes = list(program.ops())
     counts = Counter(str(n.args[0]) for n in nodes if n.target is ops.forward)
     return Machine(
-        face=program.interface,
+        interface=program.interface,
         device=owner,
         specs=specs,
         counts=counts,
@@ -183,16 +185,18 @@ def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Mach
     )
 
 
-def _update_s(hardware: Hardware, owner: Device, face: Interface, specs: Sequence[StageSpec], precision: str) -> float:
+def _update_s(
+    hardware: Hardware, owner: Device, interface: Interface, specs: Sequence[StageSpec], precision: str
+) -> float:
     launches = sum(len(spec.params) for spec in specs)
     params = sum(spec.trained_params for spec in specs)
     if owner.kind == "cpu":
         return cpu_update_s(owner, hardware, params) + launches * owner.op_overhead_s
-    states = sum(face.state_bytes(spec) for spec in specs)
+    states = sum(interface.state_bytes(spec) for spec in specs)
     return owner.compute_s(0.0, UPDATE_BYTES * params + 2 * states, precision, launches)
 
 
-def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> Rates:
+def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:
     name, host = hardware.devices[device].name, hardware.devices[device].host
     dram, disks = f"dram{host}", f"ssd{host}"
     names = [hardware.devices[d].name for d in neighbours]
@@ -210,22 +214,22 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> Rates:
     links = shared((dram, name), down), shared((name, dram), up), read, write
     owner = hardware.devices[device]
     if owner.kind != "cpu":
-        return Rates(*links)
+        return LinkRates(*links)
     cores = hardware.hosts[host].cpu_cores / len(names)
     copying = 0.0 if hardware.throttled else 1 / (owner.h2d_bandwidth * cores)  # held down, they sleep
-    return Rates(*links, min(owner.threads / cores, 1.0), copying)
+    return LinkRates(*links, min(owner.threads / cores, 1.0), copying)
 
 
-def _tiers(draft: Draft, face: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:
+def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:
     """Weights lie in DRAM before states do, and both before activations. `tier` as insert-ssd will get it; "" where all
     weights and states stay on their devices."""
     homes = zip(draft.stages, draft.devices)
     specs = [stage.spec for stage, home in homes if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
-    states = sum(face.states_bytes(spec) for spec in specs)
+    states = sum(interface.states_bytes(spec) for spec in specs)
     hardware = draft.hardware
     disks = hardware.budget_bytes(f"ssd{host}") * SSD_SHARE if hardware.hosts[host].ssds else 0.0
-    buffers = BUFFERS * len(neighbours) * max((face.all_bytes(spec) for spec in specs), default=0)
+    buffers = BUFFERS * len(neighbours) * max((interface.all_bytes(spec) for spec in specs), default=0)
     dram = hardware.dram_budget_bytes(host) - buffers
     missing = weights + states - dram if disks else 0.0
     states_share = min(1.0, max(0.0, missing / states)) if states else 0.0

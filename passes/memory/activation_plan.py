@@ -17,7 +17,7 @@ from ...ir.ops import DEVICE, DRAM, SSD
 from ...ir.units import format_bytes, format_seconds
 
 INPUTS, CLASSES = "inputs", "classes"  # what of a stage is placed, each in one memory
-Place = tuple[str, str]  # (stage, INPUTS or CLASSES)
+ClassPlace = tuple[str, str]  # (stage, INPUTS or CLASSES)
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, lie evenly however many there are
 CLOSE = 1.001  # a step that is shorter by less is not worth more bytes
 
@@ -52,7 +52,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """Bytes per second of one device's share of the links. A CPU device copies with the cores that compute:
     `compute_cores` and `copy_cores_s` are what a second of computation and a byte moved take of its share of them."""
 
@@ -74,14 +74,14 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ActivationProblem:
     """One device's share. `backward` includes computing every stage again without any class. `inputs`: bytes of what
     each stage reads of others, for all micro-batches; these must lie somewhere. `memories`: where things may lie,
     the first that has room is taken."""
 
     forward: Half
     backward: Half
-    rates: Rates
+    rates: LinkRates
     room: Room
     items: tuple[Item, ...]
     inputs: Mapping[str, int]
@@ -102,7 +102,7 @@ class Point:
     step_s: float
     forward_bound: str
     backward_bound: str
-    places: Mapping[Place, str] = field(default_factory=dict, compare=False)
+    places: Mapping[ClassPlace, str] = field(default_factory=dict, compare=False)
     fits: bool = True
 
 
@@ -117,7 +117,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def sweep(problem: Problem) -> list[Point]:
+def sweep(problem: ActivationProblem) -> list[Point]:
     """The curve: for every number of items taken in order of benefit, the step and where everything lies."""
     classes = dict.fromkeys(problem.stages, 0)
     kept_bytes, saved_s = 0, 0.0
@@ -130,7 +130,9 @@ def sweep(problem: Problem) -> list[Point]:
     return points
 
 
-def point_of(problem: Problem, count: int, classes: Mapping[str, int], kept_bytes: int, saved_s: float) -> Point:
+def point_of(
+    problem: ActivationProblem, count: int, classes: Mapping[str, int], kept_bytes: int, saved_s: float
+) -> Point:
     """What it costs to keep `classes` (stage to bytes), which saves so many seconds."""
     places, fits = place(problem, classes)
     dram_bytes = ssd_bytes = 0
@@ -146,7 +148,7 @@ def point_of(problem: Problem, count: int, classes: Mapping[str, int], kept_byte
     return Point(count, kept_bytes, moved, ssd_bytes, step_s, forward_bound, backward_bound, places, fits)
 
 
-def place(problem: Problem, classes: Mapping[str, int]) -> tuple[dict[Place, str], bool]:
+def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[ClassPlace, str], bool]:
     """A memory for the inputs and the classes of every stage, and whether all of them have room.
 
     The last stages stay on the device: they are used again first, when there is least time to move them. What then
@@ -157,7 +159,7 @@ def place(problem: Problem, classes: Mapping[str, int]) -> tuple[dict[Place, str
     left = {DEVICE: problem.room.device_bytes, DRAM: problem.room.dram_bytes, SSD: problem.room.ssd_bytes}
     number = {stage: i for i, stage in enumerate(problem.stages)}
     waiting = sorted((key for key in sizes if sizes[key]), key=lambda key: (-number[key[0]], key[1]))
-    found: dict[Place, str] = {}
+    found: dict[ClassPlace, str] = {}
     for memory in problem.memories:
         if memory != DEVICE:
             waiting.sort(key=lambda key: ((number[key[0]] * GOLDEN) % 1, key[1]))
@@ -171,7 +173,14 @@ def place(problem: Problem, classes: Mapping[str, int]) -> tuple[dict[Place, str
 
 
 def busiest(
-    half: Half, rates: Rates, *, h2d: float = 0, d2h: float = 0, read: float = 0, write: float = 0, saved_s: float = 0
+    half: Half,
+    rates: LinkRates,
+    *,
+    h2d: float = 0,
+    d2h: float = 0,
+    read: float = 0,
+    write: float = 0,
+    saved_s: float = 0,
 ) -> tuple[float, str]:
     """Seconds of half a step with so many more bytes and so much less computation, and what takes them (eq. 2, 5)."""
     compute_s = half.compute_s - saved_s

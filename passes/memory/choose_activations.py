@@ -18,11 +18,11 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, plan_arena
 from ...ir.units import format_bytes, format_seconds
+from ..alike import once
 from ..base import Pass
 from ..draft import Draft
 from .activation_machine import Machine, machine_of
-from .activation_plan import CLASSES, INPUTS, Item, Point, Problem, best, by_benefit, sweep, table
-from .alike import once
+from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
 from .move_activations import Ahead, Choice, input_bytes, keep_chosen, move_activations, turn_bytes
 
@@ -33,7 +33,7 @@ MEMORIES = {
     "ssd": (ops.SSD,),
     "none": (ops.DEVICE,),
 }
-TIERS = ("auto", "states", "all", "none")
+ACTIVATION_TIERS = ("auto", "states", "all", "none")
 MOST_ROUNDS = 4  # of giving out less device memory until the program fits
 PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
 
@@ -92,7 +92,7 @@ class ChooseActivations(Pass):
             move_activations(program, choices, ahead)
 
     def __post_init__(self) -> None:
-        for key, value, known in (("to", self.to, tuple(MEMORIES)), ("tier", self.tier, TIERS)):
+        for key, value, known in (("to", self.to, tuple(MEMORIES)), ("tier", self.tier, ACTIVATION_TIERS)):
             if value not in known:
                 raise PassError(f"pass {self.name!r}: option {key}={value!r} is none of {', '.join(known)}")
         if self.share > 1:
@@ -129,7 +129,7 @@ class ChooseActivations(Pass):
 
     def curve(
         self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[str, ...]
-    ) -> tuple[Problem, list[Point]]:
+    ) -> tuple[ActivationProblem, list[Point]]:
         """The model of the step in which these stages are rematerialised and use these memories, and its sweep."""
         memories = tuple(m for m in memories if m != ops.SSD or machine.has_ssd)
         if not memories:
@@ -148,7 +148,9 @@ class ChooseActivations(Pass):
         if ops.SSD in memories:  # what goes there passes through DRAM
             turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
             room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
-        problem = Problem(forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped)
+        problem = ActivationProblem(
+            forward, backward, machine.rates, room, items, inputs, tuple(names), memories, swapped
+        )
         return problem, sweep(problem)
 
 
@@ -166,13 +168,15 @@ def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) ->
     return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
 
 
-def _rank(problem: Problem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
+def _rank(problem: ActivationProblem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
     """Whether something lacks room, then whether two stages' weights do, then the step."""
     chosen = best(points, share)
     return not chosen.fits, problem.room.device_bytes < 0, chosen.step_s
 
 
-def _fitting(program: Program, machine: Machine, problem: Problem, points: list[Point], share: float) -> Outcome:
+def _fitting(
+    program: Program, machine: Machine, problem: ActivationProblem, points: list[Point], share: float
+) -> Outcome:
     """The best of the curve; less device memory is given out until the program itself fits."""
     for _ in range(MOST_ROUNDS):
         chosen = best(points, share)
@@ -191,7 +195,7 @@ def _fitting(program: Program, machine: Machine, problem: Problem, points: list[
     return outcome
 
 
-def _choices(problem: Problem, point: Point) -> dict[str, Choice]:
+def _choices(problem: ActivationProblem, point: Point) -> dict[str, Choice]:
     """What a point of the curve says of each stage."""
     kept: dict[str, list[str]] = {stage: [] for stage in problem.stages}
     for item in by_benefit(problem.items, problem.stages)[: point.count]:

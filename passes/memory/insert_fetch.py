@@ -19,10 +19,10 @@ from torch import fx
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import FirstFit, MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
+from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
 from ..phases import Phase, fetched_phases, hand_over, phases, state_bytes
-from .alike import look, once
 
 Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
 
@@ -77,10 +77,10 @@ class InsertFetch(Pass):
 
 def resident_bytes(program: Program) -> int:
     """Peak of device memory if everything stays: weights, gradients, and the optimizer's states beside them."""
-    face = program.interface
+    interface = program.interface
     stages = {str(n.args[0]).partition(".")[0] for n in program.ops() if n.target is ops.resident}
     return profile_memory(program).peak_bytes[ops.DEVICE] + sum(
-        state_bytes(program, face.stages[stage]) for stage in stages
+        state_bytes(program, interface.stages[stage]) for stage in stages
     )
 
 

@@ -16,10 +16,10 @@ from typing import ClassVar
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, StageSpec, infer, infer_all, place_frees, profile_memory, values_of
+from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
 from ..phases import WITH_KEPT, state_bytes
-from .alike import look, once
 from .insert_fetch import Early, look_ahead, profile_swapped
 
 

@@ -20,11 +20,11 @@ from ...ir.errors import PassError
 from ...ir.program import Program, infer_all, place_frees, plan_arena
 from ..base import Pass
 from ..draft import Draft
+from ..optimizer.dram_peak import weights_reads
+from ..optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom, StageTiers
 from ..phases import phases
-from .dram_peak import weights_reads
-from .ssd_room import MOST_AHEAD, SsdRoom, Tiers
 
-TIERS = ("auto", "states", "all")
+SSD_TIERS = ("auto", "states", "all")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class InsertSsd(Pass):
     decides: ClassVar[str] = "ssd"
     optional: ClassVar[bool] = True
     tier: str = "auto"
-    ahead: int = MOST_AHEAD
+    ahead: int = MOST_READS_AHEAD
 
     def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(TIERS)}")
-        if not 0 <= self.ahead <= MOST_AHEAD:
-            raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_AHEAD}")
+        if self.tier not in SSD_TIERS:
+            raise PassError(f"pass {self.name!r}: option tier={self.tier!r} is none of {', '.join(SSD_TIERS)}")
+        if not 0 <= self.ahead <= MOST_READS_AHEAD:
+            raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_READS_AHEAD}")
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
@@ -53,7 +53,7 @@ class InsertSsd(Pass):
         for a tier that asks for SSDs which the machine does not have.
         """
         room = SsdRoom(draft)
-        tiers: Tiers = {}
+        tiers: StageTiers = {}
         ahead = self.ahead
         tier = "all" if draft.sharding is not None and draft.sharding.tier == ops.SSD else self.tier
         for host in room.hosts:
@@ -73,10 +73,10 @@ class InsertSsd(Pass):
         for stage, tier in tiers.items():
             if stage not in able:
                 raise PassError(f"ssd names {stage!r}; the stages whose weights come from DRAM are {', '.join(able)}")
-            if tier not in TIERS[1:]:
+            if tier not in SSD_TIERS[1:]:
                 raise PassError(f"ssd has {tier!r} of {stage} on SSD; allowed: states, all")
-        if not 0 <= ahead <= MOST_AHEAD:
-            raise PassError(f"ssd reads {ahead} phases ahead; allowed: 0 to {MOST_AHEAD}")
+        if not 0 <= ahead <= MOST_READS_AHEAD:
+            raise PassError(f"ssd reads {ahead} phases ahead; allowed: 0 to {MOST_READS_AHEAD}")
         draft.on_ssd = dict(tiers)
         for program in draft.programs:
             read_weights(program, [stage for stage, tier in tiers.items() if tier == "all"], ahead)
@@ -107,7 +107,7 @@ def read_within(program: Program, stages: Sequence[str], ahead: int, arena_bytes
             return
 
 
-def _remark(tiers: Tiers, num_stages: int, ahead: int) -> str:
+def _remark(tiers: StageTiers, num_stages: int, ahead: int) -> str:
     if not tiers:
         return "DRAM holds everything"
     whole = list(tiers.values()).count("all")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import PAGE, FirstFit, Home, Program, bytes_of_homes, place_bytes, places_of, takes_place
-from ..optimizer.timing import Timing, Updates
-from ..optimizer.updates import script, stages_read
+from ...ir.program import PAGE, FirstFit, Program, StageHome, bytes_of_homes, place_bytes, places_of, takes_place
 from ..phases import Phase, phases
+from .timing import Timing, Updates
+from .updates import script, stages_read
 
-Place = tuple[int, int, int]  # in the text: an op's number, before or behind it, and how manieth there
-Event = tuple[Place, str, int]  # a value comes, or goes (0 bytes)
+TextPlace = tuple[int, int, int]  # in the text: an op's number, before or behind it, and how manieth there
+MemoryEvent = tuple[TextPlace, str, int]  # a value comes, or goes (0 bytes)
 NORM_BYTES = 16  # of the device's own norm and of all
 
 
@@ -35,8 +35,8 @@ class DramPeak:
     """Of one program; what its text says is looked up once."""
 
     def __init__(self, program: Program):
-        self.program, self.face = program, program.interface
-        self.group = ops.SHARDS if self.face.shards > 1 else ""
+        self.program, self.interface = program, program.interface
+        self.group = ops.SHARDS if self.interface.shards > 1 else ""
         self.number = {node: i for i, node in enumerate(program.graph.nodes)}
         self.order = phases(program)
         self.grads = {str(n.meta["type"].stage): n for n in program.results().get("grads", [])}
@@ -45,9 +45,9 @@ class DramPeak:
         self.own = self._own_events()
         self.read_already = stages_read(program)
 
-    def _own_events(self) -> list[Event]:
+    def _own_events(self) -> list[MemoryEvent]:
         """Of what the text moves already."""
-        found: list[Event] = []
+        found: list[MemoryEvent] = []
         for node in self.program.ops():
             if takes_place(node, ops.DRAM):
                 found.append(((self.number[node], 0, 0), node.name, place_bytes(node)))
@@ -70,19 +70,19 @@ class DramPeak:
                 arena.give(name)
         return arena.size + self._lasting(updates, on_ssd) + self._working(updates)
 
-    def _weights_events(self, reads: Sequence[WeightsRead]) -> list[Event]:
-        found: list[Event] = []
+    def _weights_events(self, reads: Sequence[WeightsRead]) -> list[MemoryEvent]:
+        found: list[MemoryEvent] = []
         for i, read in enumerate(reads):
             name = f"weights {i}"
-            num_bytes = self.face.part_of(read.stage, self.group).weight_bytes
+            num_bytes = self.interface.part_of(read.stage, self.group).weight_bytes
             found.append(((self.number[read.place], -1, i), name, num_bytes))
             found.append(((self.number[read.fetches[-1]], 1, i), name, 0))
         return found
 
-    def _update_events(self, updates: Updates, timing: Timing, on_ssd: Collection[str]) -> list[Event]:
+    def _update_events(self, updates: Updates, timing: Timing, on_ssd: Collection[str]) -> list[MemoryEvent]:
         made = script(self.program, updates, timing)
-        ends: dict[str, Place] = {}
-        found: list[Event] = []
+        ends: dict[str, TextPlace] = {}
+        found: list[MemoryEvent] = []
         numbers = [self.number[made.begin] if made.begin is not None else 0]
         numbers += [self.number[self.grads[stage]] for stage in made.order]
         last = len(self.number)
@@ -91,9 +91,9 @@ class DramPeak:
             side = -1 if i == 0 else 1
             for j, (kind, stage) in enumerate(moves):
                 place = (number, side, last + j)  # behind the weights that are read there
-                spec = self.face.part_of(stage, self.group)
+                spec = self.interface.part_of(stage, self.group)
                 if kind == "read":
-                    size = self.face.all_bytes(spec) if stage in on_ssd else self.face.states_bytes(spec)
+                    size = self.interface.all_bytes(spec) if stage in on_ssd else self.interface.states_bytes(spec)
                     found.append((place, f"states of {stage}", size))
                 elif kind == "write":
                     found.append((place, f"states of {stage}", 0))
@@ -112,12 +112,12 @@ class DramPeak:
         for stage in dict.fromkeys([*self.in_dram, *on_ssd]):
             states = updates.where[stage] if stage in self.grads else None
             undo = self._is_speculative(updates, stage)
-            homes[stage] = Home(ops.SSD if stage in on_ssd else ops.DRAM, states, self.group, undo)
-        return bytes_of_homes(self.face, homes).total(ops.DRAM)
+            homes[stage] = StageHome(ops.SSD if stage in on_ssd else ops.DRAM, states, self.group, undo)
+        return bytes_of_homes(self.interface, homes).total(ops.DRAM)
 
     def _working(self, updates: Updates) -> int:
         """What an update on the CPU takes while it runs."""
-        context = ops.Context(self.face, self.program.device)
+        context = ops.Context(self.interface, self.program.device)
         most = 0
         for stage in self.grads:
             if updates.where[stage] == ops.DEVICE:
@@ -133,7 +133,7 @@ class DramPeak:
         return stage in self.grads and updates.max_norm is not None and not updates.is_late(stage)
 
     def _grad_bytes(self, stage: str) -> int:
-        return self.face.part_of(stage, self.group).grad_bytes
+        return self.interface.part_of(stage, self.group).grad_bytes
 
 
 def weights_reads(

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..draft import Draft
-from ..optimizer.timing import Timing, Updates
 from .dram_peak import DramPeak
+from .timing import Timing, Updates
 
 
 def by_host(draft: Draft) -> dict[int, list[DramPeak]]:

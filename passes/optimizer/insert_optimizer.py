@@ -22,7 +22,7 @@ from ...ir.errors import PassError
 from ...ir.program import homes_of
 from ..base import Pass
 from ..draft import Draft
-from ..memory.dram_room import choose_timings
+from .dram_room import choose_timings
 from .timing import Timing, updates_of
 from .updates import write_updates
 

@@ -25,7 +25,7 @@ from ...ir.units import format_bytes
 from ...runtime.simulate import simulate
 from ..base import Pass
 from ..draft import Draft
-from ..memory.dram_room import choose_timings
+from .dram_room import choose_timings
 from .insert_optimizer import require_where, stepped_where
 from .timing import Timing, Updates, updates_of
 from .updates import write_updates
@@ -135,16 +135,16 @@ def redo_s(draft: Draft, updates: Updates) -> float:
     took_s = dict.fromkeys(range(len(draft.hardware.hosts)), 0.0)
     for program in draft.programs:
         host = draft.hardware.devices[program.device].host
-        face, rates = program.interface, draft.hardware.hosts[host]
+        interface, rates = program.interface, draft.hardware.hosts[host]
         for value in program.results().get("grads", []):
             stage = str(value.meta["type"].stage)
             if updates.where[stage] == ops.DEVICE or updates.is_late(stage):
                 continue
-            spec = face.part_of(stage, ops.SHARDS if face.shards > 1 else "")
+            spec = interface.part_of(stage, ops.SHARDS if interface.shards > 1 else "")
             took_s[host] += spec.trained_params / rates.optimizer_params_per_s
-            kept = face.states_bytes(spec)
+            kept = interface.states_bytes(spec)
             if updates.where[stage] == ops.SSD:
-                kept = face.all_bytes(spec) if draft.on_ssd.get(stage) == "all" else kept
+                kept = interface.all_bytes(spec) if draft.on_ssd.get(stage) == "all" else kept
                 took_s[host] += kept / draft.hardware.bandwidth(f"ssd{host}", f"dram{host}")
                 took_s[host] += kept / draft.hardware.bandwidth(f"dram{host}", f"ssd{host}")
             else:

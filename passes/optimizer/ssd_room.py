@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError
-from ...ir.program import Home, StageSpec, bytes_of_homes, homes_of, plan_arena
+from ...ir.program import StageHome, StageSpec, bytes_of_homes, homes_of, plan_arena
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..optimizer.timing import Timing, Updates, updates_of
 from .dram_room import by_host
+from .timing import Timing, Updates, updates_of
 
-Tiers = dict[str, str]  # stage -> "states" or "all"
-MOST_AHEAD = 4
+StageTiers = dict[str, str]  # stage -> "states" or "all"
+MOST_READS_AHEAD = 4
 # Room for reading, stepping and writing at the same time is worth more on SSD; without it, a plan may still fit.
 COMFORTS = ((Timing(1, buffers=2), 1), (Timing(0, buffers=2), 1), (Timing(0, buffers=1), 1), (Timing(0, buffers=1), 0))
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, without their whole parts, are spread evenly however many there are
@@ -41,7 +41,7 @@ class SsdRoom:
         self.specs = {s.spec.name: s.spec for s in draft.stages}
         self.able = [name for name, spec in self.specs.items() if name in swapped and spec.params]
 
-    def choose(self, hosts: Sequence[int], tier: str) -> tuple[Tiers, int]:
+    def choose(self, hosts: Sequence[int], tier: str) -> tuple[StageTiers, int]:
         """What lies on SSD of the stages of these hosts, and how many phases ahead weights are read.
 
         Raises `DoesNotFit` and `PassError` as `InsertSsd.plan`.
@@ -75,7 +75,7 @@ class SsdRoom:
         mine = [stage for stage in self.able if stage in there]
         return [stage for _, stage in sorted((i * GOLDEN % 1, stage) for i, stage in enumerate(mine))]
 
-    def missing(self, hosts: Sequence[int], tiers: Tiers, timing: Timing, ahead: int) -> int:
+    def missing(self, hosts: Sequence[int], tiers: StageTiers, timing: Timing, ahead: int) -> int:
         """Bytes of DRAM, of the host that lacks most of them (below 0: so many are left)."""
         updates, whole = self.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
         return max(
@@ -84,7 +84,7 @@ class SsdRoom:
             for host in hosts
         )
 
-    def updates(self, tiers: Tiers) -> Updates:
+    def updates(self, tiers: StageTiers) -> Updates:
         return updates_of(self.draft, {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()})
 
     def wanted_ahead(self, hosts: Sequence[int]) -> int:
@@ -97,7 +97,7 @@ class SsdRoom:
             for peak in self.hosts[host]:
                 device = self.hardware.devices[peak.program.device].name
                 found = max(found, math.ceil(self.hardware.bandwidth(f"dram{host}", device) / read))
-        return min(found, MOST_AHEAD)
+        return min(found, MOST_READS_AHEAD)
 
     def require_ssds(self, hosts: Sequence[int], who: str) -> None:
         for host in hosts:
@@ -106,7 +106,7 @@ class SsdRoom:
                     f"{who} needs SSDs, and host {host} of {self.hardware.name} has none; give it some (ssds=2)"
                 )
 
-    def require_space(self, hosts: Sequence[int], tiers: Tiers) -> None:
+    def require_space(self, hosts: Sequence[int], tiers: StageTiers) -> None:
         """Raise `DoesNotFit` where the SSDs of a host do not hold what shall lie there."""
         for host in hosts if tiers else ():
             need, budget = self.ssd_bytes(host, tiers), self.hardware.budget_bytes(f"ssd{host}")
@@ -118,22 +118,22 @@ class SsdRoom:
                     missing_bytes=need - budget,
                 )
 
-    def ssd_bytes(self, host: int, tiers: Tiers) -> int:
+    def ssd_bytes(self, host: int, tiers: StageTiers) -> int:
         """What persists on the SSDs of a host, and the activations that are written there."""
         total = 0
         for peak in self.hosts[host]:
             homes = {
-                stage: Home(
+                stage: StageHome(
                     ops.SSD if tiers.get(stage) == "all" else ops.DRAM,
                     ops.SSD if stage in tiers and self.specs[stage].trained_params else None,
                     peak.group,
                 )
                 for stage in peak.in_dram
             }
-            total += bytes_of_homes(peak.face, homes).total(ops.SSD) + plan_arena(peak.program, ops.SSD)[1]
+            total += bytes_of_homes(peak.interface, homes).total(ops.SSD) + plan_arena(peak.program, ops.SSD)[1]
         return total
 
-    def too_little_dram(self, hosts: Sequence[int], tiers: Tiers) -> DoesNotFit:
+    def too_little_dram(self, hosts: Sequence[int], tiers: StageTiers) -> DoesNotFit:
         """The error where even the most that can lie on SSD leaves too much in DRAM."""
         timing, ahead = COMFORTS[-1]
         host = max(hosts, key=lambda host: self.missing([host], tiers, timing, ahead))
@@ -159,7 +159,7 @@ class SsdRoom:
         )
 
 
-def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> Tiers:
+def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> StageTiers:
     """Level by level the states of one more stage, behind them the weights of one more."""
     states = {stage: "states" for stage in stages[:level] if specs[stage].trained_params}
     return {**states, **dict.fromkeys(stages[: max(0, level - len(stages))], "all")}

@@ -10,7 +10,7 @@ from ...ir.program import WORLD
 from ..draft import Draft
 
 UNCLIPPED = 1e30  # a norm that no finite gradient reaches, where only the loss scale is to be taken out
-Group = tuple[tuple[int, str, str], ...]
+TieGroup = tuple[tuple[int, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Updates:
     """
 
     where: Mapping[str, str]
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, TieGroup] = field(default_factory=dict)
     max_norm: float | None = None
     scaled: bool = False
     overlap: bool = True
@@ -56,7 +56,7 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
     return Updates(where, groups, max_norm, scaled)
 
 
-def tie_groups(draft: Draft) -> dict[str, Group]:
+def tie_groups(draft: Draft) -> dict[str, TieGroup]:
     """Group name to its members (device, stage, parameter name), for each trained parameter in several stages."""
     ties = draft.graph.ties()
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)

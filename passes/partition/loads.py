@@ -18,9 +18,9 @@ from ..draft import Draft
 from ..graph.blocks import block_time_s
 from ..graph.opgraph import value_tensors
 from .partition import StagesDecision
-from .slices import Need, gradient_and_weight_bytes, needs_to_front
+from .slices import StageNeed, gradient_and_weight_bytes, needs_to_front
 
-Stage = tuple[int, ...]
+BlockIds = tuple[int, ...]
 
 
 class Loads:
@@ -44,23 +44,23 @@ class Loads:
                 self.behind[maker].add(i)
         self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
         self._sent = {node for block in self.blocks for node in block.outputs}
-        self._needs: dict[Stage, Need] = {}
+        self._needs: dict[BlockIds, StageNeed] = {}
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def need(self, stage: Stage) -> Need:
+    def need(self, stage: BlockIds) -> StageNeed:
         """Device memory of these blocks as one stage."""
         if stage not in self._needs:
             blocks, parameters = [self.blocks[i] for i in stage], [self._parameters[i] for i in stage]
             self._needs[stage] = needs_to_front(blocks, parameters, self._sent)[0]
         return self._needs[stage]
 
-    def need_bytes(self, stages: Sequence[Stage]) -> int:
+    def need_bytes(self, stages: Sequence[BlockIds]) -> int:
         """Of one device with these stages, swapped one by one: the largest of them, with the inputs of all."""
         needs = [self.need(stage) for stage in stages]
         held = self.micro_batches * sum(need.input_bytes for need in needs)
         return held + max((need.work_bytes + 2 * need.input_bytes for need in needs), default=0)
 
-    def fits(self, stages: Sequence[Stage], device: int) -> bool:
+    def fits(self, stages: Sequence[BlockIds], device: int) -> bool:
         return self.need_bytes(stages) <= self.devices[device].budget_bytes
 
     def value_bytes(self, node: fx.Node) -> int:
@@ -87,7 +87,7 @@ class Loads:
             change[max(readers) + 1] -= size
         return list(itertools.accumulate(change))
 
-    def does_not_fit(self, stages: Sequence[Stage], device: int, why: str) -> DoesNotFit:
+    def does_not_fit(self, stages: Sequence[BlockIds], device: int, why: str) -> DoesNotFit:
         """For a device that does not hold these stages. `why`: which partition this is."""
         need, budget = self.need_bytes(stages), self.devices[device].budget_bytes
         largest = max(stages, key=lambda stage: self.need(stage).work_bytes)
@@ -103,7 +103,7 @@ class Loads:
         )
 
 
-def decision_of(draft: Draft, stages: Sequence[Stage], devices: Sequence[int]) -> StagesDecision:
+def decision_of(draft: Draft, stages: Sequence[BlockIds], devices: Sequence[int]) -> StagesDecision:
     """Stages in topological order, each for its device, as a partitioner's decision."""
     names = [block.name for block in draft.blocks]
     return {"stages": [[names[i] for i in stage] for stage in stages], "planned_for": list(devices)}

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..draft import Draft
 from .fill import fewest_rounds, fill
-from .loads import Loads, Stage, decision_of
+from .loads import BlockIds, Loads, decision_of
 from .partition import Partition, StagesDecision
 from .slices import Slices
 
@@ -68,7 +68,7 @@ class _Greedy:
     def device(self, turn: int) -> int:
         return turn % self.count
 
-    def stage(self, turn: int) -> Stage:
+    def stage(self, turn: int) -> BlockIds:
         return tuple(block for block, t in enumerate(self.turn_of) if t == turn)
 
     def improve(self) -> None:

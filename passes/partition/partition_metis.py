@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from ..draft import Draft
 from ..mapping.mapping import equal_devices
-from .loads import Loads, Stage, decision_of
+from .loads import BlockIds, Loads, decision_of
 from .partition import Partition, StagesDecision
 
 SCALE = 10**6  # METIS takes integers: all weights of a kind add up to about this
@@ -33,7 +33,7 @@ class PartitionMetis(Partition):
         levels: dict[tuple[int, int], list[int]] = defaultdict(list)
         for block, level in enumerate(levels_of(loads, device_of)):
             levels[level, device_of[block]].append(block)
-        stages: list[tuple[int, Stage]] = []  # device, blocks
+        stages: list[tuple[int, BlockIds]] = []  # device, blocks
         for (_, device), blocks in sorted(levels.items()):
             stages += ((device, piece) for piece in _pieces(loads, blocks, device))
         for device in range(draft.hardware.num_devices):
@@ -109,8 +109,8 @@ def levels_of(loads: Loads, device_of: list[int]) -> list[int]:
     return levels
 
 
-def _pieces(loads: Loads, blocks: list[int], device: int) -> list[Stage]:
-    pieces: list[Stage] = [()]
+def _pieces(loads: Loads, blocks: list[int], device: int) -> list[BlockIds]:
+    pieces: list[BlockIds] = [()]
     for block in blocks:
         longer = (*pieces[-1], block)
         if pieces[-1] and not loads.fits([longer], device):

@@ -21,7 +21,7 @@ from ..graph.stage_costs import storages
 
 
 @dataclass(frozen=True)
-class Need:
+class StageNeed:
     """Device memory of some consecutive blocks as one stage."""
 
     work_bytes: int  # weights, gradients, saved tensors of one micro-batch, and the workspace of one block
@@ -124,12 +124,14 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
     }
 
 
-def needs_to_front(blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]) -> list[Need]:
+def needs_to_front(
+    blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]
+) -> list[StageNeed]:
     """Per start a the need of blocks[a:] as one stage, which grows to the front, block by block.
 
     The blocks need not be neighbours, but come in the order of the model. `sent`: what any block of it hands on.
     """
-    needs: list[Need] = []
+    needs: list[StageNeed] = []
     weights: dict[int, int] = {}
     inputs: dict[int, int] = {}
     saved: dict[int, int] = {}  # values between blocks, and shared ones
@@ -146,5 +148,5 @@ def needs_to_front(blocks: Sequence[Block], parameters: Sequence[dict[int, int]]
         weights |= parameters[i]
         workspace = max(workspace, cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes)
         between = sum(size for key, size in saved.items() if key not in inputs)
-        needs.append(Need(sum(weights.values()) + kept + between + workspace, sum(inputs.values())))
+        needs.append(StageNeed(sum(weights.values()) + kept + between + workspace, sum(inputs.values())))
     return needs[::-1]

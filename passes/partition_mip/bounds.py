@@ -1,6 +1,6 @@
 """Lower bounds of a step without a solver: no partition into S stages is faster.
 
-In: a `Problem` and a number of stages. Out: seconds. For identical layers on equal devices the first one is
+In: a `MipProblem` and a number of stages. Out: seconds. For identical layers on equal devices the first one is
 
     sum (T^f + T^b) + 2 (S - 1) c + (M - 1) ceil(L / S) (T^f + T^b)
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 
-from .problem import Problem
+from .problem import MipProblem
 
 
-def closed_form_s(p: Problem, count: int, literal: bool = False) -> float:
+def closed_form_s(p: MipProblem, count: int, literal: bool = False) -> float:
     """No partition into `count` stages takes less, whatever stays resident."""
     n, m, length = len(p.units), p.micro_batches, p.num_blocks
     forward = _fastest(p.forward_s)
@@ -43,7 +43,7 @@ def _least(times: list[float], count: int) -> float:
     return min(math.fsum(times[i : i + count]) for i in range(len(times) - count + 1))
 
 
-def _messages_s(p: Problem, count: int) -> float:
+def _messages_s(p: MipProblem, count: int) -> float:
     """Seconds that a first micro-batch travels over count - 1 borders at least."""
     n = len(p.units)
     total = 0.0

@@ -1,6 +1,6 @@
 """Good partitions by local search: several starts for every number of stages, then small moves while they help.
 
-In: a `Problem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
+In: a `MipProblem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
 stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights, all in proportion
 to the stages' devices, and some devices with no more than stays on them. Moves: a cut one block to either side, a
 block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times slower
@@ -15,10 +15,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from .problem import Problem
+from .problem import MipProblem
 
 Cuts = tuple[int, ...]
-Objective = Callable[[Problem, Sequence[int]], float]
+Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # of a resident device's memory is for weights, gradients and states
 FOLLOWED = 10  # numbers of stages whose best start is improved
 
@@ -26,7 +26,7 @@ FOLLOWED = 10  # numbers of stages whose best start is improved
 class Search:
     """`best`: number of stages to (seconds, cuts). Stops at `until_s` (of `process_time`) or when nothing helps."""
 
-    def __init__(self, problem: Problem, objective: Objective, until_s: float = math.inf):
+    def __init__(self, problem: MipProblem, objective: Objective, until_s: float = math.inf):
         self.problem, self.objective, self.until_s = problem, objective, until_s
         self.known: dict[Cuts, float] = {}
         self.best: dict[int, tuple[float, Cuts]] = {}
@@ -99,7 +99,7 @@ class Search:
                     yield (*cuts[:i], (cuts[i - 1] + cuts[i]) // 2, *cuts[i:])
 
 
-def starts(problem: Problem, count: int) -> list[Cuts]:
+def starts(problem: MipProblem, count: int) -> list[Cuts]:
     """Different first partitions into `count` stages."""
     p, length, n = problem, problem.num_blocks, len(problem.units)
     blocks = [float(i) for i in range(length + 1)]
@@ -120,7 +120,7 @@ def starts(problem: Problem, count: int) -> list[Cuts]:
     )
 
 
-def resident_shares(p: Problem, count: int) -> list[list[float]]:
+def resident_shares(p: MipProblem, count: int) -> list[list[float]]:
     """Weights per stage where some devices, evenly spread, hold no more than stays on them, and the others the rest."""
     n = len(p.units)
     whole = p.weight_bytes[-1]
@@ -137,7 +137,7 @@ def resident_shares(p: Problem, count: int) -> list[list[float]]:
     return found
 
 
-def _columns(p: Problem) -> list[tuple[list[float], list[float]]]:
+def _columns(p: MipProblem) -> list[tuple[list[float], list[float]]]:
     return [([f[i] for f in p.forward_s], [b[i] for b in p.backward_s]) for i in range(p.num_blocks + 1)]
 
 

@@ -1,9 +1,9 @@
 """The linear model of a partition into a fixed number of stages, for python-mip.
 
-In: a `Problem`, a number of stages S, which devices stay resident. Out: a model whose only integers are counts: how
+In: a `MipProblem`, a number of stages S, which devices stay resident. Out: a model whose only integers are counts: how
 many blocks of each run of identical ones a stage holds. Then T^f, T^b, W and the memory of a stage are linear and the
 schedule of the first and the last micro-batch is a longest path, so no big M is needed (the rows are those of
-`mip_recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's optimum,
+`recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's optimum,
 also that of its relaxation, is a lower bound of every partition into S stages:
 - rematerialised blocks are a share of their stage where saved tensors may stay;
 - memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
@@ -19,7 +19,7 @@ from typing import Any
 
 import mip
 
-from .problem import Problem
+from .problem import MipProblem
 
 GB = 1e9
 
@@ -28,7 +28,7 @@ class CountModel:
     """`model` minimises `end`; `cuts` reads a solution."""
 
     def __init__(
-        self, p: Problem, count: int, resident: Sequence[bool], integer: bool = False, fewest: int | None = None
+        self, p: MipProblem, count: int, resident: Sequence[bool], integer: bool = False, fewest: int | None = None
     ):
         self.p, self.count, self.n, self.m = p, count, len(p.units), p.micro_batches
         self.resident = resident

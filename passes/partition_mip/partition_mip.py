@@ -2,10 +2,10 @@
 
 In: blocks with costs. Out: `draft.partition`, `draft.planned_for` and `draft.stages`; the draft's notes say what is
 proven. Mobius 3.2 decides per layer i and stage j a boolean B_ij by a mixed-integer program (eq. 3 to 11). Given a
-partition, though, the best schedule is a longest path (`mip_recurrence`: the paper's own objective, and one that counts
+partition, though, the best schedule is a longest path (`recurrence`: the paper's own objective, and one that counts
 what the machine adds: shared root complexes, first uploads, gradients, the optimizer). So partitions are searched
-(`mip_local_search`), all of them where there are few blocks, and bounded from below (`mip_bounds`; `mip_model` and
-`mip_solve`: a program over counts of identical blocks for each number of stages, through python-mip with HiGHS).
+(`local_search`), all of them where there are few blocks, and bounded from below (`bounds`; `model` and
+`solve`: a program over counts of identical blocks for each number of stages, through python-mip with HiGHS).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..partition.partition import Partition, StagesDecision, asked_stages, conti
 from ..partition.slices import Slices
 from .bounds import closed_form_s
 from .local_search import Cuts, Search
-from .problem import Problem, problem_of
+from .problem import MipProblem, problem_of
 from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
-FEW_BLOCKS = 12  # up to so many, every partition is looked at
+EXHAUSTIVE_BLOCKS = 12  # up to so many, every partition is looked at
 MANY_KINDS = 12  # with more runs of unlike blocks the program over counts is no smaller than the paper's
 SEARCH_SHARE = 0.4  # of the deadline for the local search
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PartitionChoice:
     """A partition worth simulating, and the step that is predicted for it."""
 
     seconds: float
@@ -63,19 +63,21 @@ class PartitionMip(Partition):
         return contiguous(draft, found.best_cuts, found.order)
 
 
-def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[Candidate]:
+def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[PartitionChoice]:
     """The best partitions into different numbers of stages, fastest first, and behind them the ones with the fewest and
     the most stages that fit: what a simulation should judge. Raises as `PartitionMip.plan` does."""
     found = _Found.of(draft, options or PartitionMip())
     by_count = found.search.best
     order = sorted(by_count, key=lambda count: by_count[count])
     wanted = list(dict.fromkeys([*order[:most], min(by_count), max(by_count)]))
-    return [Candidate(by_count[n][0], by_count[n][1], contiguous(draft, by_count[n][1], found.order)) for n in wanted]
+    return [
+        PartitionChoice(by_count[n][0], by_count[n][1], contiguous(draft, by_count[n][1], found.order)) for n in wanted
+    ]
 
 
 @dataclass
 class _Found:
-    problem: Problem
+    problem: MipProblem
     search: Search
     proof: Proof
     order: list[int]
@@ -100,7 +102,7 @@ class _Found:
             literal_s if options.literal else contended_s,
             begin_s + SEARCH_SHARE * options.deadline_s,
         )
-        every = length <= FEW_BLOCKS
+        every = length <= EXHAUSTIVE_BLOCKS
         if fewest is None or (search.run_all(counts) if every else search.run(counts)) is None:
             raise slices.does_not_fit(counts)
         proof = _prove(search, counts, every, options, begin_s)

@@ -1,9 +1,9 @@
 """The numbers of a partition problem: what a run of blocks takes on each device, as sums over its blocks.
 
-In: a draft with blocks. Out: a `Problem`, of which `mip_recurrence`, `mip_local_search`, `mip_bounds` and `mip_solve`
-know nothing but these numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of
-its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G,
-its links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
+In: a draft with blocks. Out: a `MipProblem`, of which `recurrence`, `local_search`, `bounds` and
+`solve` know nothing but these numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation,
+the bytes of its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its
+memory G, its links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateCost:
     """What an optimizer step costs. `barrier`: every step waits for a norm over all gradients."""
 
     params_s: tuple[float, ...]  # seconds per parameter on the CPU, by host
@@ -54,7 +54,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Problem:
+class MipProblem:
     """Sums are running: entry i counts blocks[:i]. `[d]` is the d-th device of the order."""
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Problem:
     message_s: list[list[float]]  # seconds per byte from device d to device e
     message_latency_s: list[list[float]]
     message_shares: list[list[bool]]  # whether it goes through the root complexes
-    update: Update
+    update: UpdateCost
     ties: tuple[tuple[int, int, float], ...] = ()  # first and last block that use a trained parameter, its bytes
     order: tuple[int, ...] = field(default=())
     swap: bool = False  # weights come from DRAM also where they could stay
@@ -100,7 +100,7 @@ class Problem:
         return found
 
 
-def problem_of(draft: Draft, slices: Slices) -> Problem:
+def problem_of(draft: Draft, slices: Slices) -> MipProblem:
     """The problem of a draft on the devices in the order of `slices`.
 
     Raises `PlanError` naming the block whose time is zero, negative or not a number.
@@ -123,7 +123,7 @@ def problem_of(draft: Draft, slices: Slices) -> Problem:
     cuts = range(len(blocks) + 1)
     work = [[n.work_bytes - (weights[b] - weights[a]) for a, n in enumerate(slices.needs[b])] for b in cuts]
     routes = [[_route(hardware, i, k) for k in order] for i in order]
-    return Problem(
+    return MipProblem(
         names=tuple(block.name for block in blocks),
         kinds=_kinds(blocks),
         units=tuple(_unit(hardware, index, options.state_bytes_per_param) for index in order),
@@ -247,10 +247,10 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
     )
 
 
-def _update(draft: Draft) -> Update:
+def _update(draft: Draft) -> UpdateCost:
     options, hosts = draft.options, draft.hardware.hosts
     master = 4.0 if options.precision in ("bf16", "fp16") else 0.0
-    return Update(
+    return UpdateCost(
         params_s=tuple(1.0 / host.optimizer_params_per_s for host in hosts),
         bytes_s=tuple(1.0 / host.dram_bandwidth for host in hosts),
         state_bytes=options.state_bytes_per_param + master,

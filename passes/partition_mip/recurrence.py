@@ -1,8 +1,8 @@
 """How long a step of a contiguous partition takes: longest paths through it, in O(S) for S stages.
 
-In: a `Problem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last count:
-given a partition, the earliest schedule is a longest path, and every micro-batch between lies between (f, l first and
-last forward start, g, h backward).
+In: a `MipProblem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last
+count: given a partition, the earliest schedule is a longest path, and every micro-batch between lies between (f, l
+first and last forward start, g, h backward).
 
 `literal_s` is the paper's own objective and constraints (Mobius eq. 3 to 11). `contended_s` adds what the machine does
 besides: uploads follow each other through the root complex r(j) of stage j's device, together with the messages,
@@ -25,10 +25,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .problem import Problem, Unit
+from .problem import MipProblem, Unit
 
 
-def fits(p: Problem, cuts: Sequence[int]) -> bool:
+def fits(p: MipProblem, cuts: Sequence[int]) -> bool:
     """Whether every stage fits its device (eq. 4)."""
     units, n = p.units, len(p.units)
     rounds = -(-(len(cuts) - 1) // n)
@@ -36,12 +36,12 @@ def fits(p: Problem, cuts: Sequence[int]) -> bool:
     return all(p.need_bytes(a, b, rounds) <= units[j % n].budget_bytes for j, (a, b) in stages)
 
 
-def contended_s(p: Problem, cuts: Sequence[int]) -> float:
+def contended_s(p: MipProblem, cuts: Sequence[int]) -> float:
     """Seconds of a step with contention; inf where a stage does not fit its device."""
     return _Step(p, cuts).seconds() if fits(p, cuts) else math.inf
 
 
-def literal_s(p: Problem, cuts: Sequence[int]) -> float:
+def literal_s(p: MipProblem, cuts: Sequence[int]) -> float:
     """Seconds by the paper's own model; inf where a stage does not fit (eq. 4).
 
     Every backward rematerialises. `B` is the rate of stage j's own link; eq. 9 charges the bytes that are uploaded, not
@@ -92,7 +92,7 @@ def literal_s(p: Problem, cuts: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedTransfer:
     """A transfer: seconds alone, when it may begin, and what the same device sends behind it."""
 
     begin_s: float
@@ -102,7 +102,7 @@ class Job:
     next_work_s: float = 0.0
 
 
-def evenly(jobs: Sequence[Job]) -> list[tuple[float, int]]:
+def evenly(jobs: Sequence[QueuedTransfer]) -> list[tuple[float, int]]:
     """(end, name) of each job, where those under way share one resource evenly, also with what follows them."""
     if len(jobs) == 1:
         return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
@@ -132,7 +132,7 @@ def evenly(jobs: Sequence[Job]) -> list[tuple[float, int]]:
     return found
 
 
-def residents(p: Problem, cuts: Sequence[int]) -> tuple[bool, ...]:
+def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
     """Per device whether its stages stay there across steps."""
     return tuple(room == math.inf for room in _Step(p, cuts).ahead_bytes)
 
@@ -140,7 +140,7 @@ def residents(p: Problem, cuts: Sequence[int]) -> tuple[bool, ...]:
 class _Step:
     """One evaluation. Lists are per stage; `free`, `freed` per device: when the last phase and the one before ended."""
 
-    def __init__(self, p: Problem, cuts: Sequence[int]):
+    def __init__(self, p: MipProblem, cuts: Sequence[int]):
         self.p, self.cuts = p, cuts
         self.n, self.count = len(p.units), len(cuts) - 1
         self.stage_numbers()
@@ -246,7 +246,7 @@ class _Step:
 
         Through a root complex pass all of them, by turns or, where fetches are not ordered, sharing it evenly.
         """
-        jobs: dict[int, list[Job]] = {}
+        jobs: dict[int, list[QueuedTransfer]] = {}
         at_least = {}
         for j in stages:
             d = j % self.n
@@ -268,7 +268,7 @@ class _Step:
                 continue
             follows = self.following(j, before)
             behind_s = self.w[follows] * unit.shared_fetch_s if follows is not None else 0.0
-            jobs.setdefault(c, []).append(Job(begin_s, work_s, d, self.free[d], behind_s))
+            jobs.setdefault(c, []).append(QueuedTransfer(begin_s, work_s, d, self.free[d], behind_s))
         for shared in jobs.values():
             for end_s, d in evenly(self.with_rest(shared)):
                 if d < 0:
@@ -283,11 +283,11 @@ class _Step:
             return j + self.n
         return j - self.n if j >= self.n else None  # the last one stays: backward begins with the one before it
 
-    def with_rest(self, jobs: list[Job]) -> list[Job]:
+    def with_rest(self, jobs: list[QueuedTransfer]) -> list[QueuedTransfer]:
         """These uploads, and what is still under way from the round before when the first of them begins."""
         begin_s = min(job.begin_s for job in jobs)
         rest = [
-            Job(begin_s, (self.own_up[job.name] - begin_s) / len(jobs), -1)
+            QueuedTransfer(begin_s, (self.own_up[job.name] - begin_s) / len(jobs), -1)
             for job in jobs
             if self.own_up[job.name] > begin_s
         ]
@@ -336,7 +336,7 @@ class _Step:
 
     def offloads(self, stages: Sequence[int]) -> None:
         """When the gradients of these stages, of one device each, are in DRAM."""
-        jobs: dict[int, list[Job]] = {}
+        jobs: dict[int, list[QueuedTransfer]] = {}
         for j in stages:
             d = j % self.n
             if self.ahead_bytes[d] != math.inf:
@@ -345,7 +345,7 @@ class _Step:
                 self.out[unit.complex] = max(self.out[unit.complex], done_s) + work_s
                 begin_s = max(done_s, self.own_out[d])
                 self.ready[j] = max(self.out[unit.complex], begin_s + self.g[j] * unit.offload_s) + unit.latency_s
-                jobs.setdefault(unit.complex, []).append(Job(begin_s, work_s, j))
+                jobs.setdefault(unit.complex, []).append(QueuedTransfer(begin_s, work_s, j))
         for shared in jobs.values():
             for end_s, j in evenly(shared):
                 unit = self.p.units[j % self.n]

@@ -1,9 +1,9 @@
 """How far the best known partition can be from the optimum, and better ones where the solver finds them.
 
-In: a `Problem` and the local search's results. Out: a `Proof`. Every node is a range of numbers of stages (those equal
-modulo N) and a choice of resident devices; its lower bound is the optimum of the relaxed `CountModel`. The node with
-the least bound is split in two until it is one number of stages, and then solved with integer counts; the counts are
-judged by the recurrence, which also takes what the model leaves out. It ends when the least bound reaches the best
+In: a `MipProblem` and the local search's results. Out: a `Proof`. Every node is a range of numbers of stages (those
+equal modulo N) and a choice of resident devices; its lower bound is the optimum of the relaxed `CountModel`. The node
+with the least bound is split in two until it is one number of stages, and then solved with integer counts; the counts
+are judged by the recurrence, which also takes what the model leaves out. It ends when the least bound reaches the best
 partition, or at the deadline. python-mip and HiGHS may be absent, fail, or be too slow: what is proven until then
 stays, and the proof says what happened.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from .bounds import closed_form_s
 from .local_search import Search
-from .problem import Problem
+from .problem import MipProblem
 
 CLOSE = 1e-3  # a gap not worth closing
 MOST_CHOICES = 32  # of resident devices that are all looked at
@@ -74,7 +74,7 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
     return proof
 
 
-def _choices(p: Problem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
+def _choices(p: MipProblem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
     """Which devices may stay resident: all that could hold their share of the fewest stages, or as they do now."""
     n = len(p.units)
     if p.swap:
@@ -95,7 +95,7 @@ def _choices(p: Problem, counts: Sequence[int], residents: Residents) -> tuple[l
     return [residents], f"among plans with {names} resident"
 
 
-def _roots(p: Problem, counts: Sequence[int], choices: list[Residents]) -> Iterator[_Node]:
+def _roots(p: MipProblem, counts: Sequence[int], choices: list[Residents]) -> Iterator[_Node]:
     n, low, high = len(p.units), min(counts), max(counts)
     for top in range(high, max(high - n, low - 1), -1):
         fewest = top - (top - low) // n * n

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from .estimate import Flow
+from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
 from .memory import Footprints, StageNeed
 
@@ -47,7 +47,9 @@ def longest_first(
     return device_of
 
 
-def earliest_end(flow: Flow, needs: Sequence[StageNeed], memory: Footprints, swapped: bool) -> list[int] | None:
+def earliest_end(
+    flow: PipelineEstimate, needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+) -> list[int] | None:
     """Stage by stage in order, to the device with memory for it that is done with all micro-batches' forwards first."""
     held: list[list[StageNeed]] = [[] for _ in memory.budgets]
     free = [0] * len(held)
@@ -67,7 +69,7 @@ def earliest_end(flow: Flow, needs: Sequence[StageNeed], memory: Footprints, swa
 
 
 def exchange(
-    flow: Flow, device_of: list[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+    flow: PipelineEstimate, device_of: list[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
 ) -> list[int]:
     """Let stages change devices, alone or in pairs, while the synchronous step gets shorter."""
     best = list(device_of)

@@ -33,7 +33,7 @@ class Wires:
         return max(rate for row in self.ns_per_byte for rate in row)
 
 
-class Flow:
+class PipelineEstimate:
     """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise;
     of an `asynchronous` pipeline the last is spared, and what counts is how long a device has for one micro-batch."""
 

@@ -17,7 +17,7 @@ NANO = 1e9
 
 
 @dataclass(frozen=True)
-class Value:
+class BlockValue:
     """What one block hands to others. `readers` are other blocks."""
 
     maker: int
@@ -33,7 +33,7 @@ class BlockGraph:
     scopes: list[tuple[str, ...]]  # per block the modules that it lies in
     forward_ns: list[list[int]]  # per device, per block
     load_ns: list[list[int]]  # per device, per block: forward, rematerialisation and backward
-    values: list[Value]
+    values: list[BlockValue]
     made: list[list[int]]
     read: list[list[int]]
     succ: list[set[int]]
@@ -54,13 +54,13 @@ def block_graph(blocks: Sequence[Block], hardware: Hardware, precision: str) -> 
         read.append([nodes[node] for node in block.inputs if node in nodes])
         for k in read[-1]:
             readers.setdefault(k, []).append(i)
-    values, made = [], [[] for _ in blocks]  # type: tuple[list[Value], list[list[int]]]
+    values, made = [], [[] for _ in blocks]  # type: tuple[list[BlockValue], list[list[int]]]
     succ: list[set[int]] = [set() for _ in blocks]
     pred: list[set[int]] = [set() for _ in blocks]
     for node, k in nodes.items():
         tensors = list(value_tensors(node.meta.get("val")))
         size = sum(t.numel() * t.element_size() for t in tensors)
-        values.append(Value(maker[node], tuple(readers.get(k, ())), size, any(t.requires_grad for t in tensors)))
+        values.append(BlockValue(maker[node], tuple(readers.get(k, ())), size, any(t.requires_grad for t in tensors)))
         made[maker[node]].append(k)
         for reader in readers.get(k, ()):
             succ[maker[node]].add(reader)

@@ -2,8 +2,8 @@
 
 In: blocks with costs, best single operators (`coarsen{level=operator}`). Out: stages that are connected and convex, in
 topological order, and the device of each. Three steps, each in a file of its own: coarsening to L clusters
-(`mixed_coarsen`), longest processing time first under every device's memory (`mixed_balance`), and refinement on
-un-coarsened blocks (`mixed_refine`). L is tried at N, 2N, 3N, 4N and 6N for N devices, with several centers each: fill
+(`coarsen`), longest processing time first under every device's memory (`balance`), and refinement on
+un-coarsened blocks (`refine`). L is tried at N, 2N, 3N, 4N and 6N for N devices, with several centers each: fill
 and drain gains from more stages than the paper's asynchronous schedule, which L = 2N suits best.
 
 The paper minimises the longest period of a device, with T_i of the stages on it and C_i = forward + backward,
@@ -11,7 +11,7 @@ The paper minimises the longest period of a device, with T_i of the stages on it
     T_max = max_d sum_i T_i,    T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)              (eq. 1)
 
 which a step of many micro-batches tends to. Here the attempts compete by the whole step, filling and draining included
-(`mixed_estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
+(`estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
 all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
 
 For an asynchronous pipeline (`asynchronous`) the attempts do compete by T_max; of those within a hundredth the one of
@@ -32,7 +32,7 @@ from ..draft import Draft
 from ..partition.partition import Partition, StagesDecision, asked_stages
 from .balance import earliest_end, exchange, longest_first, merge_components
 from .coarsen import Limits, evenly_by_both, evenly_by_load, heaviest, merge_around_centers, merge_by_type, merge_small
-from .estimate import Flow, Wires
+from .estimate import PipelineEstimate, Wires
 from .graph import NANO, BlockGraph, Clusters, block_graph
 from .memory import Footprints
 from .refine import Refinement
@@ -201,15 +201,15 @@ class _Problem:
             return self.memory.alone_bytes
         return [sum(weight for weight, _ in row.values()) for row in self.memory.parameters]
 
-    def flow(self, clusters: Clusters) -> Flow:
+    def flow(self, clusters: Clusters) -> PipelineEstimate:
         return self._flow([clusters.members[c] for c in clusters.in_order()], ())
 
-    def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> Flow:
+    def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> PipelineEstimate:
         few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
         count = min(self.draft.options.micro_batches, few)
-        return Flow(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
+        return PipelineEstimate(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
 
-    def starts(self, flow: Flow, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
+    def starts(self, flow: PipelineEstimate, clusters: Clusters, swapped: bool) -> Iterator[list[int]]:
         needs = [self.memory.stage(clusters.members[c]) for c in clusters.in_order()]
         yield from filter(
             None,

@@ -26,7 +26,7 @@ from .flow import Flow, Turn
 
 
 @dataclass(frozen=True)
-class Update:
+class AsyncUpdate:
     """A stage is updated with one micro-batch's gradients; of its own parameters, or of those that it shares."""
 
     stage: str
@@ -43,7 +43,7 @@ class Share:
     micro_batch: int
 
 
-Step = Turn | Update | Share
+AsyncTurn = Turn | AsyncUpdate | Share
 
 
 def distances(flow: Flow) -> dict[str, int]:
@@ -77,23 +77,23 @@ class Staleness:
         return any(p.requires_grad and p.name not in self.shared.get(spec.name, ()) for p in spec.params)
 
 
-def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[Step]:
+def sequence(spec: StageSpec, flow: Flow, staleness: Staleness) -> list[AsyncTurn]:
     """What one stage does, in order."""
-    name, count, ahead = spec.name, flow.face.micro_batches, staleness.distance[spec.name] + 1
+    name, count, ahead = spec.name, flow.interface.micro_batches, staleness.distance[spec.name] + 1
     if name not in flow.trained:
         return [Turn(name, m) for m in range(count)]
     own = staleness.has_own(spec)
     lag, shared = (staleness.lag(name), range(count)) if name in staleness.shared else (0, range(0))
-    steps: list[Step] = [Turn(name, m) for m in range(min(ahead, count))]
+    steps: list[AsyncTurn] = [Turn(name, m) for m in range(min(ahead, count))]
     for m in range(count):
         steps.append(Turn(name, m, True))
         if own:
-            steps.append(Update(name, m))
+            steps.append(AsyncUpdate(name, m))
         if m - lag in shared:
-            steps.append(Update(name, m - lag, True))
+            steps.append(AsyncUpdate(name, m - lag, True))
         if m + ahead < count:
             steps.append(Turn(name, m + ahead))
-    return steps + [Update(name, m, True) for m in shared if m >= count - lag]
+    return steps + [AsyncUpdate(name, m, True) for m in shared if m >= count - lag]
 
 
 def recomputed(flow: Flow) -> list[str]:
@@ -102,7 +102,7 @@ def recomputed(flow: Flow) -> list[str]:
     return [spec.name for spec in flow.specs if spec.name in flow.trained and distance[spec.name]]
 
 
-def alternate(flow: Flow, hardware: Hardware, precision: str, staleness: Staleness) -> list[tuple[int, Step]]:
+def alternate(flow: Flow, hardware: Hardware, precision: str, staleness: Staleness) -> list[tuple[int, AsyncTurn]]:
     """All that the devices do in a call, each with its device, in the order in which it ends."""
     return _Alternating(flow, hardware, precision, staleness).run()
 
@@ -116,8 +116,8 @@ class _Alternating(Durations):
         super().__init__(flow, hardware, precision)
         self.todo = {spec.name: deque(sequence(spec, flow, staleness)) for spec in flow.specs}
         self.ended_s: dict[Turn, float] = {}
-        self.free_s = [0.0] * flow.face.num_devices
-        self.order: list[tuple[float, int, tuple[int, Step]]] = []
+        self.free_s = [0.0] * flow.interface.num_devices
+        self.order: list[tuple[float, int, tuple[int, AsyncTurn]]] = []
         self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in staleness.shared) for d in flow.turns}
 
     def seconds(self, spec: StageSpec, precision: str) -> tuple[float, float]:
@@ -125,7 +125,7 @@ class _Alternating(Durations):
         forward_s, backward_s = super().seconds(spec, precision)
         return forward_s, backward_s + (forward_s if spec.name in self.recomputed else 0.0)
 
-    def run(self) -> list[tuple[int, Step]]:
+    def run(self) -> list[tuple[int, AsyncTurn]]:
         """Always what can begin first; of several an update, then a backward, of the earliest micro-batch."""
         while any(self.todo.values()):
             able = [self.able(name) for name, steps in self.todo.items() if steps]
@@ -134,11 +134,11 @@ class _Alternating(Durations):
             self.do(step, begin_s)
         return [placed for _, _, placed in sorted(self.order, key=lambda row: row[:2])]
 
-    def able(self, name: str) -> tuple[float, int, int, int, Step]:
+    def able(self, name: str) -> tuple[float, int, int, int, AsyncTurn]:
         """When a stage's next step can begin, and what it is; infinity while something must end first."""
         step, device = self.todo[name][0], self.flow.device_of[name]
         place = self.flow.place[name]
-        if isinstance(step, Update):
+        if isinstance(step, AsyncUpdate):
             summed_s = self.summed_s(step.micro_batch) if step.is_shared else 0.0
             return max(self.free_s[device], summed_s), 0, step.micro_batch, place, step
         assert not isinstance(step, Share), "stages have turns and updates to do"
@@ -163,7 +163,7 @@ class _Alternating(Durations):
 
     def before_backward(self, turn: Turn) -> list[float]:
         """The gradient of what several stages of a device read leaves behind the backward of the first of them."""
-        spec, here = self.flow.face.stages[turn.stage], self.flow.device_of[turn.stage]
+        spec, here = self.flow.interface.stages[turn.stage], self.flow.device_of[turn.stage]
         later = {
             reader
             for value in spec.inputs
@@ -181,7 +181,7 @@ class _Alternating(Durations):
             for made, value in self.flow.needed(turn)
         ]
 
-    def do(self, step: Step, begin_s: float) -> None:
+    def do(self, step: AsyncTurn, begin_s: float) -> None:
         assert not isinstance(step, Share)
         device = self.flow.device_of[step.stage]
         self.todo[step.stage].popleft()

@@ -42,8 +42,8 @@ class Emitter:
 
     def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
         self.flow, self.device = flow, device
-        self.face = flow.face
-        self.program = Program(device, flow.face)
+        self.interface = flow.interface
+        self.program = Program(device, flow.interface)
         self.weights: dict[str, fx.Node] = {}
         self.values: dict[Message, fx.Node] = {}  # inputs, and gradients made here
         self.arrived: dict[tuple[int, Message], fx.Node] = {}
@@ -56,7 +56,7 @@ class Emitter:
 
     def step(self) -> Program:
         for turn in self.flow.turns[self.device]:
-            spec = self.face.stages[turn.stage]
+            spec = self.interface.stages[turn.stage]
             if spec.name not in self.weights:
                 self.hold(spec)
             self.take(spec, turn)
@@ -70,7 +70,7 @@ class Emitter:
     def evaluate(self) -> Program:
         self.program.function = "evaluate"
         for turn in self.flow.turns[self.device]:
-            spec = self.face.stages[turn.stage]
+            spec = self.interface.stages[turn.stage]
             if spec.name not in self.weights:
                 self.hold(spec)
             if not turn.is_backward:
@@ -177,7 +177,7 @@ class Emitter:
         if not out.requires_grad:
             return None
         if out.name == spec.loss:
-            return 1.0 / self.face.total_micro_batches
+            return 1.0 / self.interface.total_micro_batches
         message = Message(out.name, m, is_gradient=True)
         total = self.values.get(message)
         for src in self.flow.reading_devices(out.name):

@@ -27,11 +27,11 @@ def evaluation_programs(
     memory allows beside the optimizer states of the others, in the arena of training. `ssd`: what lies on SSD (the
     decision of `insert-ssd`); weights that do are read into the arena of training in DRAM.
     """
-    face = draft.programs[0].interface if draft.programs else interface_of(draft)
-    flow = Flow(face, draft.devices)
+    interface = draft.programs[0].interface if draft.programs else interface_of(draft)
+    flow = Flow(interface, draft.devices)
     ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
     order = [row for row in ended if not row[1].is_backward]
-    programs = [Emitter(flow, device, order).evaluate() for device in range(face.num_devices)]
+    programs = [Emitter(flow, device, order).evaluate() for device in range(interface.num_devices)]
     if draft.sharding is not None:
         for program in programs:
             gather_weights(program, replace(draft.sharding, held=()))

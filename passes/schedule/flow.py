@@ -48,9 +48,9 @@ class Flow:
     `turns`: per device what it runs, in order; None is fill and drain.
     """
 
-    def __init__(self, face: Interface, devices: list[int], turns: Mapping[int, list[Turn]] | None = None):
-        self.face = face
-        self.specs: list[StageSpec] = list(face.stages.values())
+    def __init__(self, interface: Interface, devices: list[int], turns: Mapping[int, list[Turn]] | None = None):
+        self.interface = interface
+        self.specs: list[StageSpec] = list(interface.stages.values())
         self.place = {spec.name: i for i, spec in enumerate(self.specs)}
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
         self.maker = {out.name: spec.name for spec in self.specs for out in spec.outputs}
@@ -63,7 +63,7 @@ class Flow:
                     if value.requires_grad:
                         self.learners[value.name].append(spec.name)
         self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
-        everyone = range(face.num_devices)
+        everyone = range(interface.num_devices)
         self.turns = {d: self.fill_drain(d) for d in everyone} if turns is None else dict(turns)
 
     def on(self, device: int) -> list[StageSpec]:
@@ -85,7 +85,7 @@ class Flow:
     def fill_drain(self, device: int) -> list[Turn]:
         """Stage by stage forward on all micro-batches, then backward in reverse stage order."""
         mine = [spec.name for spec in self.on(device)]
-        todo = range(self.face.micro_batches)
+        todo = range(self.interface.micro_batches)
         back = [name for name in reversed(mine) if name in self.trained]
         return [Turn(name, m) for name in mine for m in todo] + [Turn(name, m, True) for name in back for m in todo]
 
@@ -95,7 +95,7 @@ class Flow:
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device behind one turn: what is read first leaves first."""
-        spec, m = self.face.stages[turn.stage], turn.micro_batch
+        spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_weight:
             return []
         if not turn.is_backward:
@@ -107,7 +107,7 @@ class Flow:
 
     def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
         """The turns that make what a turn reads of other stages, and what that is."""
-        spec, m = self.face.stages[turn.stage], turn.micro_batch
+        spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_backward:
             return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.learners[out.name]]
         return [(Turn(self.maker[i.name], m), i) for i in spec.inputs if i.name in self.maker]

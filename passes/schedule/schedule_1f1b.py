@@ -40,10 +40,10 @@ class Schedule1F1B(Pass):
 
     def rewrite(self, draft: Draft, decision: str) -> None:
         require_own(self, "schedule", decision, self.plan(draft))
-        face = interface_of(draft)
-        ended = list_schedule(Flow(face, draft.devices), draft.hardware, draft.options.precision)
-        devices = range(face.num_devices)
-        flow = Flow(face, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
+        interface = interface_of(draft)
+        ended = list_schedule(Flow(interface, draft.devices), draft.hardware, draft.options.precision)
+        devices = range(interface.num_devices)
+        flow = Flow(interface, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
         draft.programs = [Emitter(flow, device, ended).step() for device in devices]
 
 
@@ -62,7 +62,9 @@ class ListSchedule(Durations):
 
     def __init__(self, flow: Flow, hardware: Hardware, precision: str):
         super().__init__(flow, hardware, precision)
-        self.on_device_s = [sum(sum(self.took_s[s.name]) for s in flow.on(d)) for d in range(flow.face.num_devices)]
+        self.on_device_s = [
+            sum(sum(self.took_s[s.name]) for s in flow.on(d)) for d in range(flow.interface.num_devices)
+        ]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
         # Whose backward lets go of what a forward makes, and whose comes just before a stage's own on its device.
         self.closing: dict[str, str | None] = {}
@@ -76,7 +78,7 @@ class ListSchedule(Durations):
                 closing = behind[device] = spec.name
             self.closing[spec.name] = closing
         self.ended_s: dict[Turn, float] = {}
-        self.free_s = [0.0] * flow.face.num_devices
+        self.free_s = [0.0] * flow.interface.num_devices
         self.next = {(spec.name, back): 0 for spec in flow.specs for back in (False, True)}
 
     def most_in_flight(self, spec: StageSpec) -> int:
@@ -88,7 +90,7 @@ class ListSchedule(Durations):
 
     def run(self) -> list[Placed]:
         """Always the turn that can begin first; of several a backward, of the earliest micro-batch."""
-        count = self.flow.face.micro_batches * (len(self.flow.specs) + len(self.flow.trained))
+        count = self.flow.interface.micro_batches * (len(self.flow.specs) + len(self.flow.trained))
         order: list[tuple[float, int, Placed]] = []
         while len(order) < count:
             turns = [Turn(stage, m, back) for (stage, back), m in self.next.items()]
@@ -103,7 +105,7 @@ class ListSchedule(Durations):
 
     def begin_s(self, turn: Turn) -> float:
         """When a turn can begin; infinity while something must end first that has no time yet."""
-        if turn.micro_batch == self.flow.face.micro_batches:
+        if turn.micro_batch == self.flow.interface.micro_batches:
             return math.inf
         device = self.flow.device_of[turn.stage]
         waits = self.before_backward(turn) if turn.is_backward else self.before_forward(turn)

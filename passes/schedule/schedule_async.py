@@ -27,8 +27,8 @@ from ...ir.errors import PassError
 from ...ir.program import Program, StageSpec, TensorSpec
 from ..base import Pass, require_own
 from ..draft import Draft
-from ..optimizer.timing import Group, tie_groups
-from .async_order import Share, Staleness, Step, Update, alternate, distances, recomputed
+from ..optimizer.timing import TieGroup, tie_groups
+from .async_order import AsyncTurn, AsyncUpdate, Share, Staleness, alternate, distances, recomputed
 from .emitter import Emitter, interface_of
 from .flow import Flow, Placed, Turn
 
@@ -64,7 +64,7 @@ class ScheduleAsync(Pass):
         again = recomputed(flow)
         _check_rematerialisable(flow, again)
         trained = [spec.name for spec in flow.specs if spec.trained_params]
-        most = flow.face.micro_batches - 1
+        most = flow.interface.micro_batches - 1
         return {
             "schedule": "async",
             "rematerialise": again,
@@ -89,7 +89,7 @@ class ScheduleAsync(Pass):
         draft.programs = [emitter.step().with_interface(asynchronous=True) for emitter in emitters]
 
 
-def staleness_of(flow: Flow, ties: dict[str, Group]) -> Staleness:
+def staleness_of(flow: Flow, ties: dict[str, TieGroup]) -> Staleness:
     shared: dict[str, set[str]] = defaultdict(set)
     for rows in ties.values():
         for _, stage, param in rows:
@@ -120,7 +120,7 @@ def _check_options(draft: Draft) -> None:
 
 def _check_rematerialisable(flow: Flow, again: Sequence[str]) -> None:
     for name in again:
-        if not flow.face.stages[name].rematerialisable:
+        if not flow.interface.stages[name].rematerialisable:
             raise PassError(
                 f"{name} writes a buffer that its forward reads, so that it cannot be computed again in backward, as "
                 "all asynchronous stages but the last are. Use fewer stages, or a synchronous strategy, such as "
@@ -135,9 +135,9 @@ class AsyncEmitter(Emitter):
         self,
         flow: Flow,
         device: int,
-        order: Sequence[tuple[int, Step]],
+        order: Sequence[tuple[int, AsyncTurn]],
         staleness: Staleness,
-        ties: dict[str, Group],
+        ties: dict[str, TieGroup],
         weights: str,
     ):
         turns: list[Placed] = [(at, step) for at, step in order if isinstance(step, Turn)]
@@ -152,13 +152,13 @@ class AsyncEmitter(Emitter):
 
     def step(self) -> Program:
         for step in self.own:
-            if isinstance(step, Update):
+            if isinstance(step, AsyncUpdate):
                 self.update(step)
                 continue
             if isinstance(step, Share):
                 self.share(step)
                 continue
-            spec = self.face.stages[step.stage]
+            spec = self.interface.stages[step.stage]
             if spec.name not in self.weights:
                 self.hold(spec)
             (self.backward if step.is_backward else self.forward)(spec, step.micro_batch)
@@ -208,8 +208,8 @@ class AsyncEmitter(Emitter):
         """Of the loss 1: each micro-batch has updates of its own."""
         return 1.0 if out.requires_grad and out.name == spec.loss else super().gradient(spec, out, m)
 
-    def update(self, update: Update) -> None:
-        self.stash(self.face.stages[update.stage])
+    def update(self, update: AsyncUpdate) -> None:
+        self.stash(self.interface.stages[update.stage])
         grads = self.pending.pop((update.stage, update.micro_batch, update.is_shared))
         self.program.emit(ops.step, update.stage, grads)
         self.updates[update.stage, update.is_shared] += 1

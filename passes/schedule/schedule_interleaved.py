@@ -44,11 +44,11 @@ class ScheduleInterleaved(Pass):
     def rewrite(self, draft: Draft, decision: str) -> None:
         require_own(self, "schedule", decision, self.plan(draft))
         _check_stages(draft.devices, draft.hardware.num_devices)
-        face = interface_of(draft)
-        flow = Flow(face, draft.devices)
-        flow.turns = {device: turns_of(flow, device) for device in range(face.num_devices)}
+        interface = interface_of(draft)
+        flow = Flow(interface, draft.devices)
+        flow.turns = {device: turns_of(flow, device) for device in range(interface.num_devices)}
         ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        draft.programs = [Emitter(flow, device, ended).step() for device in range(face.num_devices)]
+        draft.programs = [Emitter(flow, device, ended).step() for device in range(interface.num_devices)]
 
 
 def _check_stages(devices: Sequence[int], num_devices: int) -> None:
@@ -72,7 +72,7 @@ def _check_stages(devices: Sequence[int], num_devices: int) -> None:
 def turns_of(flow: Flow, device: int) -> list[Turn]:
     """What a device runs, in order: forwards until its first backward can begin, then in turns, then backwards."""
     own = flow.on(device)
-    order = interleaved(device, flow.face.num_devices, len(own), flow.face.micro_batches)
+    order = interleaved(device, flow.interface.num_devices, len(own), flow.interface.micro_batches)
     turns = [Turn(own[stage].name, m, is_backward) for (stage, m), is_backward in order]
     return [turn for turn in turns if not turn.is_backward or turn.stage in flow.trained]
 

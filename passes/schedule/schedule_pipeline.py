@@ -35,4 +35,4 @@ class SchedulePipeline(Pass):
         require_own(self, "schedule", decision, self.plan(draft))
         flow = Flow(interface_of(draft), draft.devices)
         order = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        draft.programs = [Emitter(flow, device, order).step() for device in range(flow.face.num_devices)]
+        draft.programs = [Emitter(flow, device, order).step() for device in range(flow.interface.num_devices)]

@@ -49,10 +49,10 @@ class ScheduleZeroBubble(Pass):
 
     def rewrite(self, draft: Draft, decision: str) -> None:
         require_own(self, "schedule", decision, self.plan(draft))
-        face = interface_of(draft)
-        ended = split_schedule(Flow(face, draft.devices), draft.hardware, draft.options.precision)
-        devices = range(face.num_devices)
-        flow = Flow(face, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
+        interface = interface_of(draft)
+        ended = split_schedule(Flow(interface, draft.devices), draft.hardware, draft.options.precision)
+        devices = range(interface.num_devices)
+        flow = Flow(interface, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
         draft.programs = [SplitEmitter(flow, device, ended).step() for device in devices]
 
 
@@ -82,8 +82,8 @@ class SplitSchedule(ListSchedule):
     def run(self) -> list[Placed]:
         """Always the turn that can begin first; of several a backward, of the earliest micro-batch, and what can wait
         last."""
-        face = self.flow.face
-        count = face.micro_batches * (len(self.flow.specs) + len(self.flow.trained) + len(self.split))
+        interface = self.flow.interface
+        count = interface.micro_batches * (len(self.flow.specs) + len(self.flow.trained) + len(self.split))
         order: list[tuple[float, int, Placed]] = []
         while len(order) < count:
             begin_s, *_, turn = min(self.able(), key=lambda row: row[:3])
@@ -116,14 +116,14 @@ class SplitSchedule(ListSchedule):
 
     def can_wait(self, turn: Turn) -> bool:
         """Whether no other stage waits for a turn."""
-        spec = self.flow.face.stages[turn.stage]
+        spec = self.flow.interface.stages[turn.stage]
         return turn.is_weight or (turn.is_backward and not any(i.requires_grad for i in spec.inputs))
 
     def lasts_s(self, turn: Turn) -> float:
         forward_s, backward_s = self.took_s[turn.stage]
         if not (turn.is_backward or turn.is_weight):
             return forward_s
-        late_s = self.flow.face.stages[turn.stage].weight_share * backward_s if turn.stage in self.split else 0.0
+        late_s = self.flow.interface.stages[turn.stage].weight_share * backward_s if turn.stage in self.split else 0.0
         return late_s if turn.is_weight else backward_s - late_s
 
     def begin_s(self, turn: Turn) -> float:
@@ -133,7 +133,7 @@ class SplitSchedule(ListSchedule):
         return max(self.free_s[self.flow.device_of[turn.stage]], first_s)
 
     def before_forward(self, turn: Turn) -> list[float]:
-        later = self.flow.specs[self.flow.specs.index(self.flow.face.stages[turn.stage]) :]
+        later = self.flow.specs[self.flow.specs.index(self.flow.interface.stages[turn.stage]) :]
         closing = next((s.name for s in later if s.name in self.flow.trained), None)
         if closing is not None:
             gone = self.next_weight[closing] if closing in self.split else self.next[closing, True]

@@ -30,11 +30,11 @@ def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> N
 
 def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
     """Behind the last backward the sum over the group's lanes is scattered, and added up over the replicas."""
-    name, face = short("g", str(total.meta["type"].stage)), program.interface
+    name, interface = short("g", str(total.meta["type"].stage)), program.interface
     with program.graph.inserting_before(total.next):
-        if face.shards > 1:
+        if interface.shards > 1:
             (total,) = program.emit(ops.reduce_scatter, total, names=[f"{name}_shard"], group=ops.SHARDS, **how)
-        if face.replicas > 1:
+        if interface.replicas > 1:
             (total,) = program.emit(ops.all_reduce, total, names=[f"{name}_all"], group=ops.REPLICAS)
     return total
 
@@ -42,7 +42,7 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
 def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.Node:
     """Every backward gives gradients of its own, which are scattered and added to those of the micro-batches before;
     over the replicas they are added up behind the last backward (`TWO_HOP`), or each time."""
-    face, graph = program.interface, program.graph
+    interface, graph = program.interface, program.graph
     name = short("g", str(total.meta["type"].stage))
     found: fx.Node | None = None
     own = _apart(program, total)
@@ -56,14 +56,14 @@ def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.N
             (part,) = program.emit(
                 ops.reduce_scatter, grads, names=[f"{name}_shard_m{number}"], group=ops.SHARDS, **how
             )
-            if face.replicas > 1:
+            if interface.replicas > 1:
                 names = [f"{name}_all_m{number}"]
                 (part,) = program.emit(ops.all_reduce, part, names=names, group=ops.REPLICAS)
             if found is not None:
                 (part,) = program.emit(ops.add, found, part, names=[f"{name}_sum_m{number}"])
             found = part
     assert found is not None
-    if every == TWO_HOP and face.replicas > 1:
+    if every == TWO_HOP and interface.replicas > 1:
         with graph.inserting_before(found.next):
             (found,) = program.emit(ops.all_reduce, found, names=[f"{name}_all"], group=ops.REPLICAS)
     return found

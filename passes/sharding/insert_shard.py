@@ -23,17 +23,17 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.program import Home, bytes_of_homes, members_of
+from ...ir.program import StageHome, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
+from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft, Sharding
-from ..memory.alike import look, once
 from .gathering import gather_weights, peak_bytes
 from .gradient_sums import STEP, TWO_HOP
 
-TIERS = ("auto", ops.DEVICE, ops.DRAM, ops.SSD)
+SHARD_TIERS = ("auto", ops.DEVICE, ops.DRAM, ops.SSD)
 HOW = ("auto", "true", "false")
-MOST_AHEAD = 8
+MOST_GATHERS_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class InsertShard(Pass):
     hierarchical: str = "auto"
 
     def __post_init__(self) -> None:
-        for option, value, allowed in (("tier", self.tier, TIERS), ("hierarchical", self.hierarchical, HOW)):
+        for option, value, allowed in (("tier", self.tier, SHARD_TIERS), ("hierarchical", self.hierarchical, HOW)):
             if value not in allowed:
                 raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
-        if not 0 <= self.prefetch <= MOST_AHEAD:
-            raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_AHEAD}")
+        if not 0 <= self.prefetch <= MOST_GATHERS_AHEAD:
+            raise PassError(f"pass {self.name!r}: option prefetch={self.prefetch}; allowed: 0 to {MOST_GATHERS_AHEAD}")
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
         self.check(draft)
         room = _Room(draft)
         start = Sharding(hierarchical=self._by_host(draft), ahead=self.prefetch)
-        tiers = TIERS[1:3] if self.tier == "auto" else (self.tier,)
+        tiers = SHARD_TIERS[1:3] if self.tier == "auto" else (self.tier,)
         found = next((s for t in tiers if (s := room.earliest(replace(start, tier=t)))), None)
         if found is None:  # whoever checks the budgets says what is missing
             found = replace(start, tier=tiers[-1], ahead=0)
@@ -85,10 +85,10 @@ class InsertShard(Pass):
         odd = sorted({*given["held"], *decision["fetch"]} - set(names))
         if odd:
             raise PassError(f"sharding names {odd[0]!r}; the stages with weights are {', '.join(names)}")
-        if given["tier"] not in TIERS[1:] or not 0 <= given["ahead"] <= MOST_AHEAD:
+        if given["tier"] not in SHARD_TIERS[1:] or not 0 <= given["ahead"] <= MOST_GATHERS_AHEAD:
             raise PassError(
                 f"sharding has shards on {given['tier']!r}, gathered {given['ahead']} phases ahead; allowed: "
-                f"{', '.join(TIERS[1:])}, and 0 to {MOST_AHEAD}"
+                f"{', '.join(SHARD_TIERS[1:])}, and 0 to {MOST_GATHERS_AHEAD}"
             )
         if bool(decision["fetch"]) == (given["tier"] == ops.DEVICE):
             raise PassError(f"sharding has shards on {given['tier']!r}, but fetch names {list(decision['fetch'])}")
@@ -125,8 +125,8 @@ def require_shards(p: Pass, draft: Draft) -> None:
 
 def _is_grid(draft: Draft, lane: int, role: int) -> bool:
     """Whether the group that shares the stages of a device has several members on each of several hosts."""
-    face, devices = draft.programs[0].interface, draft.whole.devices
-    members = members_of(face, lane, role, ops.SHARDS)
+    interface, devices = draft.programs[0].interface, draft.whole.devices
+    members = members_of(interface, lane, role, ops.SHARDS)
     return bool(seats_of([devices[member].host for member in members], 0).hosts)
 
 
@@ -165,9 +165,9 @@ class _Room:
 
     def _lasting(self, number: int) -> int:
         """What a device keeps of its stages across steps, where their shards lie on it."""
-        face = self.draft.programs[number].interface
-        homes = {spec.name: Home(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
-        return bytes_of_homes(face, homes).total(ops.DEVICE)
+        interface = self.draft.programs[number].interface
+        homes = {spec.name: StageHome(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
+        return bytes_of_homes(interface, homes).total(ops.DEVICE)
 
     def holding(self, sharding: Sharding) -> Sharding:
         """With as many stages whole for all micro-batches as fit: of each device the last first, which is back soonest

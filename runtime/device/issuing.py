@@ -45,7 +45,12 @@ class Issuing:
 
     def __init__(self, session: DeviceSession, plan: Issues, streams: Mapping[str, Stream]):
         self.session, self.streams, self.issues = session, streams, plan.ops
-        self.face, self.index, self.device, self.stores = session.face, session.index, session.device, session.stores
+        self.interface, self.index, self.device, self.stores = (
+            session.interface,
+            session.index,
+            session.device,
+            session.stores,
+        )
         self.loss_scale = 1.0 if session.loss_scale is None else session.loss_scale.scale
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
         self._events: list[Event | None] = [None] * len(plan.ops)

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...ir.errors import PlanError
 from ..optimizer.gradients import Grads
 from ..stage.arena import weights_layout
-from ..stage.shards import Block, blocks_of, gathered
+from ..stage.shards import GradientRows, blocks_of, gathered
 from .issuing import Handle, Issuing
-from .peers import Link
+from .peers import PeerLink
 from .prepare import Issue
 from .reduce import reduce_grads, reduce_norms, reduce_whole
 
@@ -43,7 +43,7 @@ class Messages(Issuing):
         issue = self._next("recv")
         src = issue.peer
         stage, _, output = like.partition(".")
-        spec, link, throttled = self.face.stages[stage].output(output), self._link(), self.session.throttled
+        spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.session.throttled
 
         def run() -> list[Any]:
             into = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
@@ -62,7 +62,7 @@ class Messages(Issuing):
         boxes = [handle.box for handle in values]
         for handle in values:
             handle.release()
-        members = [(stage, param) for device, stage, param in self.face.groups[group] if device == self.index]
+        members = [(stage, param) for device, stage, param in self.interface.groups[group] if device == self.index]
         link = self.session.link
 
         def run() -> list[Any]:
@@ -82,8 +82,8 @@ class Messages(Issuing):
         issue = self._next("all_gather")
         group = issue.group
         box, stage, link, arena = shard.box, issue.stages[0], self.session.link, self.session.memory.device_arena
-        part, count = self.stores[stage].part, self.face.size(group)
-        views = arena.views(f"{stage}, whole", weights_layout(self.face.stages[stage]), issue.pieces)
+        part, count = self.stores[stage].part, self.interface.size(group)
+        views = arena.views(f"{stage}, whole", weights_layout(self.interface.stages[stage]), issue.pieces)
         rows = self._staging(issue).view(count, part.weight_bytes)
         index = self._index_in(group)
         copies = arena.once((stage, issue.staging, issue.pieces), lambda: gathered(rows, part, views))
@@ -130,19 +130,19 @@ class Messages(Issuing):
         assert issue.staging is not None
         return self.session.memory.device_arena.range(*issue.staging)
 
-    def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[Block]:
+    def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[GradientRows]:
         """Made once for each place: which gradients there are follows from the graph."""
         arena, part = self.session.memory.device_arena, self.stores[issue.stages[0]].part
         if issue.place is None:  # a result of the step, which is handed out
             own = torch.empty(part.grad_bytes, dtype=torch.uint8, device=self.device)
-            return blocks_of(grads, part, self.face.size(group), self._staging(issue), own)
+            return blocks_of(grads, part, self.interface.size(group), self._staging(issue), own)
         own = arena.range(issue.place, issue.place_bytes)
         key = (issue.stages[0], issue.staging, issue.place, tuple(grads))
-        return arena.once(key, lambda: blocks_of(grads, part, self.face.size(group), self._staging(issue), own))
+        return arena.once(key, lambda: blocks_of(grads, part, self.interface.size(group), self._staging(issue), own))
 
     def _index_in(self, group: str) -> int:
         """This device's position among a group's devices."""
-        return self.face.members(group).index(self.index)
+        return self.interface.members(group).index(self.index)
 
     def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """A collective; over slower links it begins when all members are there, and lasts as long as those need."""
@@ -159,7 +159,7 @@ class Messages(Issuing):
 
         return held
 
-    def _link(self) -> Link:
+    def _link(self) -> PeerLink:
         if self.session.link is None:
             raise PlanError(f"device {self.index}: the program sends or receives, but no other device is connected")
         return self.session.link

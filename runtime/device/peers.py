@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 
 
-class Link:
+class PeerLink:
     """One device's end of all connections.
 
     `groups`: per name, the devices that take part, in the order in which their parts are added. `hosts`: per device the

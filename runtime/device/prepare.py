@@ -16,10 +16,10 @@ from ...ir.program import (
     ON_DEVICE,
     PAGE,
     STAGED,
-    Home,
     Memory,
     Persistent,
     Program,
+    StageHome,
     aligned,
     build_order,
     donated,
@@ -90,7 +90,7 @@ class Issues:
     ops: list[Issue]
     arenas: dict[str, int]  # bytes of each memory's arena
     persistent: Persistent
-    homes: dict[str, Home]  # per stage that runs here, the memories in which it persists
+    homes: dict[str, StageHome]  # per stage that runs here, the memories in which it persists
     streams: set[str] = field(default_factory=set)
 
     @property

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from ...ir.program import StageSpec
 from ..optimizer.gradients import Grads
-from .peers import Link
+from .peers import PeerLink
 
 
 def reduce_grads(
-    grads: Sequence[dict[str, Tensor]], specs: Sequence[StageSpec], names: Sequence[str], link: Link | None, group: str
+    grads: Sequence[dict[str, Tensor]],
+    specs: Sequence[StageSpec],
+    names: Sequence[str],
+    link: PeerLink | None,
+    group: str,
 ) -> None:
     """Put the sum of a tied parameter's gradients into every member's dict. A missing gradient counts as zero."""
     here = [g[name] for g, name in zip(grads, names, strict=True) if name in g]
@@ -34,7 +38,7 @@ def reduce_grads(
     _settle(total)
 
 
-def reduce_whole(grads: Grads, link: Link | None, group: str) -> None:
+def reduce_whole(grads: Grads, link: PeerLink | None, group: str) -> None:
     """Replace a stage's gradients by their sums over the group; in place, where they lie in flat buffers. Which
     parameters get a gradient follows from the graph, so that all devices hold the same names."""
     if link is None:
@@ -53,7 +57,7 @@ def reduce_whole(grads: Grads, link: Link | None, group: str) -> None:
     _settle(next(iter(tensors.values()), torch.zeros(())))
 
 
-def reduce_norms(values: Sequence[Tensor], link: Link | None, group: str) -> Tensor:
+def reduce_norms(values: Sequence[Tensor], link: PeerLink | None, group: str) -> Tensor:
     """The sum of all members' values, added in the group's order, so that every device gets the same bits."""
     total = values[0]
     for value in values[1:]:
@@ -69,7 +73,7 @@ def reduce_norms(values: Sequence[Tensor], link: Link | None, group: str) -> Ten
     return total.reshape(())
 
 
-def _over_devices(total: Tensor, link: Link, group: str) -> Tensor:
+def _over_devices(total: Tensor, link: PeerLink, group: str) -> Tensor:
     if not total.is_cuda or link.on_device(group):
         link.sum(total, group)
         return total

@@ -150,7 +150,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     def norm(self, *grads: Handle) -> Handle:
         issue = self._next("norm")
         boxes = [handle.box for handle in grads]
-        specs = [self.face.stages[stage] for stage in issue.stages]
+        specs = [self.interface.stages[stage] for stage in issue.stages]
 
         def run() -> list[Any]:
             return [sum_of_squares((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))]

@@ -21,18 +21,17 @@ from ...ir import ops
 from ...ir.errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.ops import rest_bytes
-from ...ir.program import Home, Interface, Program, bind_one, largest_values, place_of
-from ..emulate.link_server import LinkClient
+from ...ir.program import Interface, Program, StageHome, bind_one, largest_values, place_of
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import OptimizerSpec, Workspace
 from ..simulate import Span
-from ..stage.store import StageState, StageStore
+from ..stage.store import StagePart, StageStore
 from .cores import available_cores, optimizer_cores
 from .file import DeviceFile
 from .issuing import Box
 from .memories import LASTING, SessionMemory
-from .pacing import TurnClient
-from .peers import Link, group_members, group_memories, message_orders
+from .pacing import LinkClient, TurnClient
+from .peers import PeerLink, group_members, group_memories, message_orders
 from .prepare import Issue, Issues, plan_issues
 from .runtime import DeviceRuntime
 from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
@@ -79,7 +78,7 @@ class DeviceSession:
         optimizer: OptimizerSpec | None = None,
         precision: str = "fp32",
         seed: int = 0,
-        link: Link | None = None,
+        link: PeerLink | None = None,
         num_threads: int | None = None,
         board: MutableSequence[int] | None = None,
         dram_budget_bytes: int | None = None,
@@ -95,7 +94,7 @@ class DeviceSession:
         self.link_server, self._shared, self._collective_s = link_server, shared or {}, collective_s or {}
         lane, _ = place_of(file.step.interface, index)
         self.programs = {name: bind_one(program, lane) for name, program in file.programs.items()}
-        self.face: Interface = self.programs["step"].interface
+        self.interface: Interface = self.programs["step"].interface
         self.spec = hardware.devices[index]
         self.device = self._find_device()
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
@@ -183,8 +182,8 @@ class DeviceSession:
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
         return before
 
-    def _homes(self) -> dict[str, Home]:
-        homes: dict[str, Home] = {}
+    def _homes(self) -> dict[str, StageHome]:
+        homes: dict[str, StageHome] = {}
         for plan in self.plans.values():
             for stage, home in plan.homes.items():
                 if homes.setdefault(stage, home).weights != home.weights:
@@ -199,12 +198,12 @@ class DeviceSession:
         if trained and self.optimizer is None:
             raise PlanError(f"device {self.index}: the program updates {stage}, but there is no optimizer")
         return StageStore(
-            self.face.stages[stage],
+            self.interface.stages[stage],
             module,
             self.device,
             home,
             self.precision,
-            self.face,
+            self.interface,
             optimizer=self.optimizer if trained else None,
             piece=self._piece(stage),
             folder=self.memory.folder,
@@ -217,7 +216,7 @@ class DeviceSession:
         group = self._homes()[stage].group
         if not group:
             return None
-        members = self.face.members(group)
+        members = self.interface.members(group)
         return members.index(self.index), len(members)
 
     def _stream(self, name: str) -> Stream:
@@ -261,10 +260,10 @@ class DeviceSession:
         self.stores[stage].load(weights, buffers)
         self._settle()
 
-    def stage_state(self, stage: str) -> StageState:
+    def stage_state(self, stage: str) -> StagePart:
         return self.stores[stage].state()
 
-    def load_stage_state(self, stage: str, state: StageState) -> None:
+    def load_stage_state(self, stage: str, state: StagePart) -> None:
         self.stores[stage].load_state(state)
         self._settle()
 
@@ -455,11 +454,11 @@ class DeviceSession:
         return squares**0.5 / scale, self.loss_scale is not None and not finite
 
 
-def check_batch(batch: Mapping[str, Tensor], face: Interface, names: Sequence[str]) -> None:
+def check_batch(batch: Mapping[str, Tensor], interface: Interface, names: Sequence[str]) -> None:
     """Raises `BatchError` where an input among `names` is missing or is not what was compiled."""
     for name in names:
-        want, found = face.batch[name], batch.get(name)
-        shape = (want.shape[0] * face.micro_batches, *want.shape[1:])
+        want, found = interface.batch[name], batch.get(name)
+        shape = (want.shape[0] * interface.micro_batches, *want.shape[1:])
         if found is None:
             raise BatchError(f"batch: {name!r} is missing; found {', '.join(batch) or 'nothing'}")
         dtype = str(found.dtype).removeprefix("torch.")
@@ -467,6 +466,6 @@ def check_batch(batch: Mapping[str, Tensor], face: Interface, names: Sequence[st
             raise BatchError(f"batch: {name!r} is {dtype}{list(found.shape)}, compiled for {want.dtype}{list(shape)}")
 
 
-def device_groups(face: Interface) -> dict[str, list[int]]:
-    """The groups of devices that a `Link` must know."""
-    return group_members(face.groups)
+def device_groups(interface: Interface) -> dict[str, list[int]]:
+    """The groups of devices that a `PeerLink` must know."""
+    return group_members(interface.groups)

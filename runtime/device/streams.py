@@ -17,7 +17,8 @@ import torch
 
 from .cores import use_cores
 
-Task = Callable[[], None]
+SWITCH_S = 0.0005  # how long a thread keeps the interpreter from others: a stream's needs it for moments, but at once
+StreamTask = Callable[[], None]
 
 
 class Label(Protocol):
@@ -98,7 +99,7 @@ class Stream:
         """Forget the spans of the last step."""
         self.spans = []
 
-    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+    def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         """Run `task` when all that was issued before it, and all of `waits`, is over; do not wait for it here."""
         raise NotImplementedError
 
@@ -117,7 +118,7 @@ class InlineStream(Stream):
         super().__init__(name)
         self.board, self.slot = board, slot
 
-    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+    def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = HostEvent(self)
         for other in waits:
             other.wait()
@@ -166,7 +167,7 @@ class ThreadStream(Stream):
         self.thread = threading.Thread(target=self._run, name=f"penstock-{name}", daemon=True)
         self.thread.start()
 
-    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+    def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = HostEvent(self)
         self.queue.put((task, [w for w in waits if w.failed or not w.done], event, label))
         return event
@@ -211,7 +212,7 @@ class ThreadStream(Stream):
             return False
         return True
 
-    def _execute(self, task: Task, label: Label) -> bool:
+    def _execute(self, task: StreamTask, label: Label) -> bool:
         self.board[self.slot] = label.line
         start_s = time.perf_counter()
         try:
@@ -249,7 +250,7 @@ class CudaStream(Stream):
         self.origin_s = time.perf_counter()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the caller's batch, or a new arena
 
-    def issue(self, task: Task, waits: Iterable[Event], label: Label) -> Event:
+    def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = CudaEvent(self)
         for other in waits:
             if isinstance(other, HostEvent):

@@ -21,7 +21,7 @@ FIRST_TURN = -1  # before that of any stage
 
 
 @dataclass(frozen=True)
-class OnSsd:
+class StoredActivation:
     """An activation in the file of activations. `like`: its shapes and dtypes, on the meta device."""
 
     offset_bytes: int
@@ -33,7 +33,7 @@ class Transfers(Issuing):
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue = self._next("load")
-        rows = self.face.batch[name].shape[0]
+        rows = self.interface.batch[name].shape[0]
         piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # of its lane, whose rows it is given
         if self.device.type == "cpu":  # a view: no memory is taken, nothing need be waited for
             return Handle(Box(None, piece))
@@ -178,7 +178,7 @@ class Transfers(Issuing):
     def _read_activation(self, issue: Issue, box: Box, flat: Tensor) -> Handle:
         def run() -> list[Any]:
             rest = self._pace(issue)
-            there: OnSsd = box.value
+            there: StoredActivation = box.value
             assert self.session.memory.ssd_arena is not None
             self.session.memory.ssd_arena.read(there.offset_bytes, flat)
             rest()
@@ -207,14 +207,16 @@ class Transfers(Issuing):
         made = self._launch(issue, [box], run)
         return made[0] if made else None
 
-    def _write_activation(self, given: Any, issue: Issue) -> OnSsd:
+    def _write_activation(self, given: Any, issue: Issue) -> StoredActivation:
         assert self.session.memory.ssd_arena is not None and issue.place is not None
         first = next(iter(given.tensors.values())) if isinstance(given, Kept) else given
         _, flat = self.session.memory.dram_arena.pages_of(first, issue.place_bytes)
         self.session.memory.ssd_arena.write(issue.place, flat)
         if isinstance(given, Kept):
-            return OnSsd(issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()}))
-        return OnSsd(issue.place, given.to("meta"))
+            return StoredActivation(
+                issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()})
+            )
+        return StoredActivation(issue.place, given.to("meta"))
 
     def free(self, *values: Handle) -> None:
         self._next("free")

@@ -26,7 +26,7 @@ class Versions(Issuing):
         """A stage's runner on these weights. Of a version it lets go at once: a `free` gives its memory back."""
         store.runner.bind(weights)
         yield store.runner
-        if self.face.asynchronous and weights is not store.weights:
+        if self.interface.asynchronous and weights is not store.weights:
             store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
@@ -34,7 +34,7 @@ class Versions(Issuing):
         return self._launch(issue, [], lambda: [_copied(store)])[0]
 
     def predict(self, stage: str, weights: Handle, *, updates: int, shared: int = 0) -> Handle:
-        issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.face, stage)
+        issue, store, names = self._next("predict"), self.stores[stage], shared_params(self.interface, stage)
 
         def run() -> list[Any]:
             made = _copied(store)
@@ -45,7 +45,7 @@ class Versions(Issuing):
         return self._launch(issue, [], run)[0]
 
     def split(self, stage: str, grads: Handle) -> tuple[Handle, ...]:
-        issue, box, names = self._next("split"), grads.box, shared_params(self.face, stage)
+        issue, box, names = self._next("split"), grads.box, shared_params(self.interface, stage)
         grads.release()
 
         def run() -> list[Any]:

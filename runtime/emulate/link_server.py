@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ...ir.errors import WorkerError
 from ...ir.machine.links import Link
-from ..simulate.sharing import Cost, Progress
+from ..device.pacing import OVER, REQUEST
+from ..simulate.sharing import Cost, TasksUnderWay
 
-_REQUEST = struct.Struct("<ii")  # device, index of the op
-_OVER = b"."
 Costs = Sequence[Sequence[Cost]]  # per device, per op of its program in text order
 
 
@@ -32,7 +29,7 @@ class LinkServer:
 
     def __init__(self, address: str, links: Mapping[str, Link], costs: Costs, time_scale: float = 1.0):
         self.address, self.costs, self.time_scale = address, costs, time_scale
-        self.progress = Progress(links)
+        self.progress = TasksUnderWay(links)
         self._asked: dict[int, socket.socket] = {}  # per task under way, who waits for it
         self._count = 0
         self._begin_s = time.perf_counter()
@@ -49,7 +46,7 @@ class LinkServer:
     def close(self) -> None:
         """Stop. Whoever still waits sees its connection close."""
         if self._thread.is_alive():
-            self._stop.send(_OVER)
+            self._stop.send(OVER)
             self._thread.join()
         self._stop.close()
 
@@ -82,49 +79,20 @@ class LinkServer:
 
     def _hear(self, client: socket.socket, now_s: float) -> None:
         try:
-            request = client.recv(_REQUEST.size, socket.MSG_WAITALL)
+            request = client.recv(REQUEST.size, socket.MSG_WAITALL)
         except ConnectionResetError:
             request = b""
-        if len(request) < _REQUEST.size:  # it has gone; what it asked for goes on, and its answer is lost
+        if len(request) < REQUEST.size:  # it has gone; what it asked for goes on, and its answer is lost
             self._selector.unregister(client)
             client.close()
             return
-        device, index = _REQUEST.unpack(request)
+        device, index = REQUEST.unpack(request)
         self._count += 1
         self._asked[self._count] = client
         self.progress.begin(self._count, self.costs[device][index], now_s)
 
     def _answer(self, client: socket.socket) -> None:
         try:
-            client.send(_OVER)
+            client.send(OVER)
         except OSError:
             return  # it has gone meanwhile
-
-
-class LinkClient:
-    """The side of one device: any of its threads may ask."""
-
-    def __init__(self, address: str, device: int):
-        self.address, self.device = address, device
-        self._own = threading.local()
-
-    def begin(self, index: int) -> Callable[[], None]:
-        """Tell that op `index` begins now; what this returns waits until it is over. One op at a time per thread.
-
-        Raises `WorkerError` where the server is gone.
-        """
-        channel = getattr(self._own, "channel", None)
-        if channel is None:
-            channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel.connect(self.address)
-        channel.sendall(_REQUEST.pack(self.device, index))
-
-        def wait() -> None:
-            try:
-                answer = channel.recv(1)
-            except ConnectionResetError:
-                answer = b""
-            if not answer:
-                raise WorkerError(f"device {self.device}: the process that shares out the links is gone")
-
-        return wait

@@ -17,12 +17,12 @@ from ...ir import ops
 from ...ir.program import StageSpec
 from ..device.issuing import Box, Handle
 from ..device.memories import SessionMemory
+from ..device.pacing import LinkClient
 from ..device.prepare import Issue, Issues
 from ..device.runtime import DeviceRuntime
 from ..device.session import DeviceSession, StepResult
 from ..device.streams import Stream, ThreadStream
 from ..stage.arena import allocate, weights_layout
-from .link_server import LinkClient
 
 NOWHERE = torch.device("meta")
 
@@ -63,7 +63,7 @@ class RehearsedSession(DeviceSession):
         return work.stream
 
     def _make_store(self, stage: str) -> Any:
-        return EmptyStore(self.face.stages[stage], self.face.part_of(stage, self._homes()[stage].group))
+        return EmptyStore(self.interface.stages[stage], self.interface.part_of(stage, self._homes()[stage].group))
 
     def _stream(self, name: str) -> Stream:
         if name not in self._streams:

@@ -35,7 +35,7 @@ from .detect import usable_cores
 from .waiting import waited_s
 
 ROWS_FILE = "rows.json"
-SLICE_S = 0.5  # time for one stage, after one warm-up
+STAGE_S = 0.5  # time for one stage, after one warm-up
 LEAST_ROUNDS = 3
 SEED = 0
 CLOCK_S = 1e-7  # no clock here tells less from nothing
@@ -81,7 +81,7 @@ def time_stage(
     precision: str,
     *,
     shares_cores: bool = False,
-    slice_s: float = SLICE_S,
+    slice_s: float = STAGE_S,
 ) -> list[float]:
     """Seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and, where the stage has
     classes of saved tensors, a forward that takes them all: of each the first quartile over the rounds in `slice_s`,

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from ..device.malloc import keep_freed_memory
-from ..processes.worker import SWITCH_S
+from ..device.streams import SWITCH_S
 from .disks import disk_rates
 from .links import fetch_latency_s, message_rates
 from .waiting import waited_s
 
-SLICE_S = 0.4  # time for one figure
+FIGURE_S = 0.4  # time for one figure
 LEAST_S = 1e-7  # no clock here tells less from nothing
 MIB = 2**20
 MESSAGE_BYTES = 8 * MIB
 
 
-def steady_s(work: Callable[[], object], slice_s: float = SLICE_S) -> float:
+def steady_s(work: Callable[[], object], slice_s: float = FIGURE_S) -> float:
     """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
 
     Not the median, since whatever else the machine does can only make runs longer; what the thread waited for a core
@@ -55,7 +55,7 @@ def matmul_flops(dtype: torch.dtype, tokens: int = 256, width: int = 256) -> flo
         lambda: torch.mm(gradient, weight),
         lambda: torch.mm(gradient.t(), value),
     )
-    total_s = sum(steady_s(product, SLICE_S / len(products)) for product in products)
+    total_s = sum(steady_s(product, FIGURE_S / len(products)) for product in products)
     return len(products) * 2 * tokens * width * 4 * width / total_s
 
 

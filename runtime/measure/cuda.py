@@ -17,11 +17,11 @@ import torch
 from .cpu import MIB, adamw_params_per_s, copy_bandwidth
 from .disks import disk_rates
 
-SLICE_S = 0.3
+KERNELS_S = 0.3
 COPY_BYTES = 256 * MIB
 
 
-def mean_s(work: Callable[[], object], device: int, slice_s: float = SLICE_S) -> float:
+def mean_s(work: Callable[[], object], device: int, slice_s: float = KERNELS_S) -> float:
     """Mean seconds of `work` on a device's current stream, by events, over about `slice_s`."""
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()

@@ -20,7 +20,7 @@ from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder, free_space
 
 LEAST_FREE_BYTES = 1 << 30  # a disk with less free is not worth a plan's while
-SLICE_S = 0.8  # of writing, and as much of reading
+DISK_S = 0.8  # of writing, and as much of reading
 BLOCK_BYTES = 32 << 20
 MOST_BYTES = 8 << 30
 DEVICES = Path("/sys/dev/block")
@@ -69,7 +69,7 @@ def disk_of(device: int, devices: Path = DEVICES) -> object:
     return str(real.parent if (real / "partition").is_file() else real)
 
 
-def disk_rates(directory: str | Path, slice_s: float = SLICE_S, block_bytes: int = BLOCK_BYTES) -> dict[str, float]:
+def disk_rates(directory: str | Path, slice_s: float = DISK_S, block_bytes: int = BLOCK_BYTES) -> dict[str, float]:
     """Bytes per second that the runtime writes to and reads from a disk, and the seconds of a read of one page.
 
     Takes about twice `slice_s`. Leaves no file. Raises `HardwareError` where no files can lie in the directory,

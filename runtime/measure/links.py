@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device.peers import LOOPBACK, Link
-from ..device.streams import Event, Task, ThreadStream
+from ..device.peers import LOOPBACK, PeerLink
+from ..device.streams import Event, StreamTask, ThreadStream
 
 THERE, BACK = "there", "back"
 BURSTS = 8
 LABEL = SimpleNamespace(line=1)
 
 
-class Lane:
+class StreamThread:
     """A stream's thread, whose faults come up here."""
 
     def __init__(self, name: str):
         self.notices: SimpleQueue[object] = SimpleQueue()
         self.stream = ThreadStream(name, self.notices, [0], 0, torch.get_num_threads())
 
-    def issue(self, task: Task, *after: Event) -> Event:
+    def issue(self, task: StreamTask, *after: Event) -> Event:
         return self.stream.issue(task, after, LABEL)
 
     def wait(self, event: Event) -> None:
@@ -60,7 +60,7 @@ def undisturbed_s(work: Callable[[], object], repeats: int) -> float:
 
 def fetch_latency_s(repeats: int = 100) -> float:
     """Seconds of a fetch with nothing in it, on a CPU device."""
-    lane, source, target = Lane("fetch"), torch.ones(64), torch.empty(64)
+    lane, source, target = StreamThread("fetch"), torch.ones(64), torch.empty(64)
 
     def copy() -> None:
         target.copy_(source)
@@ -73,9 +73,9 @@ def fetch_latency_s(repeats: int = 100) -> float:
 
 def message_rates(store: dist.Store, rank: int, num_bytes: int) -> dict[str, float]:
     """Latency and bandwidth of messages between ranks 0 and 1, one direction at a time; both must call this."""
-    link = Link(store, rank, 2, {}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=60.0)
+    link = PeerLink(store, rank, 2, {}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=60.0)
     link.connect({(0, 1): [THERE], (1, 0): [BACK]}, {})
-    sends, receives = Lane("send"), Lane("recv")
+    sends, receives = StreamThread("send"), StreamThread("recv")
     try:
         latency_s = _one_way_s(link, sends, receives, torch.ones(1), 50)
         whole_s = _one_way_s(link, sends, receives, torch.ones(num_bytes, dtype=torch.uint8), 4)
@@ -85,7 +85,7 @@ def message_rates(store: dist.Store, rank: int, num_bytes: int) -> dict[str, flo
     return {"link_latency_s": latency_s, "link": num_bytes / max(whole_s - latency_s, 1e-9)}
 
 
-def _one_way_s(link: Link, sends: Lane, receives: Lane, value: Tensor, repeats: int) -> float:
+def _one_way_s(link: PeerLink, sends: StreamThread, receives: StreamThread, value: Tensor, repeats: int) -> float:
     """Half of what passes at rank 0 until the other side's answer is here."""
     other = 1 - link.index
 

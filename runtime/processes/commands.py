@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...ir.errors import CheckpointError
 from ..device.session import DeviceSession, StepResult
-from ..stage.store import StageState
+from ..stage.store import StagePart
 from ..state import checkpoint
-from ..state.manifest import Progress, ShardRecord, TensorRecord
+from ..state.manifest import RunPosition, ShardRecord, TensorRecord
 from ..state.plain_json import decode
 
 Tensors = dict[str, Tensor]
@@ -60,7 +60,12 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
     names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
     optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}
     record = checkpoint.write_shard(
-        Path(args["temporary"]), session.face.stages[stage], state.weights, state.buffers, optimizer, args.get("ties")
+        Path(args["temporary"]),
+        session.interface.stages[stage],
+        state.weights,
+        state.buffers,
+        optimizer,
+        args.get("ties"),
     )
     return {"record": asdict(record), "group": found["group"], "scheduler": found["scheduler"]}, {}
 
@@ -68,11 +73,11 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
 def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Take the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
     stage = args["stage"]
-    found = checkpoint.open_checkpoint(args["directory"]).read(session.face.stages[stage])
+    found = checkpoint.open_checkpoint(args["directory"]).read(session.interface.stages[stage])
     states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
-    session.load_stage_state(stage, StageState(found.weights, found.buffers, optimizer))
+    session.load_stage_state(stage, StagePart(found.weights, found.buffers, optimizer))
     return {}, {}
 
 
@@ -82,9 +87,9 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` the fields of `Progress` as plain JSON."""
+    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` a `RunPosition` as plain JSON."""
     shards = [_shard_record(row) for row in args["shards"]]
-    progress = Progress(**decode(args["progress"]))
+    progress = RunPosition(**decode(args["progress"]))
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
     return {"path": str(path)}, {}
 
@@ -136,7 +141,7 @@ def unpack_result(header: Mapping[str, Any], tensors: Tensors) -> StepResult:
     return StepResult(values, dict(header["report"]))
 
 
-def pack_state(state: StageState, with_optimizer: bool = True) -> Answer:
+def pack_state(state: StagePart, with_optimizer: bool = True) -> Answer:
     tensors = {f"weights{SEPARATOR}{n}": t for n, t in state.weights.items()}
     tensors |= {f"buffers{SEPARATOR}{n}": t for n, t in state.buffers.items()}
     header: dict[str, Any] = {"optimizer": None}
@@ -147,7 +152,7 @@ def pack_state(state: StageState, with_optimizer: bool = True) -> Answer:
     return header, tensors
 
 
-def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StageState:
+def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StagePart:
     parts = split(tensors)
     optimizer = None
     if header.get("optimizer") is not None:
@@ -156,7 +161,7 @@ def unpack_state(header: Mapping[str, Any], tensors: Tensors) -> StageState:
             name, _, state = key.rpartition(SEPARATOR)
             states.setdefault(name, {})[state] = tensor
         optimizer = {**header["optimizer"], "states": states}
-    return StageState(parts.get("weights", {}), parts.get("buffers", {}), optimizer)
+    return StagePart(parts.get("weights", {}), parts.get("buffers", {}), optimizer)
 
 
 def split(tensors: Tensors) -> dict[str, Tensors]:

@@ -89,8 +89,8 @@ class Driver:
         return found
 
     def _lane_rows(self, name: str) -> int:
-        face = self.setup.interface
-        return face.batch[name].shape[0] * face.micro_batches
+        interface = self.setup.interface
+        return interface.batch[name].shape[0] * interface.micro_batches
 
     def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
         """Before a run: raise where this process, or another rank, cannot go on (`refused`), or ranks were given

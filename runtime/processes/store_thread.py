@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...ir.errors import WorkerError
 
 END_S = 1.0  # in which a thread that is not blocked has ended
-SLICE_S = 0.05  # between two looks at whether to go on waiting
+LOOK_S = 0.05  # between two looks at whether to go on waiting
 T = TypeVar("T")
 
 
@@ -56,7 +56,7 @@ class StoreThread:
         answer = _Answer()
         self._queue.put((call, answer))
         deadline_s = time.monotonic() + timeout_s
-        while not answer.done.wait(SLICE_S):
+        while not answer.done.wait(LOOK_S):
             if check is not None:
                 check()
             if time.monotonic() > deadline_s:

@@ -28,17 +28,16 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Interface, bound_interface, place_of
 from ..device.file import open_device_file
 from ..device.malloc import keep_freed_memory
-from ..device.pacing import TurnClient
-from ..device.peers import Link
+from ..device.pacing import LinkClient, TurnClient
+from ..device.peers import PeerLink
 from ..device.session import STREAM_SLOTS, DeviceSession, device_groups
-from ..emulate.link_server import LinkClient
+from ..device.streams import SWITCH_S
 from ..emulate.rehearsed_device import RehearsedSession
 from ..optimizer.stage_optimizer import OptimizerSpec
 from .commands import COMMANDS
 from .wire import receive_message, send_message
 
 PARENT_CHECK_MS = 1000
-SWITCH_S = 0.0005  # how long a thread keeps the interpreter from others: a stream's needs it for moments, but at once
 SLOT = struct.calcsize("i")
 
 
@@ -71,7 +70,7 @@ def build_session(
     if interface.world_size > 1:
         assert store is not None
         sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
-        link = Link(
+        link = PeerLink(
             store,
             index,
             interface.world_size,

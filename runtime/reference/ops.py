@@ -1,6 +1,6 @@
 """The ops of the reference runtime: what each means, on plain tensors of one process.
 
-`ReferenceRuntime` has one method an op; `World` is what the devices share, `StageState` what persists of a stage.
+`ReferenceRuntime` has one method an op; `World` is what the devices share, `ReferenceStage` what persists of a stage.
 `run.py` runs programs with them.
 """
 
@@ -63,7 +63,7 @@ class Waiting(Exception):
     """The device cannot go on yet; its text says what for."""
 
 
-class StageState:
+class ReferenceStage:
     """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
 
     `piece`: (index, count) of the shard that the device keeps of all parameters; None keeps them whole.
@@ -127,16 +127,16 @@ class World:
     """
 
     interface: Interface
-    stages: dict[str, StageState]
+    stages: dict[str, ReferenceStage]
     seed: int
     step: int = 0
     loss_scale: LossScale | None = None
     finite: bool = True
-    replicas: dict[tuple[int, str], StageState] = field(default_factory=dict)
+    replicas: dict[tuple[int, str], ReferenceStage] = field(default_factory=dict)
     mail: dict[tuple[int, int, str], deque[Tensor]] = field(default_factory=dict)
     arrived: dict[tuple[str, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
 
-    def stage(self, device: int, name: str) -> StageState:
+    def stage(self, device: int, name: str) -> ReferenceStage:
         return self.replicas.get((device, name)) or self.stages[name]
 
 

@@ -41,7 +41,7 @@ from ..optimizer.stage_optimizer import OptimizerSpec
 from ..stage.runner import Kept
 from ..stage.shards import whole_of
 from ..stage.split_backward import Rest
-from .ops import FULL, ReferenceRuntime, Shard, StageState, Waiting, Weights, World
+from .ops import FULL, ReferenceRuntime, ReferenceStage, Shard, Waiting, Weights, World
 
 
 class Reference:
@@ -72,14 +72,14 @@ class Reference:
         programs = [*(bind(steps) if steps else []), *(bind(others) if others else [])]
         for program in programs:
             self.programs[program.function].append(program)
-        face = programs[0].interface
-        self.world = World(face, {}, seed)
+        interface = programs[0].interface
+        self.world = World(interface, {}, seed)
         for name, module in stages.items():
             for device, group in _homes(programs, name).items():
                 made = _module(module)
-                members = face.members(group) if group else []
+                members = interface.members(group) if group else []
                 piece = (members.index(device), len(members)) if group else None
-                state = StageState(face.stages[name], made, weights, buffers, optimizer, precision, piece)
+                state = ReferenceStage(interface.stages[name], made, weights, buffers, optimizer, precision, piece)
                 if name in self.world.stages:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)

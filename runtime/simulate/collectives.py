@@ -20,7 +20,7 @@ from ...ir.machine.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Stage:
+class Round:
     """`hops`: from device to device so many bytes, all at the same time, in `rounds` rounds; `copied_bytes`: read and
     written by each device in its own memory before."""
 
@@ -39,7 +39,7 @@ def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
 
 def stages(
     devices: Sequence[int], hardware: Hardware, moved_bytes: float, times: int, hierarchical: bool = False
-) -> list[Stage]:
+) -> list[Round]:
     """Of a collective over a whole value of `moved_bytes`: `times` 1 for a gather or a scatter, 2 for a sum that all
     get. A hierarchical one over a single host, or hosts with one or unequally many members, is a plain ring."""
     hosts = by_host(devices, hardware)
@@ -49,7 +49,7 @@ def stages(
     return [_ring(hosts, hardware, moved_bytes, times)]
 
 
-def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Stage:
+def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Round:
     count = sum(len(members) for members in hosts)
     side_by_side = _rings_between(hosts, hardware)
     each_bytes = times * (count - 1) / count * moved_bytes / side_by_side
@@ -57,7 +57,7 @@ def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float
     for number in range(side_by_side):
         order = [device for members in hosts for device in _turned(members, number, side_by_side)]
         _add_ring(hops, order, each_bytes)
-    return Stage(hops, times * (count - 1))
+    return Round(hops, times * (count - 1))
 
 
 def _rings_between(hosts: Sequence[Sequence[int]], hardware: Hardware) -> int:
@@ -71,7 +71,7 @@ def _turned(members: Sequence[int], number: int, of: int) -> list[int]:
     return [*members[first:], *members[:first]]
 
 
-def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int) -> list[Stage]:
+def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int) -> list[Round]:
     local = len(hosts[0])
     between: dict[tuple[int, int], float] = {}
     inside: dict[tuple[int, int], float] = {}
@@ -80,7 +80,7 @@ def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int
     for members in hosts:
         _add_ring(inside, members, times * (local - 1) / local * moved_bytes)
     in_order_bytes = 2.0 * times * moved_bytes / local
-    return [Stage(between, times * (len(hosts) - 1)), Stage(inside, times * (local - 1), in_order_bytes)]
+    return [Round(between, times * (len(hosts) - 1)), Round(inside, times * (local - 1), in_order_bytes)]
 
 
 def _add_ring(hops: dict[tuple[int, int], float], order: Sequence[int], num_bytes: float) -> None:

@@ -22,7 +22,7 @@ from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
 from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of, whole_link
-from .collectives import Stage, stages
+from .collectives import Round, stages
 from .cpu import copying, core_flow, core_links, messaging, update_s
 from .priority import is_weights_fetch, turn_of
 from .sharing import Cost
@@ -33,11 +33,11 @@ PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AH
 
 
 @dataclass(eq=False)
-class Fleet:
+class WholeMachine:
     """The whole machine of which a lane has a part, and the lane's interface with all lanes."""
 
     hardware: Hardware
-    face: Interface
+    interface: Interface
     models: dict[str, CostModel] = field(default_factory=dict)  # of the whole machine, by precision
     alike: dict[str, set[str]] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Fleet:
     def places(self, links: Iterable[str]) -> dict[str, set[str]]:
         """Per link of a lane's part of the machine those of the whole machine that are the same to the lanes."""
         if not self.alike:
-            lanes = self.face.lanes
+            lanes = self.interface.lanes
             self.alike = {link: {whole_link(self.hardware, lanes, lane, link) for lane in lanes} for link in links}
         return self.alike
 
@@ -58,7 +58,7 @@ class CostModel:
     """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's
     part of a machine, all of it."""
 
-    def __init__(self, hardware: Hardware, precision: str, fleet: Fleet | None = None):
+    def __init__(self, hardware: Hardware, precision: str, fleet: WholeMachine | None = None):
         self.hardware, self.fleet = hardware, fleet
         self.precision = precision
         self.links = {**hardware.links(), **_host_resources(hardware), **core_links(hardware)}
@@ -132,7 +132,7 @@ class CostModel:
         on_cpu = self.hardware.devices[device].kind == "cpu"
         return self.memory(device, ops.DEVICE if on_cpu else work.source)
 
-    def stage(self, stage: Stage, memories: Mapping[int, str], then: Cost | None) -> Cost:
+    def stage(self, stage: Round, memories: Mapping[int, str], then: Cost | None) -> Cost:
         flows, slowest_s = [], 0.0
         for (source, target), amount in stage.hops.items():
             path, latency_s = self.route(memories[source], memories[target])
@@ -150,7 +150,9 @@ class CostModel:
         key = (role, work, URGENT)
         if key not in self.known:
             fleet, whole = self.fleet, self.fleet.model(self.precision)
-            groups = {tuple(members_of(fleet.face, lane, role, work.group)) for lane in range(len(fleet.face.lanes))}
+            groups = {
+                tuple(members_of(fleet.interface, lane, role, work.group)) for lane in range(len(fleet.interface.lanes))
+            }
             costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
             found: Cost | None = None
             for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):

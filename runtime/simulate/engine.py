@@ -14,8 +14,8 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Order, Program, build_order, memory_change, print_node, shown
 from ...ir.verify.case import Case
 from ...ir.verify.devices import check_collectives, check_deadlock, check_devices, check_messages
-from .costs import CostModel, Fleet
-from .sharing import Progress
+from .costs import CostModel, WholeMachine
+from .sharing import TasksUnderWay
 from .timeline import Span, Timeline
 
 
@@ -37,9 +37,9 @@ def simulate(
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
-    face, whole = programs[0].interface, hardware
+    interface, whole = programs[0].interface, hardware
     programs, hardware = shown(programs, whole, written_out)
-    fleet = None if hardware is whole else Fleet(whole, face)
+    fleet = None if hardware is whole else WholeMachine(whole, interface)
     case = Case(programs, hardware)
     for rule in (check_devices, check_messages, check_collectives):
         rule(case)
@@ -58,7 +58,7 @@ class _Engine:
     def __init__(self, order: Order, model: CostModel):
         self.tasks = order.tasks
         self.costs = [model.cost(task) for task in order.tasks]
-        self.progress = Progress(model.links)
+        self.progress = TasksUnderWay(model.links)
         self.blocked_by = [len(task.waits) for task in order.tasks]
         self.followers: list[list[int]] = [[] for _ in order.tasks]
         for index, task in enumerate(order.tasks):

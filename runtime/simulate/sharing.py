@@ -74,7 +74,7 @@ def _fill(
 
 
 @dataclass(eq=False)
-class Lane:
+class FlowClass:
     """All running flows with one path and priority: they have one rate. `moved_bytes` is what each has had so far."""
 
     path: Path
@@ -103,18 +103,18 @@ class Traffic:
 
     def __init__(self, links: Mapping[str, Link]):
         self.links = links
-        self.lanes: dict[tuple[Path, int], Lane] = {}
-        self.on: dict[str, set[Lane]] = {}  # per resource, the lanes with flows on it
+        self.lanes: dict[tuple[Path, int], FlowClass] = {}
+        self.on: dict[str, set[FlowClass]] = {}  # per resource, the lanes with flows on it
         self.solved: dict[tuple[tuple[int, int], ...], list[float]] = {}  # (lane, flows) rows to the lanes' rates
 
-    def lane(self, path: Path, priority: int) -> Lane:
+    def lane(self, path: Path, priority: int) -> FlowClass:
         key = (path, priority)
         if key not in self.lanes:
             resources = frozenset(self.links[name].simplex or name for name in path)
-            self.lanes[key] = Lane(path, priority, resources, len(self.lanes))
+            self.lanes[key] = FlowClass(path, priority, resources, len(self.lanes))
         return self.lanes[key]
 
-    def start(self, lane: Lane, flow: int, num_bytes: float, now_s: float) -> list[Lane]:
+    def start(self, lane: FlowClass, flow: int, num_bytes: float, now_s: float) -> list[FlowClass]:
         """Begin a flow; returns the lanes whose next end has changed."""
         lane.advance(now_s)
         if not lane.flows:
@@ -124,7 +124,7 @@ class Traffic:
         lane.flows.append((lane.moved_bytes + num_bytes, flow))
         return self.share(lane, now_s)
 
-    def end(self, lane: Lane, now_s: float) -> tuple[int, list[Lane]]:
+    def end(self, lane: FlowClass, now_s: float) -> tuple[int, list[FlowClass]]:
         """End the lane's next flow; returns it and the lanes whose next end has changed."""
         lane.advance(now_s)
         row = min(lane.flows)
@@ -134,7 +134,7 @@ class Traffic:
                 self.on[resource].discard(lane)
         return row[1], self.share(lane, now_s)
 
-    def share(self, changed: Lane, now_s: float) -> list[Lane]:
+    def share(self, changed: FlowClass, now_s: float) -> list[FlowClass]:
         """Set anew the rates of all lanes that `changed` shares links with, also through others."""
         near = self.connected(changed)
         key = tuple((lane.number, len(lane.flows)) for lane in near)
@@ -152,7 +152,7 @@ class Traffic:
             lane.version += 1
         return moved
 
-    def connected(self, first: Lane) -> list[Lane]:
+    def connected(self, first: FlowClass) -> list[FlowClass]:
         """Lanes with flows that share a resource with `first` or with one found so far, in a fixed order."""
         found = {first}
         queue = [first]
@@ -183,7 +183,7 @@ class Cost:
             part = part.then
 
 
-class Progress:
+class TasksUnderWay:
     """Tasks under way, by number, and when the next of them is over; `moved`: the amount that has gone each path.
 
     Time passes only as `pop` says, so that the same tasks take the same in a simulation and in real time.
@@ -195,7 +195,7 @@ class Progress:
         self.flows_left: dict[int, int] = {}
         self.costs: dict[int, Cost] = {}
         # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
-        self.events: list[tuple[float, int, int | Lane, int]] = []
+        self.events: list[tuple[float, int, int | FlowClass, int]] = []
         self.count = 0
 
     def begin(self, task: int, cost: Cost, now_s: float) -> None:
@@ -237,11 +237,11 @@ class Progress:
         self.begin(task, self.costs[task], now_s)
         return None
 
-    def _expect(self, lanes: Sequence[Lane]) -> None:
+    def _expect(self, lanes: Sequence[FlowClass]) -> None:
         for lane in lanes:
             if lane.flows and lane.rate > 0:
                 self._push(lane.next_end_s(), lane, lane.version)
 
-    def _push(self, at_s: float, what: int | Lane, version: int) -> None:
+    def _push(self, at_s: float, what: int | FlowClass, version: int) -> None:
         self.count += 1
         heappush(self.events, (at_s, self.count, what, version))

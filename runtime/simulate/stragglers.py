@@ -27,7 +27,7 @@ LEAST_RATIO = 1.25  # of the time expected; what is less is how times scatter
 LEAST_SHARE = 0.02  # of the step, that it must have held up
 WAITING = ("recv", "send", "all_reduce", "all_gather", "reduce_scatter", "load", "free")
 Key = tuple[str, str]  # stream, op
-Durations = dict[int, dict[Key, list[tuple[str, float]]]]  # device -> key -> (text, seconds) in issue order
+SecondsByKey = dict[int, dict[Key, list[tuple[str, float]]]]  # device -> key -> (text, seconds) in issue order
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def find_stragglers(
     least_ratio: float = LEAST_RATIO,
 ) -> list[Straggler]:
     """Those of one measured step, the costliest first. `programs`: of a lane, or of all devices."""
-    face, bound = programs[0].interface, bind(programs)
+    interface, bound = programs[0].interface, bind(programs)
     found = durations(measured.spans)
     predicted = durations(simulate(programs, hardware, precision=precision).spans)
-    roles = {device: place_of(face, device)[1] for device in found}
+    roles = {device: place_of(interface, device)[1] for device in found}
     if set(predicted) != set(found):  # one lane was simulated, for all
         predicted = {device: predicted[role] for device, role in roles.items()}
     equals = {d: [other for other, role in roles.items() if role == roles[d]] for d in found}
@@ -85,16 +85,18 @@ def find_stragglers(
     return sorted(rows, key=lambda row: -row.held_up)
 
 
-def durations(spans: Sequence[Span]) -> Durations:
+def durations(spans: Sequence[Span]) -> SecondsByKey:
     """Per device and (stream, op), what each of them took, in issue order."""
-    found: Durations = {}
+    found: SecondsByKey = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         rows = found.setdefault(span.device, {}).setdefault((span.stream, span.op), [])
         rows.append((span.text, span.end_s - span.start_s))
     return found
 
 
-def _expected(device: int, equals: Sequence[int], found: Durations, predicted: Durations) -> dict[Key, list[float]]:
+def _expected(
+    device: int, equals: Sequence[int], found: SecondsByKey, predicted: SecondsByKey
+) -> dict[Key, list[float]]:
     """Seconds of each op that the device does by itself."""
     keys = [key for key in found[device] if key[1] not in WAITING]
     if len(equals) > 1:
@@ -112,7 +114,7 @@ def _usual(rows: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
     return [median_low(seconds for _, seconds in each) for each in zip(*rows)]
 
 
-def _scale(key: Key, found: Durations, predicted: Durations) -> float:
+def _scale(key: Key, found: SecondsByKey, predicted: SecondsByKey) -> float:
     """How much longer than predicted ops of this kind take on the device in the middle; on the faster one of two."""
     ratios = []
     for device, rows in found.items():
@@ -125,7 +127,7 @@ def _scale(key: Key, found: Durations, predicted: Durations) -> float:
 def _straggler(
     device: int,
     stream: str,
-    found: Durations,
+    found: SecondsByKey,
     expected: Mapping[int, Mapping[Key, Sequence[float]]],
     by_equals: bool,
     replay: _Replay,
@@ -166,7 +168,7 @@ def _stage_of(text: str) -> str:
 class _Replay:
     """The order of a step's ops, to be gone through with any durations. `whole_s`: with those that were measured."""
 
-    def __init__(self, bound: Sequence[Program], hardware: Hardware, found: Durations):
+    def __init__(self, bound: Sequence[Program], hardware: Hardware, found: SecondsByKey):
         self.order: Order = build_order(bound, Case(bound, hardware).memories)
         self.place: dict[fx.Node, tuple[int, Key, int]] = {}
         for program in bound:

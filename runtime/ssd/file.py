@@ -16,7 +16,7 @@ from .direct_io import ALIGN_BYTES, Engine, Piece
 
 
 @dataclass
-class Home:
+class FolderTraffic:
     """What the files of one folder share. The counters are bytes moved so far."""
 
     engine: Engine
@@ -48,7 +48,7 @@ class SsdFile:
         num_bytes: int,
         stripes: Sequence[Stripe],
         first: int,
-        home: Home,
+        home: FolderTraffic,
         sums: PageSums | None = None,
     ):
         self.name = name

@@ -16,7 +16,7 @@ from ...ir.units import format_bytes
 from . import scratch
 from .checksums import PageSums
 from .direct_io import ALIGN_BYTES, Engine, Piece, RingEngine, ThreadEngine
-from .file import Home, SsdFile, Stripe
+from .file import FolderTraffic, SsdFile, Stripe
 from .scratch import Scratch
 
 ENGINES = ("auto", "io_uring", "threads")
@@ -61,7 +61,7 @@ class SsdFolder:
         self._verify = verify
         self._num_files = 0
         # Files keep their home, so that the space outlives a folder object that nobody holds any more.
-        self._home = Home(made, chunk_bytes)
+        self._home = FolderTraffic(made, chunk_bytes)
         self._finalizer = weakref.finalize(self._home, _remove, os.getpid(), made, self._folders, self._descriptors)
 
     @property

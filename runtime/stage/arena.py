@@ -33,14 +33,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Where each tensor of a flat buffer lies."""
 
     places: tuple[Place, ...]
     total_bytes: int
 
     @staticmethod
-    def of(params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512) -> Layout:
+    def of(params: Iterable[ParamSpec], dtype: torch.dtype | None = None, alignment: int = 512) -> BufferLayout:
         """In order, each start aligned; `dtype` replaces the dtypes of the parameters."""
         places, offset = [], 0
         for param in params:
@@ -48,15 +48,15 @@ class Layout:
             size = param.numel * own.itemsize
             places.append(Place(param.name, param.shape, own, offset, size))
             offset += aligned(size, alignment)
-        return Layout(tuple(places), offset)
+        return BufferLayout(tuple(places), offset)
 
     def start_of(self, index: int) -> int:
         """Where the tensor of that number begins; one behind the last is the end."""
         return self.places[index].offset_bytes if index < len(self.places) else self.total_bytes
 
-    def part(self, first: int, last: int) -> Layout:
+    def part(self, first: int, last: int) -> BufferLayout:
         """The tensors `first` to `last` - 1, where they are."""
-        return Layout(self.places[first:last], self.total_bytes)
+        return BufferLayout(self.places[first:last], self.total_bytes)
 
     def views(self, flat: Tensor, start_bytes: int = 0) -> dict[str, Tensor]:
         """The tensors inside `flat` (uint8), beginning at `start_bytes`."""
@@ -67,21 +67,21 @@ class Layout:
         return found
 
 
-def weights_layout(spec: StageSpec) -> Layout:
+def weights_layout(spec: StageSpec) -> BufferLayout:
     """All parameters in the dtype of the computation; as long as `spec.weight_bytes`."""
-    return Layout.of(spec.params)
+    return BufferLayout.of(spec.params)
 
 
-def grads_layout(spec: StageSpec) -> Layout:
+def grads_layout(spec: StageSpec) -> BufferLayout:
     """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
     each begins at a whole number of its elements."""
     trained = [p for p in spec.params if p.requires_grad]
-    return Layout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
+    return BufferLayout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
 
 
-def masters_layout(spec: StageSpec) -> Layout:
+def masters_layout(spec: StageSpec) -> BufferLayout:
     """The trained parameters in fp32, packed."""
-    return Layout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
+    return BufferLayout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
 
 
 def pages(num_bytes: int, pinned: bool = False) -> Tensor:
@@ -155,7 +155,7 @@ class Arena:
         assert 0 <= offset < self.bytes and offset % PAGE == 0, "no value of this arena"
         return offset, self.range(offset, aligned(num_bytes, PAGE))
 
-    def views(self, name: str, layout: Layout, pieces: Pieces) -> dict[str, Tensor]:
+    def views(self, name: str, layout: BufferLayout, pieces: Pieces) -> dict[str, Tensor]:
         """The tensors of a stage at these places: always the same dict for the same places."""
         key = (name, pieces)
         if key not in self._views:

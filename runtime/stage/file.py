@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...ir import ops
 from ...ir.errors import PlanError
-from ...ir.program import PAGE, Home, Interface, StageSpec, aligned
+from ...ir.program import PAGE, Interface, StageHome, StageSpec, aligned
 from ..optimizer.spec import OptimizerSpec
 from ..ssd.folder import SsdFolder
-from .arena import Layout, masters_layout, weights_layout
+from .arena import BufferLayout, masters_layout, weights_layout
 
 
 @dataclass
@@ -35,14 +35,14 @@ class StageFile:
     """The file of one stage, or of a shard of it. Raises `DoesNotFit` where the disks have not the room."""
 
     def __init__(
-        self, spec: StageSpec, face: Interface, home: Home, optimizer: OptimizerSpec | None, folder: SsdFolder
+        self, spec: StageSpec, interface: Interface, home: StageHome, optimizer: OptimizerSpec | None, folder: SsdFolder
     ):
-        self.spec, self.master, self.optimizer = spec, face.master, optimizer
-        self.masters_say_all = face.masters_say_all(spec)
+        self.spec, self.master, self.optimizer = spec, interface.master, optimizer
+        self.masters_say_all = interface.masters_say_all(spec)
         self.has_weights = home.weights == ops.SSD
         self.has_states = home.states == ops.SSD
         self.weights_bytes = aligned(spec.weight_bytes, PAGE) if self.has_weights else 0
-        self.num_bytes = self.weights_bytes + (face.states_bytes(spec) if self.has_states else 0)
+        self.num_bytes = self.weights_bytes + (interface.states_bytes(spec) if self.has_states else 0)
         self.file = folder.reserve(spec.name, self.num_bytes * (2 if home.undo else 1))
         self.slot = 0
         self.new_slot = 1 if home.undo else 0
@@ -61,7 +61,7 @@ class StageFile:
         masters: dict[str, Tensor] = {}
         offset = self.weights_bytes
         if self.has_states and self.master:
-            layout: Layout = masters_layout(self.spec)
+            layout: BufferLayout = masters_layout(self.spec)
             masters, offset = layout.views(flat, offset), offset + layout.total_bytes
         elif self.has_weights:
             masters = {name: weight for name, weight in weights.items() if name in trained}
@@ -124,11 +124,11 @@ class StageFile:
                 tensor.copy_(weights[name])
 
 
-def staging_bytes(face: Interface, homes: Mapping[str, Home]) -> int:
+def staging_bytes(interface: Interface, homes: Mapping[str, StageHome]) -> int:
     """The largest buffer of a stage's file: what loading and saving need of DRAM, one stage at a time."""
     largest = 0
     for stage, home in homes.items():
-        spec = face.part_of(stage, home.group)
+        spec = interface.part_of(stage, home.group)
         num_bytes = aligned(spec.weight_bytes, PAGE) if home.weights == ops.SSD else 0
-        largest = max(largest, num_bytes + (face.states_bytes(spec) if home.states == ops.SSD else 0))
+        largest = max(largest, num_bytes + (interface.states_bytes(spec) if home.states == ops.SSD else 0))
     return largest

@@ -54,7 +54,7 @@ def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class GradientRows:
     """A stage's gradients of one dtype, on their way to the shards. `rows` (members + 1, n): for each member the pieces
     that are its own, side by side, and room for one more; `pieces`: by name the columns of one, `own` (n) their place
     once they are summed."""
@@ -77,7 +77,9 @@ class Block:
         return dict(zip(self.pieces, self.own.split(lengths)))
 
 
-def blocks_of(grads: Mapping[str, Tensor], part: StageSpec, count: int, staging: Tensor, own: Tensor) -> list[Block]:
+def blocks_of(
+    grads: Mapping[str, Tensor], part: StageSpec, count: int, staging: Tensor, own: Tensor
+) -> list[GradientRows]:
     """Per dtype of these gradients a block for `count` members, whose rows lie in `staging` and whose sum in `own`
     (both uint8: `count` + 1 times, and once, the bytes of the pieces)."""
     found, start = [], 0
@@ -87,6 +89,6 @@ def blocks_of(grads: Mapping[str, Tensor], part: StageSpec, count: int, staging:
         size, end = dtype.itemsize, start + sum(numels.values()) * dtype.itemsize
         rows = staging[(count + 1) * start : (count + 1) * end].view(dtype).view(count + 1, (end - start) // size)
         columns = rows[:count].split(list(numels.values()), dim=1)
-        found.append(Block(rows, dict(zip(numels, columns)), own[start:end].view(dtype)))
+        found.append(GradientRows(rows, dict(zip(numels, columns)), own[start:end].view(dtype)))
         start = end
     return found

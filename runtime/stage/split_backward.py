@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-Group = dict[str, Any]  # "params", and the "intermediates" at which their gradients enter, with the "grads" there
+BackwardGroup = dict[
+    str, Any
+]  # "params", and the "intermediates" at which their gradients enter, with the "grads" there
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Rest:
     """What the first half leaves for the second: the graph between parameters and the gradients noted above them, and
     gradients of parameters over outputs that no input reaches. `num_bytes`: with all that the graph saved."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[BackwardGroup] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
 
@@ -91,7 +93,7 @@ def weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
         param.grad = total if before is None else before.add_(total)
 
 
-def _disjoint(groups: Sequence[Group]) -> list[Group]:
+def _disjoint(groups: Sequence[BackwardGroup]) -> list[BackwardGroup]:
     """The groups, united where they share a parameter, without nodes to which no gradient came. A parameter that is
     used twice may come in two groups, and its gradient would then count twice."""
     united: list[dict[str, dict[Any, Any]]] = []

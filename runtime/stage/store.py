@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...ir import ops
 from ...ir.errors import CheckpointError
-from ...ir.program import Home, Interface, StageSpec
+from ...ir.program import Interface, StageHome, StageSpec
 from ..optimizer.gradients import Grads
 from ..optimizer.stage_optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
@@ -22,7 +22,7 @@ from .shards import piece_of, whole_of
 
 
 @dataclass
-class StageState:
+class StagePart:
     """One stage's part of a checkpoint, nothing copied: weights (masters where they exist), buffers, and what
     `StageOptimizer.state_dict` gives (None where the stage is not trained)."""
 
@@ -45,9 +45,9 @@ class StageStore:
         spec: StageSpec,
         module: nn.Module,
         device: torch.device,
-        home: Home,
+        home: StageHome,
         precision: str,
-        face: Interface,
+        interface: Interface,
         *,
         optimizer: OptimizerSpec | None = None,
         piece: tuple[int, int] | None = None,
@@ -68,10 +68,10 @@ class StageStore:
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
             assert folder is not None and staging is not None
-            self.file = StageFile(self.part, face, home, optimizer, folder)
+            self.file = StageFile(self.part, interface, home, optimizer, folder)
         self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
         staged = None if self.file is None else self.file.views(self._stage())
-        self.masters = self._make_masters(face.master and optimizer is not None, staged)
+        self.masters = self._make_masters(interface.master and optimizer is not None, staged)
         self.optimizer = None
         if optimizer is not None:
             places = staged.states if staged is not None and home.states == ops.SSD else None
@@ -198,11 +198,11 @@ class StageStore:
             if found != list(param.shape):
                 raise CheckpointError(f"{self.spec.name}: {param.name} has shape {found}, not {list(param.shape)}")
 
-    def state(self) -> StageState:
+    def state(self) -> StagePart:
         if self.file is None:
             weights = {name: self.masters.get(name, weight) for name, weight in self.weights.items()}
             optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-            return StageState(weights, self.runner.buffers(), optimizer)
+            return StagePart(weights, self.runner.buffers(), optimizer)
         flat = self._stage()
         self.file.read_all(flat)
         staged = self.file.views(flat)
@@ -214,9 +214,9 @@ class StageStore:
             optimizer["states"] = {name: {key: t.clone() for key, t in row.items()} for name, row in rows}
         copies = {name: t.clone() if name not in self.weights else t for name, t in weights.items()}
         copies |= {name: t.clone() for name, t in staged.masters.items()}
-        return StageState(copies, self.runner.buffers(), optimizer)
+        return StagePart(copies, self.runner.buffers(), optimizer)
 
-    def load_state(self, state: StageState) -> None:
+    def load_state(self, state: StagePart) -> None:
         """The reverse of `state`, with copies. What lies on SSD is not read: it may be what a checkpoint must mend."""
         if self.optimizer is None or state.optimizer is None:
             self.load(state.weights, state.buffers)
@@ -249,12 +249,12 @@ class StageStore:
         return {**optimizer, "states": states}
 
 
-def joined(states: Sequence[StageState], spec: StageSpec) -> StageState:
+def joined(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
     """One stage's state out of those of all its shards, in the order of their pieces."""
     first = states[0]
     weights = {p.name: whole_of([state.weights[p.name] for state in states], p.shape) for p in spec.params}
     if first.optimizer is None:
-        return StageState(weights, first.buffers, None)
+        return StagePart(weights, first.buffers, None)
     params = {p.name: (q.shape, p.shape) for p, q in zip(spec.params, spec.shard(len(states)).params)}
     rows: dict[str, dict[str, Tensor]] = {}
     for name, row in first.optimizer["states"].items():
@@ -265,4 +265,4 @@ def joined(states: Sequence[StageState], spec: StageSpec) -> StageState:
             else value
             for key, value in row.items()
         }
-    return StageState(weights, first.buffers, {**first.optimizer, "states": rows})
+    return StagePart(weights, first.buffers, {**first.optimizer, "states": rows})

@@ -24,18 +24,27 @@ from ...ir.errors import CheckpointError
 from ...ir.program import StageSpec
 from . import durable
 from .durable import abort
-from .manifest import MANIFEST, Progress, ShardRecord, TensorRecord, build_manifest, damaged, read_manifest, tensor_key
+from .manifest import (
+    MANIFEST,
+    RunPosition,
+    ShardRecord,
+    TensorRecord,
+    build_manifest,
+    damaged,
+    read_manifest,
+    tensor_key,
+)
 from .plain_json import decode, encode
 from .tensor_file import TensorFile, code_of, file_bytes, write_tensors
 
-__all__ = ["Checkpoint", "Progress", "ShardRecord", "StageState", "abort", "begin", "commit"]
+__all__ = ["Checkpoint", "RunPosition", "SavedStage", "ShardRecord", "abort", "begin", "commit"]
 __all__ += ["find_latest", "open_checkpoint", "save_checkpoint", "write_shard"]
 
 Optimizer = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class StageState:
+class SavedStage:
     """The state of one stage: tensors on CPU in storage of their own; names that are tied share theirs."""
 
     weights: dict[str, Tensor]
@@ -102,7 +111,7 @@ def commit(
     temporary: Path,
     directory: str | os.PathLike[str],
     shards: Collection[ShardRecord],
-    progress: Progress,
+    progress: RunPosition,
     ties: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the manifest and put the new checkpoint in the place of `directory`. Returns its path.
@@ -118,8 +127,8 @@ def commit(
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
-    stages: Iterable[tuple[StageSpec, StageState]],
-    progress: Progress,
+    stages: Iterable[tuple[StageSpec, SavedStage]],
+    progress: RunPosition,
     ties: Mapping[str, str] | None = None,
     need_bytes: int = 0,
 ) -> Path:
@@ -141,7 +150,7 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         manifest = read_manifest(path)
-        self.progress = Progress(**{name: decode(manifest[name]) for name in Progress.__dataclass_fields__})
+        self.progress = RunPosition(**{name: decode(manifest[name]) for name in RunPosition.__dataclass_fields__})
         self.ties: dict[str, str] = manifest["ties"]
         self.fingerprint: str = manifest["fingerprint"]
         self._tensors: dict[str, dict[str, dict[str, dict[str, Any]]]] = manifest["tensors"]
@@ -159,7 +168,7 @@ class Checkpoint:
         """The parameters that it holds; tied ones under one name."""
         return list(self._tensors["weights"])
 
-    def read(self, spec: StageSpec) -> StageState:
+    def read(self, spec: StageSpec) -> SavedStage:
         """The state of a stage of any partition, each tensor checked against its sha256.
 
         Frozen parameters have no optimizer states. Raises `CheckpointError` where the stage's names or shapes are not
@@ -184,7 +193,7 @@ class Checkpoint:
             if states:
                 optimizer[param.name] = states
         weights = {param.name: take("weights", param.name) for param in spec.params}
-        return StageState(weights, {b.name: take("buffers", b.name) for b in spec.buffers}, optimizer)
+        return SavedStage(weights, {b.name: take("buffers", b.name) for b in spec.buffers}, optimizer)
 
     def require(self, *specs: StageSpec) -> None:
         """Raises `CheckpointError` listing what these stages need and the checkpoint lacks, or has in another shape."""

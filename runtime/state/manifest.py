@@ -21,7 +21,7 @@ _FORMAT = "penstock checkpoint"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunPosition:
     """Where a run stands, beside its tensors. The dicts may hold what `plain_json` can write.
 
     `data`: the position in the data (epoch, samples seen, or whatever the user's loader needs). `rng`: states of random
@@ -64,10 +64,10 @@ class ShardRecord:
     scalars: Mapping[str, Mapping[str, Any]]
 
 
-def build_manifest(shards: Collection[ShardRecord], progress: Progress, ties: Mapping[str, str]) -> dict[str, Any]:
+def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str]) -> dict[str, Any]:
     """The manifest of these shards, as `read_manifest` returns it."""
     manifest: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
-    for name in Progress.__dataclass_fields__:
+    for name in RunPosition.__dataclass_fields__:
         manifest[name] = encode(getattr(progress, name), f"{name} of the checkpoint")
     manifest["ties"] = dict(ties)
     manifest["shards"] = [{"stage": s.stage, "file": s.file, "bytes": s.bytes} for s in shards]

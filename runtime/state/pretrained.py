@@ -36,7 +36,7 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.in
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightsLayout:
     """What goes where. `keys`: each name of a tensor, tied ones too, to the keys it is written under. Pickles."""
 
     files: Mapping[str, FilePlan]
@@ -47,7 +47,7 @@ class Layout:
         return sum(plan.bytes for plan in self.files.values())
 
 
-def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> Layout:
+def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLayout:
     """Lay the model's saved tensors out in files of at most `max_shard_bytes` each, or of one larger tensor.
 
     Every tensor gets the dtype that `model` has it in.
@@ -68,10 +68,10 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> Layout:
             metadata |= {alias: canonical for alias in groups[canonical][1:]}
     shards = _split(rows, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(len(shards))]
-    return Layout({name: plan_file(shard, metadata) for name, shard in zip(names, shards, strict=True)}, keys)
+    return WeightsLayout({name: plan_file(shard, metadata) for name, shard in zip(names, shards, strict=True)}, keys)
 
 
-def begin(directory: str | os.PathLike[str], layout: Layout) -> Path:
+def begin(directory: str | os.PathLike[str], layout: WeightsLayout) -> Path:
     """A hidden directory with all files of the layout, still empty. What `directory` holds stays until `finish`.
 
     Raises `CheckpointError` where it cannot be written or the disk has not the bytes that are needed.
@@ -87,7 +87,7 @@ def begin(directory: str | os.PathLike[str], layout: Layout) -> Path:
     return temporary
 
 
-def write_stage(temporary: Path, tensors: Mapping[str, Tensor], layout: Layout) -> set[str]:
+def write_stage(temporary: Path, tensors: Mapping[str, Tensor], layout: WeightsLayout) -> set[str]:
     """Put a stage's weights and buffers into the files, cast one at a time. Returns the names that were written.
 
     Tensors that are never saved, and aliases of one that was written here, are passed over. Raises `CheckpointError`
@@ -107,7 +107,7 @@ def write_stage(temporary: Path, tensors: Mapping[str, Tensor], layout: Layout) 
 def finish(
     temporary: Path,
     directory: str | os.PathLike[str],
-    layout: Layout,
+    layout: WeightsLayout,
     written: Collection[str],
     model: nn.Module,
     source: WeightSource | None = None,
@@ -199,7 +199,7 @@ def _numbered(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _index(layout: Layout) -> str:
+def _index(layout: WeightsLayout) -> str:
     total = sum(e.end - e.begin for plan in layout.files.values() for e in plan.entries.values())
     places = {key: file for file, plan in layout.files.items() for key in plan.entries}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)

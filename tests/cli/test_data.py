@@ -11,7 +11,7 @@ import torch
 from penstock.cli.data import (
     Codec,
     Rows,
-    Sample,
+    TextSample,
     classes_of,
     evaluation_batches,
     labelled_rows,
@@ -43,15 +43,15 @@ def test_the_tokenizer_of_a_directory() -> None:
 
 
 def test_streams_are_cut_to_rows_and_texts_kept_apart() -> None:
-    rows = stream_rows([Sample("abc"), Sample("defg")], BYTES, sequence=4)
+    rows = stream_rows([TextSample("abc"), TextSample("defg")], BYTES, sequence=4)
     assert rows.input_ids.tolist() == [[97, 98, 99, 10], [100, 101, 102, 103]]
     assert torch.equal(rows.labels, rows.input_ids) and rows.attention_mask.all()
     with pytest.raises(PlanError, match=r"8 tokens.*--sequence 8 or less"):
-        stream_rows([Sample("abc"), Sample("defg")], BYTES, sequence=9)
+        stream_rows([TextSample("abc"), TextSample("defg")], BYTES, sequence=9)
 
 
 def test_labelled_rows_are_padded_and_cut() -> None:
-    samples = [Sample("ab", "x"), Sample("abcdef", "y"), Sample("", "x")]
+    samples = [TextSample("ab", "x"), TextSample("abcdef", "y"), TextSample("", "x")]
     rows = labelled_rows(samples, BYTES, 4, classes_of(samples))
     assert rows.input_ids.tolist() == [[97, 98, 0, 0], [97, 98, 99, 100], [0, 0, 0, 0]]
     assert rows.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
@@ -60,12 +60,12 @@ def test_labelled_rows_are_padded_and_cut() -> None:
 
 def test_a_cut_row_keeps_the_tokenizers_end_mark() -> None:
     codec = Codec(list, lambda text: [1, *map(ord, text), 2], end_id=2, pad_id=0, vocab_size=256)  # type: ignore[arg-type]
-    rows = labelled_rows([Sample("abcdef", "y")], codec, 4, ["y"])
+    rows = labelled_rows([TextSample("abcdef", "y")], codec, 4, ["y"])
     assert rows.input_ids.tolist() == [[1, 97, 98, 2]]
 
 
 def test_classes_are_in_a_fixed_order() -> None:
-    assert classes_of([Sample("", name) for name in ("10", "2", "b", "a", "2")]) == ["2", "10", "a", "b"]
+    assert classes_of([TextSample("", name) for name in ("10", "2", "b", "a", "2")]) == ["2", "10", "a", "b"]
 
 
 def test_evaluation_counts_every_row_once() -> None:
@@ -85,10 +85,10 @@ def test_held_out_rows_are_a_fixed_random_part() -> None:
 
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    assert read_samples(tmp_path / "a.txt", labelled=False) == [Sample("some text")]
+    assert read_samples(tmp_path / "a.txt", labelled=False) == [TextSample("some text")]
     lines = [json.dumps({"text": "one", "label": 3}), "", json.dumps({"text": "two", "label": "no"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert read_samples(tmp_path / "a.jsonl", labelled=True) == [Sample("one", "3"), Sample("two", "no")]
+    assert read_samples(tmp_path / "a.jsonl", labelled=True) == [TextSample("one", "3"), TextSample("two", "no")]
 
 
 @pytest.mark.parametrize(

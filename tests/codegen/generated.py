@@ -16,7 +16,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.ir.program import Interface, Program
 from penstock.passes.graph import coarsen
 from penstock.passes.graph.opgraph import OpGraph
-from penstock.passes.graph.stages import Stage, build_stages
+from penstock.passes.graph.stages import PlannedStage, build_stages
 from penstock.runtime.device.file import INTERFACE_FILE, DeviceFile, open_directory
 
 HEADER = Header(model="a model", hardware="a machine")
@@ -27,7 +27,7 @@ class Generated:
     """All stages of a model in the file of one device."""
 
     graph: OpGraph
-    stages: list[Stage]
+    stages: list[PlannedStage]
     interface: Interface
     text: str
 

@@ -39,8 +39,8 @@ def generated() -> Generated:
 def programs(generated: Generated) -> tuple[Program, Program]:
     """One device runs both stages, the first one's weights fetched anew for its backward pass."""
     first, second = (stage.spec for stage in generated.stages)
-    face = generated.interface
-    step, predict = Program(0, face), Program(0, face, function="evaluate")
+    interface = generated.interface
+    step, predict = Program(0, interface), Program(0, interface, function="evaluate")
     for program in (step, predict):
         values = {i: program.emit(ops.load, program.batch, i, micro_batch=0, names=[i])[0] for i in ("ids", "labels")}
         (w0,) = program.emit(ops.fetch, "stage0.weights", names=["w0"])

@@ -142,11 +142,11 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def in_process(job: penstock.Job, model: nn.Module) -> Reference:
     """The job's programs and generated stages with the model's weights."""
-    source, face = LiveWeights(model), job.folder.interface
-    weights = {name: w for spec in face.stages.values() for name, w in stage_weights(source, spec).items()}
-    buffers = {name: b for spec in face.stages.values() for name, b in stage_buffers(source, spec).items()}
+    source, interface = LiveWeights(model), job.folder.interface
+    weights = {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
+    buffers = {name: b for spec in interface.stages.values() for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
-        files = open_directory(job.write(folder), face)
+        files = open_directory(job.write(folder), interface)
         stages = {name: kind for file in files for name, kind in file.stages.items()}
     optimizer = OptimizerSpec.from_callable(SGD)
     return Reference(job.programs, stages, weights, optimizer, buffers, precision=job.plan.precision)

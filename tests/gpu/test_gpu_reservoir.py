@@ -160,13 +160,13 @@ def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path, monke
     model, data = model_of(), batches()
     with swapped(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
-    face, source = job.folder.interface, LiveWeights(model)
-    file = open_device_file(job.write(tmp_path / "files") / "device0.py", face, 0)
+    interface, source = job.folder.interface, LiveWeights(model)
+    file = open_device_file(job.write(tmp_path / "files") / "device0.py", interface, 0)
     server = TurnServer(str(tmp_path / "turns"))
     options: dict[str, Any] = {"optimizer": OptimizerSpec.from_callable(parity.SGD)}
     session = DeviceSession(0, file, job.hardware, turns=TurnClient(server.address, 0), **options)
     try:
-        for name, spec in face.stages.items():
+        for name, spec in interface.stages.items():
             session.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
         losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for batch in data]
     finally:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
-from penstock.passes.graph.stages import Stage
+from penstock.passes.graph.stages import PlannedStage
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import all_passes, apply, draft_of, generated
 
@@ -50,7 +50,7 @@ class Peak(TorchDispatchMode):
 class Interpreted(nn.Module):
     """A stage's graph, run node by node: every value dies with its last use, as costs assume."""
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: PlannedStage):
         super().__init__()
         made = copy.deepcopy(stage.graph)
         self._modules, self._parameters, self._buffers = made._modules, made._parameters, made._buffers

@@ -96,8 +96,8 @@ def test_a_middle_stage_reads_nothing_and_a_lane_its_half(tmp_path: Path) -> Non
 
 def feed_of(device: int | None, lanes: int = 2) -> Feed:
     shape = BatchShape.of(Net(), {"x": torch.zeros(8, 4), "y": torch.zeros(8, 1)})
-    face = Interface({}, {}, num_devices=2, lanes=tuple((2 * i, 2 * i + 1) for i in range(lanes)))
-    return Feed(Net(), shape, face, device)
+    interface = Interface({}, {}, num_devices=2, lanes=tuple((2 * i, 2 * i + 1) for i in range(lanes)))
+    return Feed(Net(), shape, interface, device)
 
 
 def batch_of(rows: int, *names: str) -> dict[str, torch.Tensor]:

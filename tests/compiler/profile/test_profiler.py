@@ -22,7 +22,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph.blocks import Block, BlockSeconds
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
-from penstock.passes.graph.profile import Sample, distinct
+from penstock.passes.graph.profile import BlockSample, distinct
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.passes.running import apply, draft_of, traced
 
@@ -37,7 +37,7 @@ class Runs:
         self.asked: list[tuple[str, list[str]]] = []  # device's title, blocks
 
     def __call__(
-        self, part: profile.Part, wanted: Sequence[Sample], precision: str, expected_s: float
+        self, part: profile.DeviceKind, wanted: Sequence[BlockSample], precision: str, expected_s: float
     ) -> dict[str, BlockSeconds]:
         assert expected_s > 0
         self.asked.append((part.title, [sample.stage.blocks[0] for sample in wanted]))

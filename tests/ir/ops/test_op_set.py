@@ -30,17 +30,17 @@ def test_the_reference_has_no_op_of_its_own() -> None:
 
 
 def test_the_simulator_times_every_op() -> None:
-    face = interface_of(*models(tied=True), tied=True)
-    swapped, evaluated = training(face, swap=True, max_norm=1.0), evaluation(face)
+    interface = interface_of(*models(tied=True), tied=True)
+    swapped, evaluated = training(interface, swap=True, max_norm=1.0), evaluation(interface)
     results = evaluated[1].results()
     with evaluated[1].graph.inserting_before(next(reversed(evaluated[1].graph.nodes))):
         total = evaluated[1].emit(ops.add, *results["loss"][:2])
     evaluated[1].returns({"loss": total})
     place_frees(evaluated[1])
-    shared = spread(face)
+    shared = spread(interface)
     stored = pipeline(2, ssd="all", clip=True, speculative=True)
     split = pipeline(2, split=True)
-    versions = [Program(device, face) for device in range(2)]
+    versions = [Program(device, interface) for device in range(2)]
     (weights,) = versions[0].emit(ops.resident, "stage0.weights")
     versions[0].emit(ops.stash, "stage0", weights)
     versions[0].emit(ops.predict, "stage0", weights, updates=1)

@@ -65,24 +65,24 @@ def pipeline(
     stages = linear_stages(num_stages, width, rows, flops)
     groups = {"world": tuple((device, "", "") for device in range(num_devices))} if clip else {}
     batch = {"x": TensorSpec("x", (rows, width), "float32")}
-    face = Interface(stages, batch, num_devices=num_devices, micro_batches=micro_batches, groups=groups)
+    interface = Interface(stages, batch, num_devices=num_devices, micro_batches=micro_batches, groups=groups)
     kind = {"fetched": fetched, "kept": kept, "prefetch": prefetch, "clip": clip}
     return [
-        _Builder(face, device, **kind, ssd=ssd, moved=moved, speculative=speculative, split=split).build()
+        _Builder(interface, device, **kind, ssd=ssd, moved=moved, speculative=speculative, split=split).build()
         for device in range(num_devices)
     ]
 
 
 class _Builder:
     def __init__(
-        self, face: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str, moved: str,
+        self, interface: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str, moved: str,
         speculative: bool, split: bool,
     ):  # fmt: skip
-        self.face = face
-        self.program = Program(device, face)
+        self.interface = interface
+        self.program = Program(device, interface)
         self.fetched, self.kept, self.prefetch, self.clip = fetched, kept, prefetch, clip
         self.ssd, self.moved, self.speculative, self.split = ssd, moved, speculative, split
-        self.own = [i for i in range(len(face.stages)) if i % face.num_devices == device]
+        self.own = [i for i in range(len(interface.stages)) if i % interface.num_devices == device]
         self.weights: dict[int, fx.Node] = {}
         self.outputs: dict[tuple[int, int], fx.Node] = {}
         self.inputs: dict[tuple[int, int], fx.Node] = {}
@@ -93,7 +93,7 @@ class _Builder:
         self.in_dram: dict[int, fx.Node] = {}
 
     def device_of(self, stage: int) -> int:
-        return stage % self.face.num_devices
+        return stage % self.interface.num_devices
 
     def emit(self, op: ops.Op, *args, names=(), **fields) -> list[fx.Node]:
         return self.program.emit(op, *args, names=names, **fields)
@@ -112,7 +112,9 @@ class _Builder:
             self.weights = {stage: self.weights[stage] for stage in last}
         self.sweep(self.own[::-1], self.backward)
         self.update()
-        losses = [self.outputs[i, m] for i in self.own for m in range(self.face.micro_batches) if i == self.last_stage]
+        losses = [
+            self.outputs[i, m] for i in self.own for m in range(self.interface.micro_batches) if i == self.last_stage
+        ]
         if losses:
             self.program.returns({"loss": losses})
         place_frees(self.program)
@@ -120,14 +122,14 @@ class _Builder:
 
     @property
     def last_stage(self) -> int:
-        return len(self.face.stages) - 1
+        return len(self.interface.stages) - 1
 
     def sweep(self, stages, run) -> None:
         for place, stage in enumerate(stages):
             for wanted in stages[place : place + 2] if self.prefetch else [stage]:
                 if wanted not in self.weights:
                     self.bring(wanted)
-            for m in range(self.face.micro_batches):
+            for m in range(self.interface.micro_batches):
                 run(stage, m)
             for m in [m for i, m in self.rests if i == stage and run == self.backward]:
                 self.backward_weight(stage, m)
@@ -157,7 +159,7 @@ class _Builder:
     def backward(self, i: int, m: int) -> None:
         dout: fx.Node | float
         if i == self.last_stage:
-            dout = 1.0 / self.face.micro_batches
+            dout = 1.0 / self.interface.micro_batches
         elif self.device_of(i + 1) == self.program.device:
             dout = self.douts[i + 1, m]
         else:

@@ -17,7 +17,7 @@ from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, place_frees, plan_arena, profile_memory
 from penstock.runtime.device.file import open_device_file
-from penstock.runtime.device.peers import LOOPBACK, Link
+from penstock.runtime.device.peers import LOOPBACK, PeerLink
 from penstock.runtime.device.session import DeviceSession, device_groups
 from penstock.runtime.stage.shards import blocks_of, gathered
 from penstock.tests.ir.program.handmade import pipeline
@@ -60,7 +60,7 @@ def test_nothing_is_allocated() -> None:
     part = spec.shard(2)
 
     def device(index: int) -> None:
-        link = Link(store, index, 2, {"all": [0, 1]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30)
+        link = PeerLink(store, index, 2, {"all": [0, 1]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30)
         link.connect({}, {"all": ops.DEVICE})
         rows = torch.zeros(2, part.weight_bytes, dtype=torch.uint8)
         whole = {p.name: torch.zeros(p.shape) for p in spec.params}
@@ -87,10 +87,10 @@ def test_nothing_is_allocated() -> None:
 def spread(micro_batches: int = MICRO_BATCHES) -> list[Program]:
     """Two devices share a stage on the device, and scatter the gradients of every micro-batch."""
     (whole,) = pipeline(1, 1, micro_batches, width=WIDTH, rows=ROWS)
-    face = whole.with_interface(num_devices=2, groups={"both": ((0, "", ""), (1, "", ""))}).interface
+    interface = whole.with_interface(num_devices=2, groups={"both": ((0, "", ""), (1, "", ""))}).interface
     programs = []
     for device in range(2):
-        program = Program(device, face)
+        program = Program(device, interface)
         (shard,) = program.emit(ops.resident, "stage0.weights", group="both", names=["shard"])
         losses, total = [], ()
         for m in range(device, micro_batches, 2):
@@ -122,7 +122,7 @@ def test_places_are_planned_and_stay(tmp_path: Path) -> None:
 
     def device(index: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        link = Link(store, index, 2, device_groups(programs[0].interface), torch.device("cpu"), hostname=LOOPBACK)
+        link = PeerLink(store, index, 2, device_groups(programs[0].interface), torch.device("cpu"), hostname=LOOPBACK)
         file = open_device_file(paths[index], programs[index].interface, index)
         session = DeviceSession(index, file, Hardware.cpu(2, memory="8MB"), link=link, optimizer=ADAMW)
         session.load_weights(lambda name: ({"layer0.weight": weights_of(1)[0]}, {}))

@@ -34,10 +34,10 @@ def test_groups_of_bound_programs_part_the_devices(shards: int, depth: int, near
     """Every device is in one group of each kind; micro-batches are shared out whole."""
     draft = drafted(shards, depth, Hardware.cpu(num_devices=8, hosts=2, network="1GB/s"), nearest)
     programs = bind(draft.programs)
-    face = programs[0].interface
-    assert [program.device for program in programs] == list(range(8)) and not face.lanes
+    interface = programs[0].interface
+    assert [program.device for program in programs] == list(range(8)) and not interface.lanes
     for kind in ("shards", "replicas"):
-        groups = [[device for device, _, _ in rows] for name, rows in face.groups.items() if name.startswith(kind)]
+        groups = [[device for device, _, _ in rows] for name, rows in interface.groups.items() if name.startswith(kind)]
         assert sorted(device for group in groups for device in group) == list(range(8))
         assert {len(group) for group in groups} == {shards if kind == "shards" else 8 // shards // depth}
     loaded = [node.kwargs["micro_batch"] for p in programs for node in p.ops() if node.target.name == "backward"]  # type: ignore[union-attr]

@@ -90,13 +90,13 @@ def interface_of(
     groups = {"world": ((0, "", ""), (1, "", ""))}
     if tied:
         groups[TIE] = ((0, "stage0", "embed.weight"), (1, "stage1", "head.weight"))
-    face = Interface(stages, {"ids": ids, "labels": labels}, 2, MICRO_BATCHES, groups, master=master)
+    interface = Interface(stages, {"ids": ids, "labels": labels}, 2, MICRO_BATCHES, groups, master=master)
     if name in ("float32", "float64"):
         inputs = {"stage0": [torch.zeros(ROWS, dtype=torch.int64)]}
         inputs["stage1"] = [torch.zeros(ROWS, WIDTH, dtype=dtype), torch.zeros(ROWS, dtype=torch.int64)]
         for stage, part in (("stage0", first), ("stage1", second)):
             stages[stage] = replace(stages[stage], kept_bytes=_kept_bytes(stages[stage], part, inputs[stage]))
-    return face
+    return interface
 
 
 def _kept_bytes(spec: StageSpec, part: nn.Module, inputs: list[Tensor]) -> int:
@@ -121,13 +121,18 @@ def _buffers(part: nn.Module, dtype: str) -> tuple[ParamSpec, ...]:
 
 
 def training(
-    face: Interface, *, swap: bool = False, remat: bool = False, max_norm: float | None = None, scaled: bool = False
+    interface: Interface,
+    *,
+    swap: bool = False,
+    remat: bool = False,
+    max_norm: float | None = None,
+    scaled: bool = False,
 ) -> list[Program]:
     """Fill and drain over two devices. `swap`: weights are fetched for each pass, gradients offloaded."""
-    first, second = Program(0, face), Program(1, face)
+    first, second = Program(0, interface), Program(1, interface)
     ids, labels, kept0, kept1, heads = [], [], [], [], []
     weights = [_weights(p, i, swap, "forward") for i, p in enumerate((first, second))]
-    for m in range(face.micro_batches):
+    for m in range(interface.micro_batches):
         ids += first.emit(ops.load, first.batch, "ids", micro_batch=m, names=[f"ids_m{m}"])
         out = first.emit(
             ops.forward, "stage0", weights[0], ids[m], micro_batch=m, keep=not remat, names=[f"h_m{m}", f"kept_m{m}"]
@@ -137,7 +142,7 @@ def training(
         heads += second.emit(ops.recv, "stage0.h", src=0, tag=f"f.m{m}", names=[f"h_m{m}"])
         labels += second.emit(ops.load, second.batch, "labels", micro_batch=m, names=[f"labels_m{m}"])
     losses = []
-    for m in range(face.micro_batches):
+    for m in range(interface.micro_batches):
         operands = ("stage1", weights[1], heads[m], labels[m])
         out = second.emit(ops.forward, *operands, micro_batch=m, keep=not remat, names=[f"loss_m{m}", f"kept_m{m}"])
         losses.append(out[0])
@@ -145,10 +150,10 @@ def training(
     if swap:
         weights = [_weights(p, i, swap, "backward") for i, p in enumerate((first, second))]
     grads: list[fx.Node | None] = [None, None]
-    for m in range(face.micro_batches):
+    for m in range(interface.micro_batches):
         inputs = [heads[m], labels[m]]
         dh, grads[1] = second.emit(
-            ops.backward, "stage1", weights[1], kept1[m], inputs, [1 / face.micro_batches], grads[1], micro_batch=m,
+            ops.backward, "stage1", weights[1], kept1[m], inputs, [1 / interface.micro_batches], grads[1], micro_batch=m,
             names=[f"dh_m{m}", f"g1_m{m}"],
         )  # fmt: skip
         second.emit(ops.send, dh, dst=0, tag=f"b.m{m}")
@@ -182,22 +187,22 @@ def _update(program: Program, stage: str, grads: fx.Node, swap: bool, max_norm: 
     program.emit(ops.step, stage, grads, *(norm if scaled else []))
 
 
-def spread(face: Interface) -> list[Program]:
+def spread(interface: Interface) -> list[Program]:
     """Both devices run both stages, each on micro-batches of its own, and keep a shard of each in DRAM."""
-    face = replace(face, groups={"shards": ((0, "", ""), (1, "", ""))})
+    interface = replace(interface, groups={"shards": ((0, "", ""), (1, "", ""))})
     programs = []
     for device in range(2):
-        program = Program(device, face)
-        mine = [m for m in range(face.micro_batches) if m % 2 == device]
-        whole = [_gathered(program, stage) for stage in face.stages]
-        losses, grads = [], dict.fromkeys(face.stages)
+        program = Program(device, interface)
+        mine = [m for m in range(interface.micro_batches) if m % 2 == device]
+        whole = [_gathered(program, stage) for stage in interface.stages]
+        losses, grads = [], dict.fromkeys(interface.stages)
         for m in mine:
             (ids,) = program.emit(ops.load, program.batch, "ids", micro_batch=m)
             (labels,) = program.emit(ops.load, program.batch, "labels", micro_batch=m)
             h, kept0 = program.emit(ops.forward, "stage0", whole[0], ids, micro_batch=m)
             loss, kept1 = program.emit(ops.forward, "stage1", whole[1], h, labels, micro_batch=m)
             losses.append(loss)
-            last = ([h, labels], [1.0 / face.micro_batches], grads["stage1"])
+            last = ([h, labels], [1.0 / interface.micro_batches], grads["stage1"])
             dh, grads["stage1"] = program.emit(ops.backward, "stage1", whole[1], kept1, *last, micro_batch=m)
             first = ([ids], [dh], grads["stage0"])
             (grads["stage0"],) = program.emit(ops.backward, "stage0", whole[0], kept0, *first, micro_batch=m)
@@ -216,11 +221,11 @@ def _gathered(program: Program, stage: str) -> fx.Node:
     return program.emit(ops.all_gather, shard, group="shards", names=[f"{stage}_whole"])[0]
 
 
-def evaluation(face: Interface) -> list[Program]:
-    first, second = Program(0, face, function="evaluate"), Program(1, face, function="evaluate")
+def evaluation(interface: Interface) -> list[Program]:
+    first, second = Program(0, interface, function="evaluate"), Program(1, interface, function="evaluate")
     (w0,), (w1,) = first.emit(ops.resident, "stage0.weights"), second.emit(ops.resident, "stage1.weights")
     results: dict[str, list[fx.Node]] = {"loss": [], "logits": []}
-    for m in range(face.micro_batches):
+    for m in range(interface.micro_batches):
         (ids,) = first.emit(ops.load, first.batch, "ids", micro_batch=m)
         (h,) = first.emit(ops.evaluate, "stage0", w0, ids, micro_batch=m)
         first.emit(ops.send, h, dst=1, tag=f"f.m{m}")

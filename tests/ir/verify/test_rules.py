@@ -141,11 +141,11 @@ def test_stale_types_are_refused() -> None:
 
 def test_types_that_another_interface_gives_are_stale() -> None:
     programs = pipeline(2, 2, 2)
-    face = programs[0].interface
-    stages = dict(face.stages)
+    interface = programs[0].interface
+    stages = dict(interface.stages)
     stages["stage0"] = replace(stages["stage0"], params=(replace(stages["stage0"].params[0], shape=(8, 8)),))
     for program in programs:
-        program.interface = replace(face, stages=stages)
+        program.interface = replace(interface, stages=stages)
     refused(programs, "stale type of `w0`")
 
 
@@ -197,9 +197,9 @@ def test_collectives_must_be_called_by_all_members_alike() -> None:
     )
     error = refused(edited(programs, 1, *missing), "device 1 calls group 'world' 0 times, this device 1 times")
     assert error.device == 0
-    face = replace(programs[0].interface, groups={"world": ((0, "", ""),)})
+    interface = replace(programs[0].interface, groups={"world": ((0, "", ""),)})
     with pytest.raises(VerifyError, match="device 1 has no member in group 'world'"):
-        Program(1, face).emit(ops.all_reduce, group="world")
+        Program(1, interface).emit(ops.all_reduce, group="world")
 
 
 def test_crossed_messages_deadlock_and_the_error_says_who_waits_for_whom() -> None:
@@ -215,10 +215,10 @@ def test_crossed_messages_deadlock_and_the_error_says_who_waits_for_whom() -> No
 
 def test_collectives_of_two_groups_in_crossed_order_deadlock() -> None:
     members = tuple((d, "", "") for d in range(2))
-    face = Interface(linear_stages(2, 8, 2, 1.0), {}, num_devices=2, groups={"a": members, "b": members})
+    interface = Interface(linear_stages(2, 8, 2, 1.0), {}, num_devices=2, groups={"a": members, "b": members})
     programs = []
     for device, groups in enumerate(("ab", "ba")):
-        program = Program(device, face)
+        program = Program(device, interface)
         for group in groups:
             norm = program.emit(ops.norm)[0]
             program.emit(ops.all_reduce, norm, group=group)
@@ -231,10 +231,10 @@ def exchange() -> list[Program]:
     """Two devices that each send what they made before they take what the other one made."""
     stages = linear_stages(3, 32, 64, 1.0)
     stages = {name: replace(s, forward_workspace_bytes=0, light_workspace_bytes=0) for name, s in stages.items()}
-    face = Interface(stages, pipeline(2, 2, 1, rows=64)[0].interface.batch, num_devices=2)
+    interface = Interface(stages, pipeline(2, 2, 1, rows=64)[0].interface.batch, num_devices=2)
     programs = []
     for device in range(2):
-        program = Program(device, face)
+        program = Program(device, interface)
         x = program.emit(ops.load, program.batch, "x", micro_batch=0, names=["x"])[0]
         weights = program.emit(ops.resident, f"stage{device}.weights")[0]
         made = program.emit(ops.forward, f"stage{device}", weights, x, micro_batch=0, keep=False, names=["y"])[0]
@@ -374,8 +374,8 @@ def test_tied_parameters_must_be_summed_before_the_update() -> None:
 
 
 def evaluation(change: Callable[[Program], None] | None = None) -> list[Program]:
-    face = pipeline(1, 1, 2)[0].interface
-    program = Program(0, face, function="evaluate")
+    interface = pipeline(1, 1, 2)[0].interface
+    program = Program(0, interface, function="evaluate")
     weights = program.emit(ops.resident, "stage0.weights")[0]
     losses = []
     for m in range(2):

@@ -14,10 +14,10 @@ from penstock.passes.memory.activation_plan import (
     CLASSES,
     CLOSE,
     INPUTS,
+    ActivationProblem,
     Half,
     Item,
-    Problem,
-    Rates,
+    LinkRates,
     Room,
     best,
     by_benefit,
@@ -31,12 +31,12 @@ STAGES = ("stage0", "stage1", "stage2", "stage3")
 AMPLE = Room(1e12, 1e12, 1e12)
 
 
-def problem(items: Sequence[Item], memories: tuple[str, ...] = ("ssd",), **changes: object) -> Problem:
+def problem(items: Sequence[Item], memories: tuple[str, ...] = ("ssd",), **changes: object) -> ActivationProblem:
     """A step that computes 2 + 6 s; what is on SSD passes links of 100 B/s and disks of 50 B/s each way."""
-    usual = Problem(
+    usual = ActivationProblem(
         forward=Half(2.0, read_bytes=20),
         backward=Half(6.0, cpu_s=1.0, h2d_bytes=100, d2h_bytes=50, read_bytes=100, write_bytes=50),
-        rates=Rates(h2d=100, d2h=100, read=50, write=50),
+        rates=LinkRates(h2d=100, d2h=100, read=50, write=50),
         room=AMPLE,
         items=tuple(items),
         inputs={},
@@ -50,7 +50,7 @@ def equal_items(saved_s: Sequence[float], num_bytes: int = 10) -> list[Item]:
     return [Item(STAGES[i % 4], f"c{i}", num_bytes, s) for i, s in enumerate(saved_s)]
 
 
-def by_subset(case: Problem, kept: Sequence[Item]) -> float:
+def by_subset(case: ActivationProblem, kept: Sequence[Item]) -> float:
     """The step if these are kept, counted anew."""
     classes = dict.fromkeys(STAGES, 0)
     for item in kept:

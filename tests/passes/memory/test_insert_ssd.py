@@ -14,13 +14,13 @@ from penstock.ir.program import ParamSpec, plan_arena, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
 from penstock.passes.memory.choose_activations import ChooseActivations
-from penstock.passes.memory.dram_peak import DramPeak
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.memory.insert_ssd import InsertSsd, read_weights
-from penstock.passes.memory.ssd_room import MOST_AHEAD, SsdRoom, tiers_at
+from penstock.passes.optimizer.dram_peak import DramPeak
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.optimizer.overlap_optimizer import TIMINGS, OverlapOptimizer
+from penstock.passes.optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom, tiers_at
 from penstock.passes.optimizer.updates import write_updates
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.tests.golden_text import Golden
@@ -181,7 +181,7 @@ def test_disks_slower_than_the_link_are_read_further_ahead() -> None:
     for h2d in ("0.5GB/s", "3GB/s", "100GB/s"):
         decision = InsertSsd(tier="all").plan(swapped(machine(h2d=h2d)))
         aheads.append(decision["ahead"])
-    assert aheads == [1, 3, MOST_AHEAD]
+    assert aheads == [1, 3, MOST_READS_AHEAD]
 
 
 @pytest.mark.parametrize(

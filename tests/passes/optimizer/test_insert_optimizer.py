@@ -99,8 +99,8 @@ def test_resident_stages_are_stepped_where_they_are() -> None:
 
 def test_clipping_waits_for_the_norm_of_the_whole_model() -> None:
     draft = apply(ready(max_grad_norm=0.5), InsertOptimizer())
-    face = draft.programs[0].interface
-    assert face.groups == {"world": ((0, "", ""), (1, "", ""))}
+    interface = draft.programs[0].interface
+    assert interface.groups == {"world": ((0, "", ""), (1, "", ""))}
     for device in (0, 1):
         assert order_of(draft, device)[-6:-4] == ["norm", "all_reduce"]
         assert [name.split()[0] for name in order_of(draft, device)[-4:]] == ["clip", "step", "clip", "step"]

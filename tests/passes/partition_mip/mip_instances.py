@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.problem import Problem, Unit, Update
+from penstock.passes.partition_mip.problem import MipProblem, Unit, UpdateCost
 
 
 def problem(
@@ -21,7 +21,7 @@ def problem(
     state_bytes: float = 12.0,
     barrier: bool = False,
     rate: float = 1.0,
-) -> Problem:
+) -> MipProblem:
     """`kinds` indexes the tables; times in seconds, sizes in GB, `rate` in GB/s of every link."""
     giga, length = 1e9, len(kinds)
 
@@ -50,7 +50,7 @@ def problem(
         for budget, complex_ in zip(budgets, complexes)
     )
     n = len(units)
-    return Problem(
+    return MipProblem(
         names=tuple(f"block{i}" for i in range(length)),
         kinds=tuple(kinds),
         units=units,
@@ -69,12 +69,12 @@ def problem(
         message_s=[[0.0 if d == e else 1 / (rate * giga) for e in range(n)] for d in range(n)],
         message_latency_s=[[0.0 if d == e else 2e-3 for e in range(n)] for d in range(n)],
         message_shares=[[d != e for e in range(n)] for d in range(n)],
-        update=Update((0.2 / giga,), (0.01 / giga,), state_bytes, barrier),
+        update=UpdateCost((0.2 / giga,), (0.01 / giga,), state_bytes, barrier),
     )
 
 
 @st.composite
-def small_problems(draw: st.DrawFn, most_blocks: int = 9) -> Problem:
+def small_problems(draw: st.DrawFn, most_blocks: int = 9) -> MipProblem:
     """Up to `most_blocks` blocks of up to four kinds, on one to four unequal devices."""
     n = draw(st.integers(1, 4))
     kinds = draw(st.lists(st.integers(0, 3), min_size=2, max_size=most_blocks))

@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 
 from penstock.passes.partition_mip.bounds import closed_form_s
 from penstock.passes.partition_mip.local_search import Objective, Search, starts
-from penstock.passes.partition_mip.problem import Problem
+from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import contended_s, fits, literal_s, residents
 from penstock.passes.partition_mip.solve import prove
 from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
 
 
-def brute_force(p: Problem, objective: Objective = contended_s) -> float:
+def brute_force(p: MipProblem, objective: Objective = contended_s) -> float:
     """The best of all partitions."""
     return min(
         objective(p, (0, *inner, p.num_blocks))
@@ -28,7 +28,7 @@ def brute_force(p: Problem, objective: Objective = contended_s) -> float:
 
 @settings(max_examples=20, deadline=None)
 @given(small_problems(most_blocks=12))
-def test_all_partitions_of_few_blocks_are_tried(p: Problem) -> None:
+def test_all_partitions_of_few_blocks_are_tried(p: MipProblem) -> None:
     for objective in (contended_s, literal_s):
         found = Search(p, objective).run_all(range(1, p.num_blocks + 1))
         assert (found[0] if found else math.inf) == pytest.approx(brute_force(p, objective), rel=1e-3)
@@ -36,7 +36,7 @@ def test_all_partitions_of_few_blocks_are_tried(p: Problem) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(small_problems())
-def test_local_search_comes_close(p: Problem) -> None:
+def test_local_search_comes_close(p: MipProblem) -> None:
     best_s = brute_force(p)
     found = Search(p, contended_s).run(range(1, p.num_blocks + 1))
     assume(best_s < math.inf)
@@ -46,7 +46,7 @@ def test_local_search_comes_close(p: Problem) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(small_problems(most_blocks=7))
-def test_no_partition_is_faster_than_a_lower_bound(p: Problem) -> None:
+def test_no_partition_is_faster_than_a_lower_bound(p: MipProblem) -> None:
     counts = range(1, p.num_blocks + 1)
     best_s = brute_force(p)
     assume(best_s < math.inf)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.passes.partition_mip.problem import Problem
-from penstock.passes.partition_mip.recurrence import Job, contended_s, evenly, fits, literal_s, residents
+from penstock.passes.partition_mip.problem import MipProblem
+from penstock.passes.partition_mip.recurrence import QueuedTransfer, contended_s, evenly, fits, literal_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
 
 
-def all_micro_batches_s(p: Problem, cuts: Sequence[int]) -> float:
+def all_micro_batches_s(p: MipProblem, cuts: Sequence[int]) -> float:
     """The literal objective with a time for each micro-batch of each stage (Mobius eq. 3 to 11)."""
     n, count, m = len(p.units), len(cuts) - 1, p.micro_batches
     slices = list(pairwise(cuts))
@@ -52,7 +52,7 @@ def all_micro_batches_s(p: Problem, cuts: Sequence[int]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(small_problems(), st.data())
-def test_first_and_last_micro_batch_are_enough(p: Problem, data: st.DataObject) -> None:
+def test_first_and_last_micro_batch_are_enough(p: MipProblem, data: st.DataObject) -> None:
     """The longest path needs no micro-batch between (messages are shorter than stages here)."""
     inner = data.draw(st.sets(st.integers(1, p.num_blocks - 1)))
     cuts = (0, *sorted(inner), p.num_blocks)
@@ -61,12 +61,12 @@ def test_first_and_last_micro_batch_are_enough(p: Problem, data: st.DataObject) 
 
 
 def test_a_resource_is_shared_evenly() -> None:
-    assert evenly([Job(1.0, 2.0, 7)]) == [(3.0, 7)]
-    assert evenly([Job(0.0, 1.0, 0), Job(0.0, 2.0, 1)]) == [(2.0, 0), (3.0, 1)]
-    assert evenly([Job(0.0, 2.0, 0), Job(1.0, 0.5, 1)]) == [(2.0, 1), (2.5, 0)]
-    assert evenly([Job(0.0, 1.0, 0), Job(5.0, 1.0, 1)]) == [(1.0, 0), (6.0, 1)]
+    assert evenly([QueuedTransfer(1.0, 2.0, 7)]) == [(3.0, 7)]
+    assert evenly([QueuedTransfer(0.0, 1.0, 0), QueuedTransfer(0.0, 2.0, 1)]) == [(2.0, 0), (3.0, 1)]
+    assert evenly([QueuedTransfer(0.0, 2.0, 0), QueuedTransfer(1.0, 0.5, 1)]) == [(2.0, 1), (2.5, 0)]
+    assert evenly([QueuedTransfer(0.0, 1.0, 0), QueuedTransfer(5.0, 1.0, 1)]) == [(1.0, 0), (6.0, 1)]
     # behind the first job of 0 comes another one, which holds up 1
-    assert evenly([Job(0.0, 1.0, 0, 0.0, 9.0), Job(0.0, 2.0, 1)]) == [(2.0, 0), (4.0, 1)]
+    assert evenly([QueuedTransfer(0.0, 1.0, 0, 0.0, 9.0), QueuedTransfer(0.0, 2.0, 1)]) == [(2.0, 0), (4.0, 1)]
 
 
 def test_more_of_everything_never_helps() -> None:

@@ -33,7 +33,7 @@ from penstock.passes.partition_mixed.coarsen import (
     merge_by_type,
     merge_small,
 )
-from penstock.passes.partition_mixed.estimate import Flow, Wires
+from penstock.passes.partition_mixed.estimate import PipelineEstimate, Wires
 from penstock.passes.partition_mixed.graph import Clusters, block_graph
 from penstock.passes.partition_mixed.memory import Footprints
 from penstock.passes.partition_mixed.partition_mixed import PartitionMixed
@@ -233,7 +233,7 @@ def test_longest_first_and_exchanges_keep_to_memory() -> None:
     memory = Footprints(draft, blocks)
     members = [[i] for i in range(blocks.num_blocks)]
     needs = [memory.stage(own) for own in members]
-    flow = Flow(blocks, members, Wires.of(draft.hardware), 4)
+    flow = PipelineEstimate(blocks, members, Wires.of(draft.hardware), 4)
     assert longest_first(flow.load_ns, needs, memory, swapped=False, by_bytes=False) is None  # states do not fit
     devices = longest_first(flow.load_ns, needs, memory, swapped=True, by_bytes=False)
     assert devices is not None

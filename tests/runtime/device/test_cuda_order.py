@@ -123,11 +123,11 @@ def test_compiled_plans_with_tied_weights_and_clipping(
         strategy=STRATEGIES["balanced"].replace("partition-balanced", "partition-balanced{stages=2}"),
         micro_batches=2, precision=precision, max_grad_norm=1.0,
     )  # fmt: skip
-    face = job.folder.interface
-    file = open_device_file(job.write(tmp_path / "files") / "device0.py", face, 0)
+    interface = job.folder.interface
+    file = open_device_file(job.write(tmp_path / "files") / "device0.py", interface, 0)
     session = FakeCudaSession(0, file, job.hardware, optimizer=ADAMW, precision=precision)
     source = LiveWeights(model)
-    for name, spec in face.stages.items():
+    for name, spec in interface.stages.items():
         session.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
     losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for _ in range(STEPS)]
     session.evaluate(batch)

@@ -20,7 +20,7 @@ from penstock.ir.errors import BatchError, BudgetExceeded, PlanError, VerifyErro
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, infer_all, profile_memory
 from penstock.runtime.device.file import DeviceFile, open_device_file
-from penstock.runtime.device.peers import LOOPBACK, Link
+from penstock.runtime.device.peers import LOOPBACK, PeerLink
 from penstock.runtime.device.session import DeviceSession, StepResult, device_groups
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.ir.program.handmade import pipeline
@@ -119,7 +119,7 @@ def run_devices(folder: Path, programs: list[Program]) -> tuple[list[list[StepRe
     def run(device: int) -> None:
         store = dist.FileStore(str(folder / "store"), count)
         groups = device_groups(programs[0].interface)
-        link = Link(store, device, count, groups, torch.device("cpu"), timeout_s=30, hostname=LOOPBACK)
+        link = PeerLink(store, device, count, groups, torch.device("cpu"), timeout_s=30, hostname=LOOPBACK)
         session = start(files[device], Hardware.cpu(count, memory="8MB"), link=link)
         found[device] = [session.step(batch_of(step)) for step in range(STEPS)]
         for stage in session.stores:
@@ -224,10 +224,10 @@ def test_an_error_in_a_stage_names_device_line_and_micro_batch(fetched: bool, tm
 
 def test_bf16_trains_fp32_masters(tmp_path: Path) -> None:
     (program,) = pipeline(1, 2, MICRO_BATCHES, width=WIDTH, rows=ROWS)
-    face = program.interface
+    interface = program.interface
     stages = {
         name: replace(spec, params=tuple(replace(p, dtype="bfloat16") for p in spec.params))
-        for name, spec in face.stages.items()
+        for name, spec in interface.stages.items()
     }
     for name, spec in stages.items():
         stages[name] = replace(spec, outputs=(replace(spec.outputs[0], dtype="bfloat16"),))
@@ -293,11 +293,11 @@ def test_a_silent_peer_is_an_error_in_time(tmp_path: Path) -> None:
     """The other device connects but never sends."""
     programs = pipeline(2, 2, MICRO_BATCHES, width=WIDTH, rows=ROWS)
     files = write_chain(tmp_path, programs, WIDTH)
-    links: dict[int, Link] = {}
+    links: dict[int, PeerLink] = {}
 
     def connect(device: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        links[device] = Link(store, device, 2, {}, torch.device("cpu"), timeout_s=2, hostname=LOOPBACK)
+        links[device] = PeerLink(store, device, 2, {}, torch.device("cpu"), timeout_s=2, hostname=LOOPBACK)
 
     threads = [threading.Thread(target=connect, args=(device,)) for device in range(2)]
     for thread in threads:

@@ -17,16 +17,16 @@ from penstock.runtime.device.peers import group_members
 def test_groups_are_rows_of_the_mesh(replicas: int, shards: int, depth: int, seed: int) -> None:
     count = replicas * shards * depth
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).view(-1, depth).tolist()
-    face = Interface({}, {}, depth, lanes=tuple(tuple(lane) for lane in order), shards=shards)
-    members = group_members(bound_interface(face).groups)
+    interface = Interface({}, {}, depth, lanes=tuple(tuple(lane) for lane in order), shards=shards)
+    members = group_members(bound_interface(interface).groups)
     for lane, devices in enumerate(order):
         for role, device in enumerate(devices):
-            mesh = device_mesh(face, device)
+            mesh = device_mesh(interface, device)
             assert mesh.mesh_dim_names == ("replica", "shard", "pipeline")
             assert list(mesh.get_coordinate() or ()) == [lane // shards, lane % shards, role]
             replica, place, _ = mesh.get_coordinate() or ()
-            assert members[group_name(face, lane, role, ops.SHARDS)] == mesh.mesh[replica, :, role].tolist()
-            assert members[group_name(face, lane, role, ops.REPLICAS)] == mesh.mesh[:, place, role].tolist()
+            assert members[group_name(interface, lane, role, ops.SHARDS)] == mesh.mesh[replica, :, role].tolist()
+            assert members[group_name(interface, lane, role, ops.REPLICAS)] == mesh.mesh[:, place, role].tolist()
     assert not dist.is_initialized()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.ir import ops
 from penstock.runtime.device.exchange import gather_rows, seats_of, sum_rows
-from penstock.runtime.device.peers import LOOPBACK, Link
+from penstock.runtime.device.peers import LOOPBACK, PeerLink
 
 
 class Post:
@@ -139,7 +139,7 @@ def test_gloo_gathers_and_adds_up() -> None:
     found: dict[int, list[Tensor]] = {}
 
     def device(index: int) -> None:
-        link = Link(
+        link = PeerLink(
             store, index, 4, {"all": [0, 1, 2, 3]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30, hosts=hosts
         )
         link.connect({}, {"all": ops.DEVICE})

@@ -14,7 +14,8 @@ from penstock.ir.errors import WorkerError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.links import Link
 from penstock.ir.program import Program
-from penstock.runtime.emulate.link_server import LinkClient, LinkServer
+from penstock.runtime.device.pacing import LinkClient
+from penstock.runtime.emulate.link_server import LinkServer
 from penstock.runtime.emulate.throttle import shared_transfers
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.local import LocalWorkers

@@ -38,8 +38,8 @@ HEAD = "from penstock.tests.ir.program.two_stages import First, Second"
 @pytest.fixture(scope="module")
 def programs():
     """Tied weights, clipping, dropout, BatchNorm, a frozen layer; training and evaluation."""
-    face = interface_of(*models(tied=True), tied=True)
-    return [*training(face, max_norm=0.5), *evaluation(face)]
+    interface = interface_of(*models(tied=True), tied=True)
+    return [*training(interface, max_norm=0.5), *evaluation(interface)]
 
 
 @pytest.fixture(scope="module")

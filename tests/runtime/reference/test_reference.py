@@ -111,8 +111,8 @@ def test_clipping_by_the_norm_over_all_devices(max_norm: float, tied: bool) -> N
 
 
 def test_evaluation_gives_loss_and_logits_and_changes_nothing() -> None:
-    face = interface_of(*models())
-    run, eager = reference([*training(face), *evaluation(face)]), Eager(*models(), ADAMW)
+    interface = interface_of(*models())
+    run, eager = reference([*training(interface), *evaluation(interface)]), Eager(*models(), ADAMW)
     run.step(batch_of(0))
     eager.step(batch_of(0))
     before = run.buffers()
@@ -123,19 +123,19 @@ def test_evaluation_gives_loss_and_logits_and_changes_nothing() -> None:
     torch.testing.assert_close(found["loss"], loss)
     torch.testing.assert_close(torch.cat(found["results"]["logits"]), logits)
     assert_equal(run.buffers(), before)
-    assert torch.equal(run.step(batch_of(2))["loss"], reference_after(face))
+    assert torch.equal(run.step(batch_of(2))["loss"], reference_after(interface))
 
 
-def reference_after(face: Any) -> Tensor:
-    run = reference(training(face))
+def reference_after(interface: Any) -> Tensor:
+    run = reference(training(interface))
     run.step(batch_of(0))
     return run.step(batch_of(2))["loss"]
 
 
 def test_fp16_scales_the_loss_skips_overflows_and_clips_unscaled_gradients() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
-    face = interface_of(*models(), dtype=torch.float16, master=True)
-    programs = training(face, max_norm=float("inf"), scaled=True, swap=True)
+    interface = interface_of(*models(), dtype=torch.float16, master=True)
+    programs = training(interface, max_norm=float("inf"), scaled=True, swap=True)
     run = reference(programs, sgd, precision="fp16")
     before = {name: w.clone() for name, w in run.weights().items()}
     assert run.world.loss_scale is not None
@@ -151,14 +151,14 @@ def test_fp16_scales_the_loss_skips_overflows_and_clips_unscaled_gradients() -> 
     assert all(g.dtype == torch.float32 for g in run.grads.values())
     assert_equal(run.grads, eager.grads, rtol=0.05, atol=2e-3)
     with pytest.raises(VerifyError, match="without their norm"):
-        reference(training(face), sgd, precision="fp16").step(batch_of(0))
+        reference(training(interface), sgd, precision="fp16").step(batch_of(0))
 
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_the_programs_of_these_tests_pass_the_verifier(swap: bool) -> None:
-    face = interface_of(*models(tied=True), tied=True)
-    verify(training(face, swap=swap, remat=swap, max_norm=1.0), Hardware.cpu(num_devices=2))
-    verify(evaluation(face), Hardware.cpu(num_devices=2))
+    interface = interface_of(*models(tied=True), tied=True)
+    verify(training(interface, swap=swap, remat=swap, max_norm=1.0), Hardware.cpu(num_devices=2))
+    verify(evaluation(interface), Hardware.cpu(num_devices=2))
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -236,11 +236,11 @@ def test_a_message_that_nobody_receives_is_refused() -> None:
 
 def test_members_on_one_device_are_summed_first() -> None:
     """Two members of a group on device 0 and one on device 1: all three hold the total."""
-    face = interface_of(*models())
+    interface = interface_of(*models())
     names = ("inner.weight", "inner.weight", "inner.weight")
     groups = {"g": ((0, "stage1", names[0]), (1, "stage1", names[1]), (0, "stage1", names[2]))}
-    run = reference(training(face))
-    run.world.interface = replace(face, groups=groups)
+    run = reference(training(interface))
+    run.world.interface = replace(interface, groups=groups)
     values = [StageGrads({"inner.weight": torch.tensor([float(v)])}, stage="stage1") for v in (1, 2, 4)]
     empty = StageGrads({}, stage="stage1")
     left, right = ReferenceRuntime(0, run.world), ReferenceRuntime(1, run.world)
@@ -253,8 +253,8 @@ def test_members_on_one_device_are_summed_first() -> None:
 
 
 def test_bad_batches_and_missing_parts() -> None:
-    face = interface_of(*models())
-    run = reference(training(face))
+    interface = interface_of(*models())
+    run = reference(training(interface))
     with pytest.raises(BatchError, match="lacks 'labels'"):
         run.step({"ids": batch_of(0)["ids"]})
     with pytest.raises(BatchError, match=r"'ids' is torch.int64\[11\], compiled for int64\[12\]"):
@@ -264,7 +264,7 @@ def test_bad_batches_and_missing_parts() -> None:
     with pytest.raises(PlanError, match="no 'evaluate' programs"):
         run.evaluate(batch_of(0))
     with pytest.raises(PlanError, match=r"stage1 needs a weight 'inner.weight'"):
-        Reference(training(face), STAGES, weights_of(models()[0]), None, buffers_of(*models()))
+        Reference(training(interface), STAGES, weights_of(models()[0]), None, buffers_of(*models()))
 
 
 def test_without_an_optimizer_gradients_come_and_weights_stay() -> None:
@@ -279,9 +279,9 @@ def test_without_an_optimizer_gradients_come_and_weights_stay() -> None:
 
 def test_a_parsed_program_runs_as_the_one_it_was_printed_from() -> None:
     """Text in, text out, same result: what is printed is what runs."""
-    face = interface_of(*models())
-    programs = training(face, swap=True)
-    again = [parse_program(print_program(p, comments=True), face, p.device) for p in programs]
+    interface = interface_of(*models())
+    programs = training(interface, swap=True)
+    again = [parse_program(print_program(p, comments=True), interface, p.device) for p in programs]
     for program in again:
         place_frees(program)
     left, right = reference(programs), reference(again)

@@ -14,7 +14,7 @@ from penstock.ir.program import are_alike, bind, build_order, slice_of
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import CostModel, simulate
 from penstock.runtime.simulate.collectives import by_host, stages
-from penstock.runtime.simulate.costs import Fleet
+from penstock.runtime.simulate.costs import WholeMachine
 from penstock.runtime.simulate.sharing import Cost
 from penstock.tests.passes.running import apply, chain, draft_of
 
@@ -152,11 +152,11 @@ def one_lane_s(draft: Draft) -> float:
     """The step as a lane's part of the machine sees it, however few devices there are."""
     from penstock.runtime.simulate import engine as module
 
-    face = draft.programs[0].interface
-    sliced = slice_of(draft.whole, face.lanes)
+    interface = draft.programs[0].interface
+    sliced = slice_of(draft.whole, interface.lanes)
     case = module.Case(draft.programs, sliced)
     order = build_order(draft.programs, case.memories)
-    engine = module._Engine(order, CostModel(sliced, "fp32", Fleet(draft.whole, face)))
+    engine = module._Engine(order, CostModel(sliced, "fp32", WholeMachine(draft.whole, interface)))
     engine.run(None)
     return max(engine.ended_s.values())
 

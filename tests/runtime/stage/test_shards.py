@@ -84,19 +84,19 @@ def test_flat_shards_make_the_whole_stage(numels: list[int], count: int) -> None
         assert all(torch.equal(pieces[name], piece_of(values[name], index, count)) for name in values)
 
 
-def face() -> Interface:
+def interface() -> Interface:
     return interface_of(*models())
 
 
 def test_the_text_says_what_is_spread_and_reads_back() -> None:
-    program = spread(face())[0]
+    program = spread(interface())[0]
     text = print_program(program, comments=True)
     assert 'stage0_shard = rt.fetch("stage0.weights", group="shards")' in text
     assert print_program(parse_program(text, program.interface, 0), comments=True) == text
 
 
 def test_each_device_keeps_its_part() -> None:
-    programs = spread(face())
+    programs = spread(interface())
     verify(programs, Hardware.cpu(num_devices=2))
     whole = sum(spec.trained_params for spec in programs[0].interface.stages.values())
     states = [persistent_bytes(program).dram["states"] for program in programs]
@@ -108,7 +108,7 @@ Edit = Callable[[str], str]
 
 
 def edited(edits: dict[int, Edit]) -> list[Program]:
-    programs = spread(face())
+    programs = spread(interface())
     shown = [print_program(program) for program in programs]
     texts = [edits.get(device, str)(text) for device, text in enumerate(shown)]
     assert texts != shown
@@ -148,7 +148,7 @@ def test_devices_must_meet_in_the_same_order() -> None:
 
 def test_gradients_that_no_group_adds_up() -> None:
     """Both devices train the stage, and each would keep what its own micro-batches say."""
-    whole = replace(face(), groups={"pair": ((0, "", ""), (1, "", ""))})
+    whole = replace(interface(), groups={"pair": ((0, "", ""), (1, "", ""))})
     programs = []
     for device, micro_batches in enumerate(([0, 1], [2])):
         program = Program(device, whole)

@@ -21,7 +21,7 @@ from penstock.ir.errors import CheckpointError
 from penstock.ir.program import ParamSpec, StageSpec
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.state import checkpoint, durable, tensor_file
-from penstock.runtime.state.checkpoint import Checkpoint, Progress, StageState, find_latest, open_checkpoint
+from penstock.runtime.state.checkpoint import Checkpoint, Progress, SavedStage, find_latest, open_checkpoint
 from penstock.runtime.state.rng_state import restore_rng_state, rng_state
 
 
@@ -319,7 +319,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tensor_file, "_write_all", full)
     params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    stages = [(partition(model, "one")[0], StageState(params, buffers, {}))]
+    stages = [(partition(model, "one")[0], SavedStage(params, buffers, {}))]
     with pytest.raises(CheckpointError, match=r"all\.safetensors: the disk is full: .* are needed, .* are free"):
         checkpoint.save_checkpoint(tmp_path / "c", stages, Progress(step=2), ties_of(model))
     assert len(written) == 5
@@ -348,7 +348,7 @@ def test_a_disk_that_fills_up_for_real(small_disk: Path, monkeypatch: pytest.Mon
     spec = stage(model, "all", ["weight", "bias"])
 
     def save_step(step: int) -> None:
-        state = StageState(dict(model.named_parameters()), {}, {"weight": {"momentum": torch.ones(300, step)}})
+        state = SavedStage(dict(model.named_parameters()), {}, {"weight": {"momentum": torch.ones(300, step)}})
         checkpoint.save_checkpoint(small_disk / "c", [(spec, state)], Progress(step=step))
 
     save_step(1)
@@ -440,7 +440,7 @@ def test_state_is_in_storage_of_its_own(tmp_path: Path) -> None:
     model, opt = trained()
     opened = open_checkpoint(save(tmp_path / "c", model, opt, "one"))
     spec = partition(model, "one")[0]
-    first: StageState = opened.read(spec)
+    first: SavedStage = opened.read(spec)
     first.weights["norm.weight"].add_(1)
     first.optimizer["norm.weight"]["step"].add_(1)
     assert torch.equal(opened.read(spec).weights["norm.weight"], model.norm.weight)
