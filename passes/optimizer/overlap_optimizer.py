@@ -85,7 +85,6 @@ class OverlapOptimizer(Pass):
         if updates.max_norm is None:
             return ""
         early = replace(updates, speculative=True)
-        early = replace(updates, speculative=True)
         if self.clip == "speculative":
             return self.clip
         if self.clip == "exact" or not self.overlap or not self._early(early):

@@ -86,7 +86,7 @@ def test_auto_falls_back_with_the_reason():
     model, x = Mapped(), torch.randn(3, 4)
     opgraph = trace(model, x)
     assert opgraph.tracer == "export"
-    assert "test_trace_export.py" in opgraph.fallback_reason and "torch.vmap" in opgraph.fallback_reason
+    assert "test_export_tracer.py" in opgraph.fallback_reason and "torch.vmap" in opgraph.fallback_reason
     torch.testing.assert_close(opgraph.module(x)["loss"], model(x))
     with pytest.raises(CaptureError, match="recorder cannot see"):
         trace(model, x, tracer="recorder")

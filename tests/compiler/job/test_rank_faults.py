@@ -20,11 +20,11 @@ import torch
 import penstock
 from penstock.bench.hosts import two_hosts, why_not
 from penstock.runtime.processes.local import worker_environment
-from penstock.tests.compiler.agents import LOOPBACK, SCRIPT, agents, end_all, free_port, is_gone
+from penstock.tests.compiler.job.agents import LOOPBACK, SCRIPT, agents, end_all, free_port, is_gone
 from penstock.tests.compiler.job.faulty_rank import MICRO_BATCHES, Slow, batch_of, loss_of
 
 pytestmark = pytest.mark.multi
-ELASTIC = Path(__file__).resolve().parents[2] / "examples" / "finetune_elastic.py"
+ELASTIC = Path(__file__).resolve().parents[3] / "examples" / "finetune_elastic.py"
 SILENT_S = 8.0  # what ranks are told to wait for each other
 SEARCH_S = 10.0  # and this for who is to blame, and to end
 BUSY = 3.0  # on a machine that does other things, everything takes longer

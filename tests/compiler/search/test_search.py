@@ -10,6 +10,7 @@ from torch import nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
+from penstock.compiler.search import search as module
 from penstock.compiler.search import trial
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidates import (
@@ -20,7 +21,6 @@ from penstock.compiler.search.candidates import (
     partitions,
     stage_counts,
 )
-from penstock.compiler.search.search import search as module
 from penstock.compiler.search.trial import Bench
 from penstock.compiler.strategies import PASSES, STRATEGIES, is_synchronous
 from penstock.ir.errors import DoesNotFit, PassError, PlanError

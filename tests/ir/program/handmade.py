@@ -75,8 +75,8 @@ def pipeline(
 
 class _Builder:
     def __init__(
-        self, interface: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str, moved: str,
-        speculative: bool, split: bool,
+        self, interface: Interface, device: int, fetched: bool, kept: bool, prefetch: bool, clip: bool, ssd: str,
+        moved: str, speculative: bool, split: bool,
     ):  # fmt: skip
         self.interface = interface
         self.program = Program(device, interface)

@@ -153,8 +153,8 @@ def training(
     for m in range(interface.micro_batches):
         inputs = [heads[m], labels[m]]
         dh, grads[1] = second.emit(
-            ops.backward, "stage1", weights[1], kept1[m], inputs, [1 / interface.micro_batches], grads[1], micro_batch=m,
-            names=[f"dh_m{m}", f"g1_m{m}"],
+            ops.backward, "stage1", weights[1], kept1[m], inputs, [1 / interface.micro_batches], grads[1],
+            micro_batch=m, names=[f"dh_m{m}", f"g1_m{m}"],
         )  # fmt: skip
         second.emit(ops.send, dh, dst=0, tag=f"b.m{m}")
         (dout,) = first.emit(ops.recv, "stage0.h", src=1, tag=f"b.m{m}", names=[f"dh_m{m}"])

@@ -187,4 +187,4 @@ def test_cpu_devices_of_two_hosts_are_all_here_with_the_network_between_them(tmp
 def test_workers_find_what_the_script_finds_and_do_not_spin() -> None:
     environment = worker_environment(3)
     assert environment["OMP_NUM_THREADS"] == "3" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert str(Path(__file__).parents[1]) in environment["PYTHONPATH"].split(os.pathsep)
+    assert str(Path(__file__).parents[2]) in environment["PYTHONPATH"].split(os.pathsep)

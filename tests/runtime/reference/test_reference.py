@@ -193,7 +193,7 @@ def test_freed_values_are_gone_from_memory() -> None:
 
     run = reference(training(interface_of(*models()), remat=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.runtime.reference.ReferenceRuntime", Watching)
+        patch.setattr("penstock.runtime.reference.run.ReferenceRuntime", Watching)
         run.step(batch_of(0))
     assert len(alive) == 6 and counts == [0, 0]
 

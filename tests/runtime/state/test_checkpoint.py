@@ -21,7 +21,7 @@ from penstock.ir.errors import CheckpointError
 from penstock.ir.program import ParamSpec, StageSpec
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.state import checkpoint, durable, tensor_file
-from penstock.runtime.state.checkpoint import Checkpoint, Progress, SavedStage, find_latest, open_checkpoint
+from penstock.runtime.state.checkpoint import Checkpoint, RunPosition, SavedStage, find_latest, open_checkpoint
 from penstock.runtime.state.rng_state import restore_rng_state, rng_state
 
 
@@ -90,7 +90,7 @@ def states(model: nn.Module, opt: Any) -> dict[str, dict[str, Any]]:
     return {n: dict(opt.state[p]) for n, p in model.named_parameters(remove_duplicate=False) if p in opt.state}
 
 
-def save(directory: Path, model: nn.Module, opt: Any, kind: str, progress: Progress | None = None) -> Path:
+def save(directory: Path, model: nn.Module, opt: Any, kind: str, progress: RunPosition | None = None) -> Path:
     temporary = checkpoint.begin(directory)
     params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     shards = []
@@ -104,7 +104,7 @@ def save(directory: Path, model: nn.Module, opt: Any, kind: str, progress: Progr
             ties_of(model),
         )
         shards.append(pickle.loads(pickle.dumps(record)))  # as it comes from a worker
-    return checkpoint.commit(temporary, directory, shards, progress or Progress(step=3), ties_of(model))
+    return checkpoint.commit(temporary, directory, shards, progress or RunPosition(step=3), ties_of(model))
 
 
 def restore(opened: Checkpoint, model: nn.Module, opt: Any, kind: str) -> None:
@@ -195,7 +195,7 @@ def test_progress_comes_back_exactly(tmp_path: Path) -> None:
         opt.step()
         schedule.step()
     plateau = schedulers.ReduceLROnPlateau(opt)
-    progress = Progress(
+    progress = RunPosition(
         step=7,
         seed=2**63,
         optimizer={"lr": opt.param_groups[0]["lr"], "betas": (0.9, 0.999), "capturable": torch.tensor(0.1)},
@@ -220,7 +220,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     model, opt = trained()
     save(tmp_path / "c", model, opt, "one")
     with pytest.raises(CheckpointError, match=r"data of the checkpoint\.loader\[1\]: a function cannot be saved"):
-        save(tmp_path / "c", model, opt, "one", Progress(step=4, data={"loader": [1, trained]}))
+        save(tmp_path / "c", model, opt, "one", RunPosition(step=4, data={"loader": [1, trained]}))
     assert open_checkpoint(tmp_path / "c").progress.step == 3
 
 
@@ -258,11 +258,11 @@ def test_a_crash_at_any_point_leaves_one_complete_checkpoint(tmp_path: Path) -> 
     seen = set()
     for number in range(1, 100):
         root = tmp_path / str(number)
-        save(root / "c", model, opt, "three", Progress(step=1))
+        save(root / "c", model, opt, "three", RunPosition(step=1))
         with pytest.MonkeyPatch.context() as patch:
             calls = crash_at(patch, number)
             try:
-                save(root / "c", model, opt, "one", Progress(step=2))
+                save(root / "c", model, opt, "one", RunPosition(step=2))
             except Crash:
                 pass
             else:
@@ -273,7 +273,7 @@ def test_a_crash_at_any_point_leaves_one_complete_checkpoint(tmp_path: Path) -> 
         opened = open_checkpoint(root / "c", verify=True)
         assert opened.progress.step == Checkpoint(found).progress.step
         seen.add((opened.progress.step, (root / "c").exists()))
-        save(root / "c", model, opt, "one", Progress(step=3))
+        save(root / "c", model, opt, "one", RunPosition(step=3))
         assert open_checkpoint(root / "c", verify=True).progress.step == 3
         assert [p.name for p in root.iterdir()] == ["c"]  # nothing half written is left
     assert number > 8
@@ -284,7 +284,7 @@ def test_find_latest_takes_the_highest_step_and_passes_over_unfinished_saves(tmp
     model, opt = trained()
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "nowhere") is None
     for step in (9, 10, 2):
-        save(tmp_path / f"step-{step}", model, opt, "one", Progress(step=step))
+        save(tmp_path / f"step-{step}", model, opt, "one", RunPosition(step=step))
     (tmp_path / "notes").mkdir()
     checkpoint.begin(tmp_path / "step-11")
     assert find_latest(tmp_path) == tmp_path / "step-10"
@@ -307,7 +307,7 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = trained()
-    save(tmp_path / "c", model, opt, "one", Progress(step=1))
+    save(tmp_path / "c", model, opt, "one", RunPosition(step=1))
     real = tensor_file._write_all
     written = []
 
@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     stages = [(partition(model, "one")[0], SavedStage(params, buffers, {}))]
     with pytest.raises(CheckpointError, match=r"all\.safetensors: the disk is full: .* are needed, .* are free"):
-        checkpoint.save_checkpoint(tmp_path / "c", stages, Progress(step=2), ties_of(model))
+        checkpoint.save_checkpoint(tmp_path / "c", stages, RunPosition(step=2), ties_of(model))
     assert len(written) == 5
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert open_checkpoint(tmp_path / "c", verify=True).progress.step == 1
@@ -349,7 +349,7 @@ def test_a_disk_that_fills_up_for_real(small_disk: Path, monkeypatch: pytest.Mon
 
     def save_step(step: int) -> None:
         state = SavedStage(dict(model.named_parameters()), {}, {"weight": {"momentum": torch.ones(300, step)}})
-        checkpoint.save_checkpoint(small_disk / "c", [(spec, state)], Progress(step=step))
+        checkpoint.save_checkpoint(small_disk / "c", [(spec, state)], RunPosition(step=step))
 
     save_step(1)
     save_step(2)  # two of 300 KiB have room beside each other
@@ -454,7 +454,7 @@ import sys
 from pathlib import Path
 import torch
 from penstock.runtime import checkpoint
-from penstock.ir.program.program import ParamSpec, StageSpec
+from penstock.ir.program import ParamSpec, StageSpec
 
 def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) * 1024
@@ -471,7 +471,7 @@ for i in range(11):
     specs.append(spec)
     del weights, states
     before = before or peak()
-checkpoint.commit(tmp, sys.argv[1], records, checkpoint.Progress(step=1))
+checkpoint.commit(tmp, sys.argv[1], records, checkpoint.RunPosition(step=1))
 written = peak()
 opened = checkpoint.open_checkpoint(sys.argv[1])
 for i, spec in enumerate(specs):

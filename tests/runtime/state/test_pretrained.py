@@ -249,7 +249,7 @@ import sys
 import torch
 from torch import nn
 from penstock.runtime.state.pretrained import save_pretrained
-from penstock.ir.program.program import ParamSpec, StageSpec
+from penstock.ir.program import ParamSpec, StageSpec
 
 def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) * 1024

@@ -207,7 +207,7 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from penstock.ir.program.program import ParamSpec, StageSpec
+from penstock.ir.program import ParamSpec, StageSpec
 from penstock.runtime.state.tensor_file import write_tensors
 from penstock.runtime.state.weights import open_directory, stage_weights
 
