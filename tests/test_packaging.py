@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,15 +49,54 @@ def test_every_data_file_is_packaged() -> None:
     assert packaged == present | {ROOT / "py.typed"}
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_the_rooms_and_their_data(tmp_path: Path) -> None:
-    # Built from a copy: setuptools would pack what an earlier build left in the repository's own build folder.
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools would pack what an earlier build left in the repository's own build folder."""
+    folder = tmp_path_factory.mktemp("wheel")
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "out", "*.egg-info", "__pycache__")
-    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=unwanted)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), str(copy)]
+    copy = shutil.copytree(ROOT, folder / "copy", ignore=unwanted)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(copy)]
     subprocess.run(build, check=True, timeout=240)
-    (wheel,) = tmp_path.glob("penstock-*.whl")
+    (found,) = folder.glob("penstock-*.whl")
+    return found
+
+
+def test_the_wheel_holds_the_rooms_and_their_data(wheel: Path) -> None:
     names = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     source = [ROOT / name for name in ("__init__.py", "errors.py", "py.typed")]
     source += [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
     assert names == {"penstock" / file.relative_to(ROOT) for file in source}
+
+
+STEP = """
+import torch, penstock
+assert not penstock.__file__.startswith({clone!r}), penstock.__file__
+class Loss(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+model = Loss(*(torch.nn.Linear(16, 16) for _ in range(4)))
+if __name__ == "__main__":
+    machine = penstock.Hardware.cpu(num_devices=2, memory="64MB", dram="256MB")
+    batch = dict(x=torch.randn(8, 16))
+    with penstock.compile(model, machine, example_inputs=batch, strategy="gpipe", micro_batches=2) as job:
+        expected = model(**batch).item()
+        assert abs(job.step(batch).item() - expected) < 1e-5 * expected
+"""
+
+
+@pytest.mark.multi
+def test_the_installed_package_answers_and_trains_on_two_devices(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own, in a folder outside the clone, with the libraries that are installed here."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", wheel]
+    subprocess.run(install, check=True, timeout=120)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # reads no .pth of that folder
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    shown = run([python.with_name("penstock"), "--help"])
+    assert shown.returncode == 0 and all(name in shown.stdout for name in ("plan", "train", "reproduce")), shown.stderr
+    (tmp_path / "step.py").write_text(STEP.format(clone=str(ROOT)))
+    trained = run([python, "step.py"])
+    assert trained.returncode == 0, trained.stderr
