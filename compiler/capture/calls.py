@@ -103,9 +103,10 @@ def is_random(call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         return bool(training) and probability > 0
     if call.target is F.scaled_dot_product_attention:
-        return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0
+        return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)) > 0
     if call.target is F.multi_head_attention_forward:
-        return (kwargs["dropout_p"] if "dropout_p" in kwargs else args[10]) > 0 and kwargs.get("training", True)
+        probability = float(kwargs["dropout_p"] if "dropout_p" in kwargs else args[10])
+        return probability > 0 and bool(kwargs.get("training", True))
     if name in ("rrelu", "rrelu_"):
         return bool(kwargs.get("training", False))
     return False
@@ -151,7 +152,8 @@ def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
 def _rebuild(text: str) -> nn.Module | None:
     try:
         with torch.device("meta"):
-            return eval(text, {**vars(nn), "torch": torch})
+            built: nn.Module = eval(text, {**vars(nn), "torch": torch})
+            return built
     except (SyntaxError, NameError, TypeError, ValueError, AttributeError):
         return None  # this repr is prose, not a constructor call: trace through the module
 

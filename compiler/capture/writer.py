@@ -198,7 +198,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_tensor(value: Any) -> bool:

@@ -106,8 +106,10 @@ def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = Non
         with _autocast(precision, next(model.parameters()).device):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
             if loss_fn is not None:
-                return loss_fn(output, batch)
-            return output if isinstance(output, Tensor) else output["loss"]
+                loss: Tensor = loss_fn(output, batch)
+            else:
+                loss = output if isinstance(output, Tensor) else output["loss"]
+            return loss
 
     return run
 

@@ -51,7 +51,7 @@ class NamedModel:
         torch.manual_seed(seed)
         if not self.has_weights:
             return self._from_config()
-        model = _transformers(HEADS[self.head]).from_pretrained(
+        model: nn.Module = _transformers(HEADS[self.head]).from_pretrained(
             self.directory, config=self.config, local_files_only=True, dtype=torch.float32
         )
         return model.train()

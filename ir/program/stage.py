@@ -145,7 +145,7 @@ class StageSpec:
 
 
 def dtype_bytes(name: str) -> int:
-    return getattr(torch, name).itemsize
+    return int(getattr(torch, name).itemsize)
 
 
 def aligned(num_bytes: int, alignment: int = 512) -> int:

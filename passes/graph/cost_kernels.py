@@ -53,7 +53,8 @@ def cuda_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    return _Attention.apply(query, key, value, attn_mask)
+    out: Tensor = _Attention.apply(query, key, value, attn_mask)
+    return out
 
 
 def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -82,7 +83,8 @@ def grouped_product(
 ) -> Tensor:
     if offs is None or a.dim() != 2 or b.dim() != 3 or bias is not None:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
-    return _GroupedProduct.apply(a, b, offs, out_dtype)
+    out: Tensor = _GroupedProduct.apply(a, b, offs, out_dtype)
+    return out
 
 
 STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product}

@@ -122,7 +122,7 @@ class _BlockRun:
     def make_inputs(self) -> None:
         for node in self.block.inputs:
             value = node.meta.get("val")
-            self.inputs[node] = fx.node.map_aggregate(  # type: ignore[assignment]
+            self.inputs[node] = fx.node.map_aggregate(
                 value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else self.number(v)
             )
         for node in self.block.nodes:  # parameters exist before the block runs
@@ -205,7 +205,8 @@ class _BlockRun:
         return meter
 
     def light(self) -> _Meter:
-        with torch.no_grad(), _Meter(self) as meter:
+        meter = _Meter(self)
+        with torch.no_grad(), meter:
             values = self.execute()
         del values
         return meter
@@ -300,7 +301,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         query, key = (args[1], args[2]) if name.endswith("backward") else (args[0], args[1])
         batch, heads, length, width = query.shape
-        return 4.0 * batch * heads * length * key.shape[-2] * width * (2.5 if name.endswith("backward") else 1.0)
+        flops: float = 4.0 * batch * heads * length * key.shape[-2] * width
+        return flops * (2.5 if name.endswith("backward") else 1.0)
     return 0.0
 
 

@@ -147,12 +147,12 @@ class _Search:
         rest = self.parts[depth:]
         far = sorted(self.weight[a][b] for i, a in enumerate(rest) for b in rest[:i])
         crowds = [self.shared[room] for room, n in zip(self.rooms, left) for _ in range(n * (n - 1) // 2)]
-        return sum(a * b for a, b in zip(far, sorted(crowds, reverse=True)))
+        return float(sum(a * b for a, b in zip(far, sorted(crowds, reverse=True))))
 
     def _cost(self, chosen: dict[int, Complex]) -> float:
         parts = self.parts
         pairs = ((a, b) for i, a in enumerate(parts) for b in parts[: i + 1] if chosen[a] == chosen[b])
-        return sum(self.shared[chosen[a]] * self.weight[a][b] for a, b in pairs)
+        return float(sum(self.shared[chosen[a]] * self.weight[a][b] for a, b in pairs))
 
     def _interleaved(self) -> dict[int, Complex]:
         """Each complex's devices spread evenly over the parts of their group."""

@@ -235,4 +235,4 @@ class _Mover:
 
 
 def _is_tensor(value: fx.Node) -> bool:
-    return value.meta["type"].kind == "tensor"
+    return bool(value.meta["type"].kind == "tensor")

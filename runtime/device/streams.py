@@ -76,7 +76,7 @@ class CudaEvent:
 
     @property
     def done(self) -> bool:
-        return self.end.query()
+        return bool(self.end.query())
 
     def wait(self) -> None:
         """Block the calling thread, not the device, until the task is over."""

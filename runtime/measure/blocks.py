@@ -70,7 +70,7 @@ class Watch:
         if not self.is_cuda:
             return max(self.end_s - self.start_s - self.waited_s, CLOCK_S)
         self.last.synchronize()
-        return max(self.first.elapsed_time(self.last) / 1e3, CLOCK_S)
+        return max(float(self.first.elapsed_time(self.last)) / 1e3, CLOCK_S)
 
 
 def time_stage(

@@ -38,14 +38,14 @@ def mean_s(work: Callable[[], object], device: int, slice_s: float = KERNELS_S) 
             work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / repeats
+        return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
 def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float:
     """Seconds of `work` on an idle stream, from the event before it to the one behind it, as the runtime's streams
     record them: what a transfer with nothing in it takes. The first quartile."""
     with torch.cuda.device(device):
-        stream, times = torch.cuda.current_stream(), []
+        stream, times = torch.cuda.current_stream(), list[float]()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         work()
         for _ in range(repeats):
@@ -54,7 +54,7 @@ def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float
             work()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
+            times.append(float(start.elapsed_time(end)) / 1e3)
         return sorted(times)[repeats // 4]
 
 

@@ -22,7 +22,8 @@ Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor], Tensor]  # group
 
 
 def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], weight: Tensor) -> Tensor:
-    return float(group["lr"]) * state["momentum_buffer"]
+    update: Tensor = float(group["lr"]) * state["momentum_buffer"]
+    return update
 
 
 def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weight: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def _adam(group: Mapping[str, Any], state: Mapping[str, Any], weight: Tensor) ->
     steps, lr = torch.as_tensor(state["step"], dtype=torch.float64), float(group["lr"])  # on a GPU it stays there
     square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     size = square.sqrt().div_((1 - beta2**steps).sqrt()).add_(group["eps"])
-    update = (state["exp_avg"] / size).mul_(lr / (1 - beta1**steps))
+    update: Tensor = (state["exp_avg"] / size).mul_(lr / (1 - beta1**steps))
     if group.get("decoupled_weight_decay") and group["weight_decay"]:
         update.add_(weight, alpha=lr * float(group["weight_decay"]))
     return update

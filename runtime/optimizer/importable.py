@@ -56,9 +56,10 @@ def resolve(path: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
+        named: Callable[..., Any] = found
     except (ImportError, AttributeError) as error:
         raise PlanError(f"cannot import {name!r} from module {module!r}: {error}") from error
-    return found
+    return named
 
 
 def write_value(value: Any, what: str, example: str) -> Any:

@@ -131,7 +131,8 @@ class Reference:
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
         """A parameter's "masters" or "grads": the first device's, or put together from those that share it."""
         if stage not in self.groups:
-            return getattr(self.world.stages[stage], what)[param.name]
+            held: Mapping[str, Tensor] = getattr(self.world.stages[stage], what)
+            return held[param.name]
         devices = self.world.interface.members(self.groups[stage])
         return whole_of([getattr(self.world.stage(d, stage), what)[param.name] for d in devices], param.shape)
 

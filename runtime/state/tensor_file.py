@@ -171,7 +171,7 @@ class TensorFile:
                 file.seek(entry.begin)
                 done = 0
                 while done < len(data):
-                    count = file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
+                    count = file.readinto(data[done : done + _CHUNK_BYTES])
                     if not count:
                         raise CheckpointError(f"{self.path}: truncated inside {name!r}. {_RESTORE}")
                     if digest is not None:
