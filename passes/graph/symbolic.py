@@ -9,6 +9,8 @@ Running blocks on symbolic fake tensors instead would give the same where it wor
 shape rule may fix a symbol or fail, in a way that changes from release to release. Boundaries need no measuring: they
 follow from the symbolic shapes of the values. Peaks of memory are maxima of polynomials and none themselves; they are
 not given here.
+
+No pass decides by these expressions yet: they are for plans that hold for every batch and sequence.
 """
 
 from __future__ import annotations
