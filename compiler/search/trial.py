@@ -25,7 +25,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...passes.mapping.mapping import Mapping
 from ...passes.partition.partition import Partition
 from ...passes.schedule.evaluation import evaluation_programs
-from ...passes.schedule.schedule_zero_bubble import ScheduleZeroBubble
+from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
 from ...runtime.simulate import Timeline, simulate
 from ..pipeline import PassRecord, parse_pipeline, require_complete, run_passes
@@ -74,7 +74,7 @@ class Started:
 
     def bound(self) -> Bound:
         """What the simulated step will at least be."""
-        split = any(isinstance(p, ScheduleZeroBubble) for p in self.todo)
+        split = any(isinstance(p, Schedule) and p.splits_backward for p in self.todo)
         return lower_bound(self.draft, any(getattr(p, "swap", False) for p in self.todo), self.tier, split)
 
     @property

@@ -2,86 +2,55 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import Interface, Program, StageSpec, TensorSpec, place_frees
-from ..draft import Draft
-from .flow import Flow, Message, Placed, Turn
-
-
-def interface_of(draft: Draft) -> Interface:
-    batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
-    return Interface(
-        stages={stage.spec.name: stage.spec for stage in draft.stages},
-        batch=batch,
-        num_devices=draft.hardware.num_devices,
-        micro_batches=draft.options.micro_batches,
-        state_bytes_per_param=draft.options.state_bytes_per_param,
-        states=_states(draft),
-        master=draft.options.precision in ("bf16", "fp16"),
-        lanes=tuple(tuple(lane) for lane in draft.lanes),
-        shards=draft.shards,
-    )
-
-
-def _states(draft: Draft) -> dict[str, int]:
-    """Bytes of optimizer states by stage, where they depend on shapes."""
-    each = draft.options.state_bytes_of
-    if each is None:
-        return {}
-    specs = [stage.spec for stage in draft.stages]
-    return {s.name: sum(each(p.name, p.shape) for p in s.params if p.requires_grad) for s in specs}
+from ...ir.program import Program, StageSpec, TensorSpec, place_frees
+from .flow import Action, Flow, Message, Placed, Turn
 
 
 class Emitter:
-    """Writes one device's program. `order`: all turns of all devices; messages come in as their turns come there."""
+    """Writes one device's program. `order`: the turns of all devices. The device's own are written in that order, and
+    messages come in as the turns that send them come there."""
 
     def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
         self.flow, self.device = flow, device
         self.interface = flow.interface
         self.program = Program(device, flow.interface)
+        self.own = [action for at, action in order if at == device]
+        self.keeping = flow.trained  # stages whose forward saves tensors
+        self.split = {turn.stage for turn in self.own if isinstance(turn, Turn) and turn.is_weight}
         self.weights: dict[str, fx.Node] = {}
         self.values: dict[Message, fx.Node] = {}  # inputs, and gradients made here
         self.arrived: dict[tuple[int, Message], fx.Node] = {}
         self.kept: dict[tuple[str, int], fx.Node] = {}
+        self.rests: dict[tuple[str, int], fx.Node] = {}  # what the first half of a backward leaves to the second
         self.grads: dict[str, fx.Node] = {}
         self.losses: list[fx.Node] = []
-        self.extras: dict[str, list[fx.Node]] = defaultdict(list)
-        sent = [(src, *row) for src, turn in order for row in flow.sent_by(turn)]
+        sent = [(src, *row) for src, turn in order if isinstance(turn, Turn) for row in flow.sent_by(turn)]
         self.arrivals = deque((src, message) for src, dst, message in sent if dst == device)
 
-    def step(self) -> Program:
-        for turn in self.flow.turns[self.device]:
-            spec = self.interface.stages[turn.stage]
-            if spec.name not in self.weights:
-                self.hold(spec)
-            self.take(spec, turn)
-        results = {"loss": self.losses} if self.losses else {}
-        grads = [self.grads[s.name] for s in self.flow.on(self.device) if s.name in self.grads and s.trained_params]
-        return self.finish({**results, "grads": grads} if grads else results)
-
-    def take(self, spec: StageSpec, turn: Turn) -> None:
-        (self.backward if turn.is_backward else self.forward)(spec, turn.micro_batch)
-
-    def evaluate(self) -> Program:
-        self.program.function = "evaluate"
-        for turn in self.flow.turns[self.device]:
-            spec = self.interface.stages[turn.stage]
-            if spec.name not in self.weights:
-                self.hold(spec)
-            if not turn.is_backward:
-                self.predict(spec, turn.micro_batch)
-        results = {"loss": self.losses} if self.losses else {}
-        return self.finish({**results, **self.extras})
-
-    def finish(self, results: dict[str, list[fx.Node]]) -> Program:
-        self.program.returns(results)
+    def write(self) -> Program:
+        for action in self.own:
+            self.take(action)
+        self.program.returns(self.results())
         place_frees(self.program)
         return self.program
+
+    def take(self, action: Action) -> None:
+        assert isinstance(action, Turn), "updates are for asynchronous schedules"
+        spec = self.interface.stages[action.stage]
+        if spec.name not in self.weights:
+            self.hold(spec)
+        write = self.backward_weight if action.is_weight else self.backward if action.is_backward else self.forward
+        write(spec, action.micro_batch)
+
+    def results(self) -> dict[str, list[fx.Node]]:
+        grads = [self.grads[s.name] for s in self.flow.on(self.device) if s.name in self.grads and s.trained_params]
+        return {name: nodes for name, nodes in (("loss", self.losses), ("grads", grads)) if nodes}
 
     def hold(self, spec: StageSpec) -> None:
         (self.weights[spec.name],) = self.program.emit(
@@ -89,22 +58,17 @@ class Emitter:
         )
 
     def forward(self, spec: StageSpec, m: int) -> None:
-        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
+        inputs = self.inputs(spec, m)
+        operands = (spec.name, self.weights_of_forward(spec, m), *inputs)
         names = [*(f"{o.name}_m{m}" for o in spec.outputs), f"kept{number_of(spec)}_m{m}"]
-        if spec.name in self.flow.trained:
-            *outputs, kept = self.program.emit(ops.forward, *operands, micro_batch=m, names=names)
-            self.kept[spec.name, m] = kept
-        else:
-            outputs = self.program.emit(ops.forward, *operands, micro_batch=m, keep=False, names=names)
-        self.outputs(spec, outputs, m)
+        fields = {} if spec.name in self.keeping else {"keep": False}
+        made = self.program.emit(ops.forward, *operands, micro_batch=m, names=names, **fields)
+        if spec.name in self.keeping:
+            self.kept[spec.name, m] = made.pop()
+        self.outputs(spec, made, m)
 
-    def predict(self, spec: StageSpec, m: int) -> None:
-        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
-        names = [f"{o.name}_m{m}" for o in (*spec.outputs, *spec.extra_outputs)]
-        made = self.program.emit(ops.evaluate, *operands, micro_batch=m, names=names)
-        self.outputs(spec, made[: len(spec.outputs)], m)
-        for out, node in zip(spec.extra_outputs, made[len(spec.outputs) :]):
-            self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
+    def weights_of_forward(self, spec: StageSpec, m: int) -> fx.Node:
+        return self.weights[spec.name]
 
     def inputs(self, spec: StageSpec, m: int) -> list[fx.Node]:
         """The stage's inputs on this device, received or loaded."""
@@ -142,26 +106,29 @@ class Emitter:
         return self.arrived[src, wanted]
 
     def backward(self, spec: StageSpec, m: int) -> None:
+        """Whole, or the half that others wait for."""
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
+        inputs = [self.values[Message(i.name, m)] for i in spec.inputs]
+        kept = self.kept.get((spec.name, m))
+        operands = (spec.name, self.weights_of_backward(spec, m), kept, inputs, douts)
         wanted = [i for i in spec.inputs if i.requires_grad]
-        *dinputs, self.grads[spec.name] = self.program.emit(
-            ops.backward,
-            spec.name,
-            self.weights_of_backward(spec, m),
-            self.kept.get((spec.name, m)),
-            [self.values[Message(i.name, m)] for i in spec.inputs],
-            douts,
-            self.grads.get(spec.name),
-            micro_batch=m,
-            names=[*(f"d_{i.name}_m{m}_s{number_of(spec)}" for i in wanted), f"g{number_of(spec)}_m{m}"],
-        )
-        self.hand_back(spec, m, dinputs)
-
-    def hand_back(self, spec: StageSpec, m: int, dinputs: Sequence[fx.Node]) -> None:
-        """The gradients of a stage's inputs, to who made these."""
-        for i, node in zip((i for i in spec.inputs if i.requires_grad), dinputs):
+        names = [f"d_{i.name}_m{m}_s{number_of(spec)}" for i in wanted]
+        if spec.name in self.split:
+            names.append(f"rest{number_of(spec)}_m{m}")
+            made = self.program.emit(ops.backward_input, *operands, micro_batch=m, names=names)
+            *dinputs, self.rests[spec.name, m] = made
+        else:
+            names.append(f"g{number_of(spec)}_m{m}")
+            made = self.program.emit(ops.backward, *operands, self.grads.get(spec.name), micro_batch=m, names=names)
+            *dinputs, self.grads[spec.name] = made
+        for i, node in zip(wanted, dinputs):
             self.contribute(Message(i.name, m, is_gradient=True), node)
         self.send(Turn(spec.name, m, is_backward=True))
+
+    def backward_weight(self, spec: StageSpec, m: int) -> None:
+        operands = (spec.name, self.weights[spec.name], self.rests[spec.name, m], self.grads.get(spec.name))
+        names = [f"g{number_of(spec)}_m{m}"]
+        (self.grads[spec.name],) = self.program.emit(ops.backward_weight, *operands, micro_batch=m, names=names)
 
     def weights_of_backward(self, spec: StageSpec, m: int) -> fx.Node:
         return self.weights[spec.name]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import fx
+
 from ...ir import ops
-from ...ir.program import Program, plan_arena
+from ...ir.program import Program, StageSpec, plan_arena
 from ..draft import Draft
 from ..memory.insert_fetch import Early, fetch_weights, look_ahead
 from ..memory.insert_ssd import read_within
 from ..phases import state_bytes
 from ..sharding.gathering import gather_weights
-from .durations import ended_in_turn
-from .emitter import Emitter, interface_of
-from .flow import Flow
+from .emitter import Emitter
+from .flow import Flow, Placed
+from .schedule import interface_of
+from .timetable import ended_in_turn
 
 
 def evaluation_programs(
@@ -29,9 +33,8 @@ def evaluation_programs(
     """
     interface = draft.programs[0].interface if draft.programs else interface_of(draft)
     flow = Flow(interface, draft.devices)
-    ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
-    order = [row for row in ended if not row[1].is_backward]
-    programs = [Emitter(flow, device, order).evaluate() for device in range(interface.num_devices)]
+    order = ended_in_turn(flow, draft, {device: flow.forwards(device) for device in flow.devices})
+    programs = [EvaluationEmitter(flow, device, order).write() for device in flow.devices]
     if draft.sharding is not None:
         for program in programs:
             gather_weights(program, replace(draft.sharding, held=()))
@@ -47,3 +50,23 @@ def evaluation_programs(
             whole = [spec.name for spec in mine if ssd["stages"].get(spec.name) == "all"]
             read_within(program, whole, ssd["ahead"], plan_arena(training, ops.DRAM)[1])
     return programs
+
+
+class EvaluationEmitter(Emitter):
+    """Writes forwards in evaluation mode: they save nothing and make every output of the model."""
+
+    def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
+        super().__init__(flow, device, order)
+        self.program.function = "evaluate"
+        self.extras: dict[str, list[fx.Node]] = defaultdict(list)
+
+    def forward(self, spec: StageSpec, m: int) -> None:
+        operands = (spec.name, self.weights[spec.name], *self.inputs(spec, m))
+        names = [f"{o.name}_m{m}" for o in (*spec.outputs, *spec.extra_outputs)]
+        made = self.program.emit(ops.evaluate, *operands, micro_batch=m, names=names)
+        self.outputs(spec, made[: len(spec.outputs)], m)
+        for out, node in zip(spec.extra_outputs, made[len(spec.outputs) :]):
+            self.extras[out.name] += self.program.emit(ops.offload, node, names=[f"{out.name}_m{m}_dram"])
+
+    def results(self) -> dict[str, list[fx.Node]]:
+        return {**super().results(), **self.extras}

@@ -1,9 +1,9 @@
-"""What turns read and write: which stage makes a value, which stages need it, and the messages between devices."""
+"""What devices do in a step, and what turns read and write: which stage makes a value, which stages need it, and the
+messages between devices."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...ir.program import Interface, StageSpec, TensorSpec
@@ -39,17 +39,39 @@ class Turn:
     is_weight: bool = False
 
 
-Placed = tuple[int, Turn]  # on a device
+@dataclass(frozen=True)
+class AsyncUpdate:
+    """A stage is updated with one micro-batch's gradients; of its own parameters, or of those that it shares."""
+
+    stage: str
+    micro_batch: int
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Share:
+    """The gradients of parameters that these stages of a device share are added up, of one micro-batch: as soon as all
+    of them are there, so that nobody waits for it at the update."""
+
+    stages: tuple[str, ...]
+    micro_batch: int
+
+
+StageAction = Turn | AsyncUpdate  # only asynchronous schedules have updates between turns
+Action = StageAction | Share
+Placed = tuple[int, Action]  # on a device
 
 
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices.
 
-    `turns`: per device what it runs, in order; None is fill and drain.
+    `trained`: the stages that have a backward; `closing`: for each stage the first such from it on, whose backward lets
+    go of what its forward makes.
     """
 
-    def __init__(self, interface: Interface, devices: list[int], turns: Mapping[int, list[Turn]] | None = None):
+    def __init__(self, interface: Interface, devices: list[int]):
         self.interface = interface
+        self.devices = range(interface.num_devices)
         self.specs: list[StageSpec] = list(interface.stages.values())
         self.place = {spec.name: i for i, spec in enumerate(self.specs)}
         self.device_of = {spec.name: device for spec, device in zip(self.specs, devices)}
@@ -63,8 +85,10 @@ class Flow:
                     if value.requires_grad:
                         self.learners[value.name].append(spec.name)
         self.trained = {s.name for s in self.specs if s.trained_params or any(i.requires_grad for i in s.inputs)}
-        everyone = range(interface.num_devices)
-        self.turns = {d: self.fill_drain(d) for d in everyone} if turns is None else dict(turns)
+        self.closing: dict[str, str | None] = {}
+        closing: str | None = None
+        for spec in reversed(self.specs):
+            closing = self.closing[spec.name] = spec.name if spec.name in self.trained else closing
 
     def on(self, device: int) -> list[StageSpec]:
         return [spec for spec in self.specs if self.device_of[spec.name] == device]
@@ -82,16 +106,9 @@ class Flow:
         that has one."""
         return next((r for r in self.learners[value] if self.device_of[r] == device), None)
 
-    def fill_drain(self, device: int) -> list[Turn]:
-        """Stage by stage forward on all micro-batches, then backward in reverse stage order."""
-        mine = [spec.name for spec in self.on(device)]
-        todo = range(self.interface.micro_batches)
-        back = [name for name in reversed(mine) if name in self.trained]
-        return [Turn(name, m) for name in mine for m in todo] + [Turn(name, m, True) for name in back for m in todo]
-
-    def sends(self, device: int) -> list[tuple[int, Message]]:
-        """(destination, message) of all that a device sends, in issue order."""
-        return [row for turn in self.turns[device] for row in self.sent_by(turn)]
+    def forwards(self, device: int) -> list[Turn]:
+        """Stage by stage on all micro-batches."""
+        return [Turn(spec.name, m) for spec in self.on(device) for m in range(self.interface.micro_batches)]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
         """(destination, message) of what leaves the device behind one turn: what is read first leaves first."""

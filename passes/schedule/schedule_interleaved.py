@@ -20,35 +20,24 @@ from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from ...ir.errors import PassError
-from ..base import Pass, require_own
 from ..draft import Draft
-from .durations import ended_in_turn
-from .emitter import Emitter, interface_of
-from .flow import Flow, Turn
+from .flow import Flow, Placed, Turn
+from .schedule import Schedule
+from .timetable import ended_in_turn
 
 Slot = tuple[int, int]  # which of a device's stages, and a micro-batch
 
 
 @dataclass(frozen=True)
-class ScheduleInterleaved(Pass):
+class ScheduleInterleaved(Schedule):
     """Raises `PassError` where stages do not go round the devices at least twice."""
 
     name: ClassVar[str] = "schedule-interleaved"
-    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
-    gives: ClassVar[tuple[str, ...]] = ("programs",)
-    decides: ClassVar[str] = "schedule"
+    order: ClassVar[str] = "interleaved"
 
-    def plan(self, draft: Draft) -> str:
-        return "interleaved"
-
-    def rewrite(self, draft: Draft, decision: str) -> None:
-        require_own(self, "schedule", decision, self.plan(draft))
+    def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
         _check_stages(draft.devices, draft.hardware.num_devices)
-        interface = interface_of(draft)
-        flow = Flow(interface, draft.devices)
-        flow.turns = {device: turns_of(flow, device) for device in range(interface.num_devices)}
-        ended = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        draft.programs = [Emitter(flow, device, ended).step() for device in range(interface.num_devices)]
+        return ended_in_turn(flow, draft, {device: turns_of(flow, device) for device in flow.devices})
 
 
 def _check_stages(devices: Sequence[int], num_devices: int) -> None:

@@ -1,38 +1,31 @@
-"""`schedule-pipeline`: one program per device, synchronous fill and drain (Mobius 3.1; GPipe where S = N).
+"""`schedule-pipeline`: synchronous fill and drain (Mobius 3.1; GPipe where S = N).
 
 In: stages on devices. Out: `draft.programs`: every device runs each of its stages forward on all micro-batches, in
-stage order, then backward in reverse stage order. All weights are resident and all saved tensors kept; later passes
-change that. The gradients are results of the step until `insert-optimizer` consumes them.
-
-A value that several stages read is sent once per device. Its gradients are added on each reading device, sent back
-once, and added again at the producer. A device sends in the order of its turns and receives in the order in which all
-devices' turns are expected to end: one order for all messages, so no two streams can wait for each other.
+stage order, then backward in reverse stage order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..base import Pass, require_own
 from ..draft import Draft
-from .durations import ended_in_turn
-from .emitter import Emitter, interface_of
-from .flow import Flow
+from .flow import Flow, Placed, Turn
+from .schedule import Schedule
+from .timetable import ended_in_turn
 
 
 @dataclass(frozen=True)
-class SchedulePipeline(Pass):
+class SchedulePipeline(Schedule):
     name: ClassVar[str] = "schedule-pipeline"
-    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
-    gives: ClassVar[tuple[str, ...]] = ("programs",)
-    decides: ClassVar[str] = "schedule"
+    order: ClassVar[str] = "fill-drain"
 
-    def plan(self, draft: Draft) -> str:
-        return "fill-drain"
+    def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
+        return ended_in_turn(flow, draft, {d: flow.forwards(d) + backwards(flow, d) for d in flow.devices})
 
-    def rewrite(self, draft: Draft, decision: str) -> None:
-        require_own(self, "schedule", decision, self.plan(draft))
-        flow = Flow(interface_of(draft), draft.devices)
-        order = ended_in_turn(flow, draft.hardware, draft.options.precision)
-        draft.programs = [Emitter(flow, device, order).step() for device in range(flow.interface.num_devices)]
+
+def backwards(flow: Flow, device: int) -> list[Turn]:
+    """In reverse stage order, each on all micro-batches."""
+    back = [spec.name for spec in reversed(flow.on(device)) if spec.name in flow.trained]
+    return [Turn(name, m, is_backward=True) for name in back for m in range(flow.interface.micro_batches)]

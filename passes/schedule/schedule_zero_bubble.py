@@ -23,44 +23,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
-from ...ir import ops
-from ...ir.machine.hardware import Hardware
 from ...ir.program import StageSpec
-from ..base import Pass, require_own
 from ..draft import Draft
-from .emitter import Emitter, interface_of, number_of
-from .flow import Flow, Message, Placed, Turn
-from .schedule_1f1b import ListSchedule, in_order_of_ends
+from .flow import Flow, Placed, StageAction, Turn
+from .schedule import Schedule
+from .schedule_1f1b import BackwardFirst
+from .timetable import Able
 
 PATIENCE = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
-class ScheduleZeroBubble(Pass):
+class ScheduleZeroBubble(Schedule):
     name: ClassVar[str] = "schedule-zero-bubble"
-    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
-    gives: ClassVar[tuple[str, ...]] = ("programs",)
-    decides: ClassVar[str] = "schedule"
+    order: ClassVar[str] = "zero-bubble"
+    splits_backward: ClassVar[bool] = True
 
-    def plan(self, draft: Draft) -> str:
-        return "zero-bubble"
-
-    def rewrite(self, draft: Draft, decision: str) -> None:
-        require_own(self, "schedule", decision, self.plan(draft))
-        interface = interface_of(draft)
-        ended = split_schedule(Flow(interface, draft.devices), draft.hardware, draft.options.precision)
-        devices = range(interface.num_devices)
-        flow = Flow(interface, draft.devices, {d: [turn for device, turn in ended if device == d] for d in devices})
-        draft.programs = [SplitEmitter(flow, device, ended).step() for device in devices]
-
-
-def split_schedule(flow: Flow, hardware: Hardware, precision: str) -> list[Placed]:
-    """All turns of a step with their devices, in the order in which they end: the shortest of some."""
-    found = [SplitSchedule(flow, hardware, precision, patience) for patience in PATIENCE]
-    orders = [(schedule.run(), max(schedule.free_s)) for schedule in found]
-    return min(orders, key=lambda row: row[1])[0]
+    def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
+        """The shortest of some."""
+        tables = [WeightsLast(flow, draft, patience) for patience in PATIENCE]
+        orders = [(table.run(), max(table.free_s)) for table in tables]
+        return min(orders, key=lambda row: row[1])[0]
 
 
 def is_split(spec: StageSpec) -> bool:
@@ -68,47 +51,26 @@ def is_split(spec: StageSpec) -> bool:
     return spec.trained_params > 0 and any(i.requires_grad for i in spec.inputs)
 
 
-class SplitSchedule(ListSchedule):
-    """A pipeline under way. `patience`: a turn that can wait begins only where the next of the others is known to begin
-    no sooner than after so much of its time."""
+class WeightsLast(BackwardFirst):
+    """A step under way, with backwards in halves. `patience`: a turn that can wait begins only where the next of the
+    others is known to begin no sooner than after so much of its time."""
 
-    def __init__(self, flow: Flow, hardware: Hardware, precision: str, patience: float):
-        super().__init__(flow, hardware, precision)
+    def __init__(self, flow: Flow, draft: Draft, patience: float):
+        super().__init__(flow, draft)
         self.patience = patience
         self.split = {spec.name for spec in flow.specs if is_split(spec)}
-        self.next_weight = dict.fromkeys(self.split, 0)
+        self.next |= {(spec.name, False, True): 0 for spec in flow.specs if spec.name in self.split}
         self.most_held = max(self.most.values())
 
-    def run(self) -> list[Placed]:
-        """Always the turn that can begin first; of several a backward, of the earliest micro-batch, and what can wait
-        last."""
-        interface = self.flow.interface
-        count = interface.micro_batches * (len(self.flow.specs) + len(self.flow.trained) + len(self.split))
-        order: list[tuple[float, int, Placed]] = []
-        while len(order) < count:
-            begin_s, *_, turn = min(self.able(), key=lambda row: row[:3])
-            device = self.flow.device_of[turn.stage]
-            self.ended_s[turn] = self.free_s[device] = begin_s + self.lasts_s(turn)
-            if turn.is_weight:
-                self.next_weight[turn.stage] += 1
-            else:
-                self.next[turn.stage, turn.is_backward] += 1
-            order.append((self.ended_s[turn], len(order), (device, turn)))
-        return in_order_of_ends(order)
-
-    def able(self) -> Iterator[tuple[float, int, int, Turn]]:
-        """When each turn can begin that can, its rank among those that begin at the same time, and its micro-batch."""
-        turns = [Turn(stage, m, back) for (stage, back), m in self.next.items()]
-        turns += [Turn(stage, m, is_weight=True) for stage, m in self.next_weight.items()]
-        begins = [(self.begin_s(turn), turn) for turn in turns]
+    def able(self) -> Iterator[Able]:
+        """What can wait comes last, and not at all where it would keep something else waiting."""
+        begins = [(self.begin_s(turn), turn) for turn in self.next_turns()]
         urgent_s = [math.inf] * len(self.free_s)
         for begin_s, turn in begins:
             if not self.can_wait(turn):
                 device = self.flow.device_of[turn.stage]
                 urgent_s[device] = min(urgent_s[device], begin_s)
         for begin_s, turn in begins:
-            if begin_s == math.inf:
-                continue
             if not self.can_wait(turn):
                 yield begin_s, 0 if turn.is_backward else 1, turn.micro_batch, turn
             elif begin_s + self.patience * self.lasts_s(turn) <= urgent_s[self.flow.device_of[turn.stage]]:
@@ -119,60 +81,22 @@ class SplitSchedule(ListSchedule):
         spec = self.flow.interface.stages[turn.stage]
         return turn.is_weight or (turn.is_backward and not any(i.requires_grad for i in spec.inputs))
 
-    def lasts_s(self, turn: Turn) -> float:
-        forward_s, backward_s = self.took_s[turn.stage]
-        if not (turn.is_backward or turn.is_weight):
-            return forward_s
-        late_s = self.flow.interface.stages[turn.stage].weight_share * backward_s if turn.stage in self.split else 0.0
-        return late_s if turn.is_weight else backward_s - late_s
+    def lasts_s(self, action: StageAction) -> float:
+        whole_s = super().lasts_s(action)
+        if not isinstance(action, Turn) or action.stage not in self.split:
+            return whole_s
+        late_s = self.flow.interface.stages[action.stage].weight_share * self.took_s[action.stage][True]
+        return late_s if action.is_weight else whole_s - late_s if action.is_backward else whole_s
 
-    def begin_s(self, turn: Turn) -> float:
-        if not turn.is_weight:
-            return super().begin_s(turn)
-        first_s = self.ended_s.get(Turn(turn.stage, turn.micro_batch, is_backward=True), math.inf)
-        return max(self.free_s[self.flow.device_of[turn.stage]], first_s)
+    def waits_s(self, turn: Turn) -> list[float]:
+        if turn.is_weight:
+            return [self.ended_s.get(Turn(turn.stage, turn.micro_batch, is_backward=True), math.inf)]
+        return super().waits_s(turn)
 
     def before_forward(self, turn: Turn) -> list[float]:
-        later = self.flow.specs[self.flow.specs.index(self.flow.interface.stages[turn.stage]) :]
-        closing = next((s.name for s in later if s.name in self.flow.trained), None)
+        closing = self.flow.closing[turn.stage]
         if closing is not None:
-            gone = self.next_weight[closing] if closing in self.split else self.next[closing, True]
+            gone = self.next[closing, closing not in self.split, closing in self.split]
             if turn.micro_batch - gone >= self.most_held:
                 return [math.inf]
         return super().before_forward(turn)
-
-
-class SplitEmitter(Emitter):
-    """Writes one device's program with backwards in halves."""
-
-    def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
-        super().__init__(flow, device, order)
-        self.rests: dict[tuple[str, int], fx.Node] = {}
-
-    def take(self, spec: StageSpec, turn: Turn) -> None:
-        if turn.is_weight:
-            self.backward_weight(spec, turn.micro_batch)
-        elif turn.is_backward and is_split(spec):
-            self.backward_input(spec, turn.micro_batch)
-        else:
-            super().take(spec, turn)
-
-    def backward_input(self, spec: StageSpec, m: int) -> None:
-        douts = [self.gradient(spec, out, m) for out in spec.outputs]
-        wanted = [i for i in spec.inputs if i.requires_grad]
-        *dinputs, self.rests[spec.name, m] = self.program.emit(
-            ops.backward_input,
-            spec.name,
-            self.weights[spec.name],
-            self.kept[spec.name, m],
-            [self.values[Message(i.name, m)] for i in spec.inputs],
-            douts,
-            micro_batch=m,
-            names=[*(f"d_{i.name}_m{m}_s{number_of(spec)}" for i in wanted), f"rest{number_of(spec)}_m{m}"],
-        )
-        self.hand_back(spec, m, dinputs)
-
-    def backward_weight(self, spec: StageSpec, m: int) -> None:
-        operands = (spec.name, self.weights[spec.name], self.rests[spec.name, m], self.grads.get(spec.name))
-        names = [f"g{number_of(spec)}_m{m}"]
-        (self.grads[spec.name],) = self.program.emit(ops.backward_weight, *operands, micro_batch=m, names=names)

@@ -17,7 +17,6 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.strategies import PASSES
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.verify import verify
-from penstock.passes.base import Pass
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.blocks import Block
 from penstock.passes.graph.coarsen import Coarsen
@@ -29,6 +28,7 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition.loads import Loads
 from penstock.passes.partition.partition import Partition
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.tests.passes.running import assert_trains_like_eager
 from penstock.tests.random_models import MICRO_BATCHES, Batch, Traits, random_model
@@ -92,9 +92,8 @@ def mappings() -> list[type[Mapping]]:
     return [kind for kind in PASSES.values() if issubclass(kind, Mapping) and "devices" in kind.gives]
 
 
-def schedules() -> list[type[Pass]]:
-    rows = [kind for kind in PASSES.values() if kind.decides == "schedule" and kind.synchronous]
-    return [kind for kind in rows if "devices" in kind.needs]
+def schedules() -> list[type[Schedule]]:
+    return [kind for kind in PASSES.values() if issubclass(kind, Schedule) and kind.synchronous]
 
 
 def random_draft(draw: random.Random, graph: OpGraph, blocks: list[Block], made: dict[str, object]) -> Draft:

@@ -12,9 +12,10 @@ from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import plan_arena
 from penstock.ir.verify import verify
-from penstock.passes.schedule.emitter import interface_of
 from penstock.passes.schedule.evaluation import evaluation_programs
 from penstock.passes.schedule.flow import Flow, Message
+from penstock.passes.schedule.schedule import interface_of
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import (
@@ -110,9 +111,10 @@ def test_any_cut_and_any_mapping_verifies(data: st.DataObject) -> None:
     decisions = {"stages": cut(names, cuts), "devices": devices}
     apply(draft, *to_schedule()[1:], decisions=decisions)
     flow = Flow(interface_of(draft), devices)
+    turns = SchedulePipeline().turns(flow, draft)
     for src in range(num_devices):
         done = [(n.kwargs["dst"], n.kwargs["tag"]) for n in draft.programs[src].ops() if n.target is ops.send]
-        assert done == [(dst, message.tag) for dst, message in flow.sends(src)]
+        assert done == [(dst, message.tag) for at, turn in turns if at == src for dst, message in flow.sent_by(turn)]
     verify(evaluation_programs(draft), draft.hardware)
 
 

@@ -23,7 +23,7 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.schedule.flow import Flow
-from penstock.passes.schedule.schedule_1f1b import ListSchedule, Schedule1F1B
+from penstock.passes.schedule.schedule_1f1b import BackwardFirst, Schedule1F1B
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.passes.schedule.schedule_zero_bubble import ScheduleZeroBubble
 from penstock.runtime.simulate import simulate
@@ -161,7 +161,7 @@ def test_no_cut_and_no_mapping_deadlocks_or_holds_more_than_1f1b(data: st.DataOb
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     apply(draft, *through(ScheduleZeroBubble())[1:], decisions={"stages": cut(names, cuts), "devices": devices})
     flow = Flow(draft.programs[0].interface, draft.devices)
-    promised = max(ListSchedule(flow, draft.hardware, "fp32").most.values())
+    promised = max(BackwardFirst(flow, draft).most.values())
     assert all(count <= promised for program in draft.programs for count in most_held(program).values())
 
 

@@ -1,0 +1,78 @@
+"""Schedules: passes that decide what each device does, in which order.
+
+In: stages on devices. Out: `draft.programs`. All weights are resident and all saved tensors kept; later passes change
+that. The gradients are results of the step until `insert-optimizer` consumes them.
+
+A value that several stages read is sent once per device. Its gradients are added on each reading device, sent back
+once, and added again at the producer. A device sends in the order of its turns and receives in the order in which all
+devices' turns are expected to end: one order for all messages, so no two streams can wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...ir.program import Interface
+from ..base import Pass, require_own
+from ..draft import Draft
+from .emitter import Emitter
+from .flow import Flow, Placed
+
+
+@dataclass(frozen=True)
+class Schedule(Pass):
+    """Base of all schedules: they differ in `turns`."""
+
+    needs: ClassVar[tuple[str, ...]] = ("stages", "devices")
+    gives: ClassVar[tuple[str, ...]] = ("programs",)
+    decides: ClassVar[str] = "schedule"
+    order: ClassVar[str]  # what a plan calls it
+    splits_backward: ClassVar[bool] = False  # whether the gradients of parameters may come after those of inputs
+
+    def plan(self, draft: Draft) -> Any:
+        return self.order
+
+    def rewrite(self, draft: Draft, decision: Any) -> None:
+        own = self.split(self.plan(draft))
+        for name, value in self.split(decision).items():
+            require_own(self, name, value, own[name])
+        flow = Flow(self.interface(draft), draft.devices)
+        turns = self.turns(flow, draft)
+        draft.programs = [self.emitter(flow, device, turns).write() for device in flow.devices]
+
+    def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
+        """All turns of a step with their devices, in the order in which they are expected to end; a device keeps to
+        this order, too. Raises `PassError` where the schedule does not work with these stages and devices."""
+        raise NotImplementedError
+
+    def interface(self, draft: Draft) -> Interface:
+        return interface_of(draft)
+
+    def emitter(self, flow: Flow, device: int, turns: Sequence[Placed]) -> Emitter:
+        return Emitter(flow, device, turns)
+
+
+def interface_of(draft: Draft) -> Interface:
+    batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
+    return Interface(
+        stages={stage.spec.name: stage.spec for stage in draft.stages},
+        batch=batch,
+        num_devices=draft.hardware.num_devices,
+        micro_batches=draft.options.micro_batches,
+        state_bytes_per_param=draft.options.state_bytes_per_param,
+        states=_states(draft),
+        master=draft.options.precision in ("bf16", "fp16"),
+        lanes=tuple(tuple(lane) for lane in draft.lanes),
+        shards=draft.shards,
+    )
+
+
+def _states(draft: Draft) -> dict[str, int]:
+    """Bytes of optimizer states by stage, where they depend on shapes."""
+    each = draft.options.state_bytes_of
+    if each is None:
+        return {}
+    specs = [stage.spec for stage in draft.stages]
+    return {s.name: sum(each(p.name, p.shape) for p in s.params if p.requires_grad) for s in specs}

@@ -1,0 +1,76 @@
+"""When the turns of all devices are expected to begin and end, and in which order they therefore end."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..draft import Draft
+from .durations import Durations
+from .flow import Flow, Placed, StageAction, Turn
+
+Able = tuple[float, int, int, StageAction]  # when it can begin, rank among those that begin then, micro-batch
+
+
+class Timetable(Durations):
+    """A step under way: which turns have ended, and when. A subclass says what can be next (`able`), and what a turn
+    waits for besides its device and its inputs (`waits_s`)."""
+
+    def __init__(self, flow: Flow, draft: Draft):
+        super().__init__(flow, draft.hardware, draft.options.precision)
+        self.ended_s: dict[StageAction, float] = {}
+        self.free_s = [0.0] * flow.interface.num_devices
+        self.ends: list[tuple[float, Placed]] = []
+
+    def run(self) -> list[Placed]:
+        """Always what can begin first; all that the devices do, in the order in which it ends."""
+        while able := list(self.able()):
+            begin_s, *_, action = min(able, key=lambda row: row[:3])
+            assert begin_s < math.inf, "stages wait for each other"
+            self.do(action, begin_s)
+        return self.order()
+
+    def able(self) -> Iterable[Able]:
+        """What may be next; nothing where all is done."""
+        raise NotImplementedError
+
+    def do(self, action: StageAction, begin_s: float) -> None:
+        device = self.flow.device_of[action.stage]
+        self.ended_s[action] = self.free_s[device] = begin_s + self.lasts_s(action)
+        self.ends.append((self.free_s[device], (device, action)))
+
+    def order(self) -> list[Placed]:
+        """Everything done with its device, in the order in which it ends; equal ends as they were found."""
+        return [placed for _, placed in sorted(self.ends, key=lambda row: row[0])]
+
+    def begin_s(self, turn: Turn) -> float:
+        """When a turn can begin; infinity while something must end first that has no time yet."""
+        return max([self.free_s[self.flow.device_of[turn.stage]], *self.waits_s(turn)])
+
+    def waits_s(self, turn: Turn) -> list[float]:
+        """When all that other stages make for a turn is where it runs."""
+        device_of = self.flow.device_of
+        here = device_of[turn.stage]
+        return [
+            self.ended_s.get(made, math.inf) + self.moving_s(device_of[made.stage], here, value)
+            for made, value in self.flow.needed(turn)
+        ]
+
+    def lasts_s(self, action: StageAction) -> float:
+        return self.took_s[action.stage][action.is_backward] if isinstance(action, Turn) else 0.0
+
+
+def ended_in_turn(flow: Flow, draft: Draft, turns: Mapping[int, Sequence[Turn]]) -> list[Placed]:
+    """All turns with their devices, in the order in which they end if every device keeps to its own order."""
+    table = Timetable(flow, draft)
+    waiting = {device: deque(own) for device, own in turns.items() if own}
+    while waiting:
+        before = len(table.ends)
+        for device, own in list(waiting.items()):
+            while own and (begin_s := table.begin_s(own[0])) < math.inf:
+                table.do(own.popleft(), begin_s)
+            if not own:
+                del waiting[device]
+        assert len(table.ends) > before, "devices wait for each other's turns"
+    return table.order()
