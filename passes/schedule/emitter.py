@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from ...ir import ops
+from ...ir.precision import PRECISIONS
 from ...ir.program import Interface, Program, StageSpec, TensorSpec, place_frees
 from ..draft import Draft
 from .flow import Flow, Message, Placed, Turn
@@ -22,7 +23,7 @@ def interface_of(draft: Draft) -> Interface:
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
         states=_states(draft),
-        master=draft.options.precision in ("bf16", "fp16"),
+        master=PRECISIONS[draft.options.precision].has_masters,
         lanes=tuple(tuple(lane) for lane in draft.lanes),
         shards=draft.shards,
     )
