@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from ..compiler.capture.trace import trace
@@ -15,12 +14,13 @@ from ..compiler.job.batch import BatchShape, micro_batch_spec
 from ..compiler.profile.profile import make_profiler, parts_here
 from ..compiler.search.candidates import micro_batch_counts
 from ..ir.machine.hardware import Device
+from ..ir.precision import PRECISIONS
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft, Options
-from ..passes.graph.blocks import Block, backward_time_s, forward_time_s
+from ..passes.graph.blocks import Block
 from ..passes.graph.coarsen import Coarsen
 from ..passes.graph.profile import distinct
-from ..passes.graph.stages import COMPUTE_DTYPES
+from ..passes.stage_time import roofline
 from .options import JobOptions
 
 COLUMNS = ("block", "times", "weights", "forward", "again", "backward", "by rates", "backward", "measured")
@@ -67,7 +67,7 @@ def profile_report(options: JobOptions) -> ProfileReport:
     if options.micro_batches is not None:
         shape.check_divisible(options.micro_batches)
     count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
-    low = None if options.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[options.precision])
+    low = PRECISIONS[options.precision].low_dtype
     inputs = micro_batch_spec(example, count)
     graph = trace(model, inputs, autocast=low, device_kind=hardware.devices[0].kind, param_dtype=low)
     profiler = make_profiler(options.profile_cache or True, options.precision)
@@ -81,7 +81,7 @@ def _rows(blocks: list[Block], device: Device, precision: str) -> list[ProfileRo
     counts = Counter(block.hash for block in blocks)
     rows = []
     for found, block in distinct(blocks).items():
-        seconds, cost = block.seconds[device.name], Block(block.name, block.nodes, cost=block.cost)
+        seconds, expected = block.seconds[device.name], roofline(block.cost, device, precision)
         rows.append(
             ProfileRow(
                 device.name,
@@ -92,8 +92,8 @@ def _rows(blocks: list[Block], device: Device, precision: str) -> list[ProfileRo
                 seconds.forward_s,
                 seconds.rematerialise_s,
                 seconds.backward_s,
-                forward_time_s(cost, device, precision),
-                backward_time_s(cost, device, precision),
+                expected.forward_s,
+                expected.backward_s,
             )
         )
     return rows

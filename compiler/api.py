@@ -15,11 +15,11 @@ from torch import nn
 
 from ..ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..ir.machine.hardware import Hardware
+from ..ir.precision import PRECISIONS
 from ..ir.program import Program, lane_of
 from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.stages import COMPUTE_DTYPES
 from ..runtime.device.file import open_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
@@ -161,7 +161,7 @@ def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: 
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
-    if precision not in ("fp32", "bf16", "fp16"):
+    if precision not in tuple(PRECISIONS):
         raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
     if not isinstance(strategy, str):
         raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
@@ -198,7 +198,7 @@ def _capturer(
     model: nn.Module, example_inputs: Any, loss_fn: Callable[[Any, Any], Any] | None, precision: str, kind: str
 ) -> functools._lru_cache_wrapper[OpGraph]:
     """Number of micro-batches to the op graph of one of them; each is traced once."""
-    low = None if precision == "fp32" else getattr(torch, COMPUTE_DTYPES[precision])
+    low = PRECISIONS[precision].low_dtype
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:

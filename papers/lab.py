@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from ..compiler.capture.trace import trace
@@ -21,13 +20,14 @@ from ..compiler.search.fit import check_fit
 from ..ir import ops
 from ..ir.errors import DoesNotFit, VerifyError
 from ..ir.machine.hardware import Hardware
+from ..ir.precision import PRECISIONS
 from ..ir.program import Program, StageSpec, shown, work_of
 from ..ir.verify import verify
 from ..passes.base import Pass
 from ..passes.draft import Draft, Options
-from ..passes.graph.blocks import Block, block_time_s
+from ..passes.graph.blocks import Block
 from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.stages import COMPUTE_DTYPES
+from ..passes.stage_time import block_seconds
 from ..runtime.simulate import Timeline, simulate
 
 MOVES = (ops.H2D, ops.D2H, ops.SEND, ops.COMM)  # streams of transfers; a receive is its sender's transfer
@@ -161,7 +161,7 @@ class Lab:
         key = (case.model, case.micro_batch, case.sequence, case.targets, case.precision, kind)
         if key not in self.graphs:
             named = self.models.get(case.model) or find_model(case.model)
-            low = None if case.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[case.precision])
+            low = PRECISIONS[case.precision].low_dtype
             spec = named.batch_spec(case.micro_batch, case.sequence, case.targets)
             self.graphs[key] = trace(named.on_meta(), spec, autocast=low, device_kind=kind, param_dtype=low)
         return self.graphs[key]
@@ -246,7 +246,7 @@ def profile_s(blocks: Sequence[Block], hardware: Hardware, precision: str, repea
     rate = hardware.bandwidth("dram0", device.name)
 
     def seconds(chosen: Sequence[Block]) -> float:
-        return sum(b.param_bytes / rate + repeats * block_time_s(b, device, precision) for b in chosen)
+        return sum(b.param_bytes / rate + repeats * block_seconds(b, device, precision).both_s for b in chosen)
 
     return seconds(list({b.hash: b for b in blocks}.values())), seconds(blocks)
 

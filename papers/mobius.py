@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from ..compiler.models.named import find_model
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_seconds
-from ..passes.graph.blocks import Block, block_time_s
+from ..passes.graph.blocks import Block
 from ..passes.graph.coarsen import Coarsen
+from ..passes.stage_time import block_seconds
 from .figures import Bars, Chart, Curves
 from .lab import Case, Lab, Trial, exposed_share, num_params, profile_s, share_of_bytes
 from .report import Finding, Row, between, near, number, same
@@ -543,4 +544,4 @@ def assumptions(lab: Lab, setup: Setup) -> list[tuple[str, str]]:
 def _achieved(blocks: Sequence[Block], hardware: Hardware) -> float:
     """FLOP/s of one forward and backward of all blocks on one device."""
     flops = sum(b.cost.forward_flops + b.cost.backward_flops for b in blocks)
-    return flops / sum(block_time_s(b, hardware.devices[0], "fp16") for b in blocks)
+    return flops / sum(block_seconds(b, hardware.devices[0], "fp16").both_s for b in blocks)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.machine.hardware import Hardware
+from ..ir.precision import PRECISIONS
 from ..ir.program import Program
 
 if TYPE_CHECKING:
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 # Measures blocks on the devices of the machine at hand: the same blocks, with seconds by device name.
 Profiler = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
 StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
+
+
+class Lasting(NamedTuple):
+    """Bytes that stay across steps, by what they are."""
+
+    weights: int
+    masters: int
+    states: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,16 @@ class Options:
     state_bytes_of: StateBytes | None = None  # where it depends on a parameter's shape
     stages: int | None = None  # number of stages; None: as many as devices
     profiler: Profiler | None = None  # None: times come from the roofline
+
+    @property
+    def optimizer_bytes_per_param(self) -> float:
+        """What the optimizer keeps of one trained parameter: its master and its states."""
+        return PRECISIONS[self.precision].master_bytes + self.state_bytes_per_param
+
+    def lasting(self, weight_bytes: int, trained_params: int) -> Lasting:
+        """What stays across steps. Lower bounds take it: a run rounds every part up a little (`bytes_of_homes`)."""
+        masters = PRECISIONS[self.precision].master_bytes * trained_params
+        return Lasting(weight_bytes, masters, int(self.state_bytes_per_param * trained_params))
 
 
 @dataclass(frozen=True)

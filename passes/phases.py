@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import ops
-from ..ir.program import Program, StageSpec
+from ..ir.program import Program
 
 BACKWARDS = (ops.backward, ops.backward_input, ops.backward_weight)
 WITH_KEPT = (ops.backward, ops.backward_input)  # which take what a forward kept
-
-
-def state_bytes(program: Program, spec: StageSpec) -> int:
-    """Optimizer states and fp32 masters of a stage."""
-    interface = program.interface
-    return interface.state_bytes(spec) + (4 * spec.trained_params if interface.master else 0)
 
 
 @dataclass

@@ -21,13 +21,13 @@ MAY_IMPORT = {
 }
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
-    "ir": ("errors", "units", "machine", "ops", "program", "verify"),
+    "ir": ("errors", "units", "precision", "machine", "ops", "program", "verify"),
     "runtime": (
         "modules", "model_names", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate",
         "measure", "processes",
     ),
     "passes": (
-        "draft", "base", "alike", "phases", "graph", "mapping", "partition", "partition_mip",
+        "draft", "base", "alike", "phases", "stage_time", "graph", "mapping", "partition", "partition_mip",
         "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.check.eager import Eager
+from penstock.ir.precision import PRECISIONS
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.stage.runner import micro_batch_seed, seeded
 
@@ -72,11 +72,10 @@ def train_eager(
     """On a copy of the model, with the random numbers that a plan of one stage draws."""
     mine = copy.deepcopy(model).to(device).train()
     place = next(mine.parameters()).device
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def run(piece: Mapping[str, Tensor], micro_batch: int, step: int) -> Tensor:
-        autocast = nullcontext() if low is None else torch.autocast(place.type, dtype=low)
-        with seeded(place, micro_batch_seed(0, step, "stage0", micro_batch)), autocast:
+        seed = micro_batch_seed(0, step, "stage0", micro_batch)
+        with seeded(place, seed), PRECISIONS[precision].autocast(place):
             return mine(**{name: value.to(place) for name, value in piece.items()})["loss"]
 
     eager = Eager(

@@ -7,7 +7,6 @@ plan draws (`graph_runner`), or the user's own module called as it is (`module_r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from ...ir.machine.hardware import Hardware
+from ...ir.precision import PRECISIONS
 from ...passes.draft import Draft, Options
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.opgraph import OpGraph
-from ...passes.graph.stages import COMPUTE_DTYPES
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.runner import micro_batch_seed
@@ -45,18 +44,18 @@ class Eager:
         max_grad_norm: float | None = None,
     ):
         self.model, self.run = model, run
-        self.micro_batches, self.precision, self.max_grad_norm = micro_batches, precision, max_grad_norm
+        self.micro_batches, self.precision, self.max_grad_norm = micro_batches, PRECISIONS[precision], max_grad_norm
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = self.params
-        if precision != "fp32":
+        low = self.precision.low_dtype
+        if low is not None:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.params.items()}
-            low = getattr(torch, COMPUTE_DTYPES[precision])
             for param in model.parameters():
                 param.data = param.data.to(low) if param.is_floating_point() else param.data
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
         self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)
-        self.loss_scale = LossScale() if precision == "fp16" else LossScale(1.0)
+        self.loss_scale = LossScale() if self.precision.scales_loss else LossScale(1.0)
         self.step_count = 0
         self.gradients: dict[str, Tensor] = {}
 
@@ -68,10 +67,10 @@ class Eager:
             loss.backward(torch.full_like(loss, self.loss_scale.scale / self.micro_batches))
             losses.append(loss.detach().float())
         grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
-        finite = self.precision != "fp16" or all(bool(g.isfinite().all()) for g in grads.values())
+        finite = not self.precision.scales_loss or all(bool(g.isfinite().all()) for g in grads.values())
         if finite:
             self._update(grads)
-        if self.precision == "fp16":
+        if self.precision.scales_loss:
             self.loss_scale.update(finite)
         for param in self.params.values():
             param.grad = None
@@ -80,7 +79,7 @@ class Eager:
 
     def _update(self, grads: Mapping[str, Tensor]) -> None:
         for name, grad in grads.items():
-            self.masters[name].grad = grad.float() / self.loss_scale.scale if self.precision != "fp32" else grad
+            self.masters[name].grad = grad.float() / self.loss_scale.scale if self.precision.has_masters else grad
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm)
         if not self.gradients:
@@ -89,7 +88,7 @@ class Eager:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.precision != "fp32":
+        if self.precision.has_masters:
             for name, param in self.params.items():
                 param.data.copy_(self.masters[name].data)
 
@@ -103,7 +102,7 @@ def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = Non
     """Calls the module itself."""
 
     def run(batch: Any, micro_batch: int, step: int) -> Tensor:
-        with _autocast(precision, next(model.parameters()).device):
+        with PRECISIONS[precision].autocast(next(model.parameters()).device):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
             if loss_fn is not None:
                 loss: Tensor = loss_fn(output, batch)
@@ -121,7 +120,7 @@ def graph_runner(
 
     To be made before `model` is cast to a lower precision.
     """
-    low = None if plan.precision == "fp32" else getattr(torch, COMPUTE_DTYPES[plan.precision])
+    low = PRECISIONS[plan.precision].low_dtype
     inputs = micro_batch_spec(example, plan.micro_batches)
     kind = hardware.devices[0].kind
     graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
@@ -132,7 +131,7 @@ def graph_runner(
         leaves, _ = flatten(model, batch)
         device = next(model.parameters()).device
         seeds = {stage: micro_batch_seed(seed, step, stage, micro_batch) for stage in set(stage_of.values())}
-        with _autocast(plan.precision, device):
+        with PRECISIONS[plan.precision].autocast(device):
             outputs = _Seeded(graph.module, stage_of, seeds, device).run(*(leaves[name] for name in names))
         loss: Tensor = outputs["loss"]
         return loss
@@ -175,9 +174,3 @@ class _Seeded(fx.Interpreter):
         finally:
             self.states[stage] = module.get_rng_state()
             module.set_rng_state(outside)
-
-
-def _autocast(precision: str, device: torch.device) -> Any:
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, COMPUTE_DTYPES[precision]))

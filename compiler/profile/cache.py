@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...ir.errors import PlanError
-from ...passes.graph.blocks import BlockSeconds
 from ...passes.graph.profile import checked
+from ...passes.stage_time import TurnSeconds
 
 FORMAT = 3  # of the entries, and of how they are measured: another number makes all earlier ones stale
 
@@ -46,7 +46,7 @@ class ProfileCache:
         digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
         return self.directory / f"{key.block}-{digest[:12]}.json"
 
-    def load(self, key: EntryKey) -> BlockSeconds | None:
+    def load(self, key: EntryKey) -> TurnSeconds | None:
         """None where there is no entry, or a stale or damaged one (then with a warning: it will be measured anew).
 
         Raises `PlanError` naming the file and the figure that is NaN, zero, negative or missing.
@@ -62,7 +62,7 @@ class ProfileCache:
             return None
         return _seconds_of(entry["seconds"], path)
 
-    def save(self, key: EntryKey, seconds: BlockSeconds) -> None:
+    def save(self, key: EntryKey, seconds: TurnSeconds) -> None:
         """Write an entry in one motion. Raises `PlanError` for a time that is none, `OSError` where that fails."""
         checked(seconds, f"block {key.block} on {key.device}")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -94,13 +94,13 @@ def _entry_of(text: bytes, key: EntryKey) -> tuple[dict[str, Any], str]:
     return entry, f"is of another {', '.join(wrong)}" if wrong else ""
 
 
-def _seconds_of(found: Any, path: Path) -> BlockSeconds:
-    names = [field.name for field in fields(BlockSeconds)]
+def _seconds_of(found: Any, path: Path) -> TurnSeconds:
+    names = [field.name for field in fields(TurnSeconds)]
     entries: Mapping[str, Any] = found if isinstance(found, dict) else {}
     missing = [name for name in names if name not in entries]
     if missing:
         raise PlanError(f"profile: {path} lacks {', '.join(missing)}; delete the file to have it measured anew")
     try:
-        return checked(BlockSeconds(**{name: entries[name] for name in names}), str(path))
+        return checked(TurnSeconds(**{name: entries[name] for name in names}), str(path))
     except PlanError as error:
         raise PlanError(f"{error}; delete the file to have it measured anew") from None

@@ -24,9 +24,10 @@ from ...ir.machine.presets import gpu
 from ...ir.program import Interface, Program
 from ...ir.units import format_bytes
 from ...passes.draft import Profiler as Measure
-from ...passes.graph.blocks import Block, BlockSeconds, backward_time_s, forward_time_s
+from ...passes.graph.blocks import Block
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
+from ...passes.stage_time import TurnSeconds, roofline
 from ...runtime.device.file import INTERFACE_FILE
 from ...runtime.measure.blocks import ROWS_FILE, STAGE_S
 from ...runtime.measure.detect import known_part, run_children, usable_cores
@@ -54,7 +55,7 @@ class DeviceKind:
 
 
 RunSamples = Callable[
-    [DeviceKind, Sequence[BlockSample], str, float], dict[str, BlockSeconds]
+    [DeviceKind, Sequence[BlockSample], str, float], dict[str, TurnSeconds]
 ]  # part, what, precision, roofline seconds
 
 
@@ -75,7 +76,7 @@ class Profiler:
             measured.update({device.name: entries for device in part.devices})
         return with_seconds(blocks, measured)
 
-    def _entries(self, graph: OpGraph, blocks: list[Block], part: DeviceKind) -> dict[str, BlockSeconds]:
+    def _entries(self, graph: OpGraph, blocks: list[Block], part: DeviceKind) -> dict[str, TurnSeconds]:
         first = distinct(blocks)
         keys = {found: EntryKey(found, part.title, self.precision, torch.__version__) for found in first}
         known = {found: seconds for found, key in keys.items() if (seconds := self.cache.load(key)) is not None}
@@ -125,7 +126,8 @@ _RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "op_overhead_s"
 
 def _roofline_s(block: Block, device: Device, precision: str) -> float:
     """Of both forwards and the backward."""
-    return 2 * forward_time_s(block, device, precision) + backward_time_s(block, device, precision)
+    took = roofline(block.cost, device, precision)
+    return 2 * took.forward_s + took.backward_s
 
 
 # --- which devices are here
@@ -206,7 +208,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def run_on_this_machine(
     part: DeviceKind, wanted: Sequence[BlockSample], precision: str, expected_s: float
-) -> dict[str, BlockSeconds]:
+) -> dict[str, TurnSeconds]:
     """Time the samples in child processes, as many at once as the machine has CPU devices; the mean over them.
 
     Raises `HardwareError` with the error output of a child that fails, for instance where one block alone is larger
@@ -226,7 +228,7 @@ def run_on_this_machine(
             timeout_s=START_S + len(wanted) * 3 * STAGE_S + SLACK * expected_s,
         )
     rows = {names[name]: [report[name] for report in reports] for name in names}
-    return {found: BlockSeconds(*map(statistics.fmean, zip(*times))) for found, times in rows.items()}
+    return {found: TurnSeconds(*map(statistics.fmean, zip(*times))) for found, times in rows.items()}
 
 
 def write_samples(folder: str | Path, wanted: Sequence[BlockSample]) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import StageSpec, are_alike
-from ...passes.draft import Draft, Options
+from ...passes.draft import Draft
 from ...passes.mapping.mapping import equal_devices
-from .fit import lasting_parts
+from ...passes.stage_time import stage_seconds
 
 
 @dataclass(frozen=True)
@@ -44,31 +44,21 @@ def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
-def stage_seconds(spec: StageSpec, device: Device, precision: str) -> tuple[float, float]:
-    """Forward and backward of one micro-batch, saved tensors kept; as the simulator counts, without its overheads."""
-    for name, forward_s, _, backward_s in spec.seconds:
-        if name == device.name:
-            return forward_s, backward_s
-    return (
-        device.compute_s(spec.forward_flops, spec.forward_traffic_bytes, precision, spec.launches),
-        device.compute_s(spec.backward_flops, spec.backward_traffic_bytes, precision, 2 * spec.launches),
-    )
-
-
 def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool) -> list[Bound]:
     devices, precision = draft.hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
     before: list[float] = []  # seconds that pass before a stage's first forward can begin
     after: list[float] = []  # and after its last backward, until the step can end
-    both = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
+    took = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
     trained = _trained(specs, maker)
     busy_s: dict[int, float] = defaultdict(float)
     for i, spec in enumerate(specs):
         read = {maker[value.name] for value in spec.inputs if value.name in maker}
-        before.append(max((before[j] + both[j][0] for j in read), default=0.0))
+        before.append(max((before[j] + took[j].forward_s for j in read), default=0.0))
         learns = {maker[v.name] for v in spec.inputs if v.name in maker and v.requires_grad}
-        after.append(max((after[j] + both[j][1] for j in learns if trained[j]), default=0.0) if trained[i] else 0.0)
-        busy_s[draft.devices[i]] += draft.options.micro_batches * (both[i][0] + both[i][1] * trained[i])
+        ends_s = (after[j] + took[j].backward_s for j in learns if trained[j])
+        after.append(max(ends_s, default=0.0) if trained[i] else 0.0)
+        busy_s[draft.devices[i]] += draft.options.micro_batches * (took[i].forward_s + took[i].backward_s * trained[i])
     found = []
     for d, own_s in busy_s.items():
         mine = [i for i, at in enumerate(draft.devices) if at == d]
@@ -112,10 +102,10 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
     """Reads and writes of a host's SSDs take turns."""
-    parts = [(spec, lasting_parts(draft.options, spec)) for spec in specs]
-    frozen = sum(held["weights"] for spec, held in parts if not spec.trained_params) // draft.shards
-    whole = sum(sum(held.values()) for _, held in parts) // draft.shards
-    states = whole - sum(held["weights"] for _, held in parts) // draft.shards
+    lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in specs]
+    frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.shards
+    whole = sum(map(sum, lasts)) // draft.shards
+    states = whole - sum(spec.weight_bytes for spec in specs) // draft.shards
     beyond = max(0, whole - draft.hardware.dram_budget_bytes(host))
     stored = {"auto": beyond, "states": states, "all": whole}[tier]
     written = states if tier == "states" else max(0, stored - frozen)
@@ -130,7 +120,7 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """What a device holds at the end of a step if nothing is swapped."""
-    each = each_bytes(draft.options)
+    each = draft.options.optimizer_bytes_per_param
     return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.shards)
 
 
@@ -176,11 +166,6 @@ def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     return [Bound(amount / rates[link].bandwidth, link) for link, amount in moved.items()]
 
 
-def each_bytes(options: Options) -> float:
-    """Masters and optimizer states of one trained parameter."""
-    return options.state_bytes_per_param + (4 if options.precision in ("bf16", "fp16") else 0)
-
-
 def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
     """(bytes, source, target) of the values of one micro-batch that travel, once a device; gradients come back."""
     at = {out.name: device for spec, device in zip(specs, devices) for out in spec.outputs}
@@ -211,7 +196,7 @@ def machine_bound(draft: Draft) -> Bound:
     per_device = device_seconds(
         hardware,
         any(stage.spec.seconds for stage in draft.stages),
-        lambda device: sum(sum(stage_seconds(stage.spec, device, precision)) for stage in draft.stages),
+        lambda device: sum(stage_seconds(stage.spec, device, precision).both_s for stage in draft.stages),
     )
     if not all(per_device):
         return Bound(0.0, "nothing")
@@ -226,7 +211,7 @@ def machine_bound(draft: Draft) -> Bound:
 
 def _machine_disks(draft: Draft) -> list[Bound]:
     """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
-    hardware, ties, width = draft.whole, draft.graph.ties(), each_bytes(draft.options)
+    hardware, ties, width = draft.whole, draft.graph.ties(), draft.options.optimizer_bytes_per_param
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:
         return []

@@ -9,10 +9,10 @@ from torch import nn
 from ...ir import ops
 from ...ir.errors import DoesNotFit
 from ...ir.machine.hardware import Hardware
-from ...ir.program import MemoryProfile, StageSpec, dtype_bytes, print_node, profile_memory, shown
+from ...ir.precision import PRECISIONS
+from ...ir.program import MemoryProfile, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
-from ...passes.graph.stages import COMPUTE_DTYPES
 from .host_memory import MemoryNeed, host_needs, host_of
 
 
@@ -49,9 +49,10 @@ def check_lasting(draft: Draft) -> None:
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for index, device in enumerate(hardware.devices):
         own = [stage.spec.shard(draft.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
-        if sum(lasting_bytes(draft.options, spec) + spec.grad_bytes for spec in own) > device.budget_bytes:
-            for spec in own:
-                for what, num_bytes in lasting_parts(draft.options, spec).items():
+        lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in own]
+        if sum(map(sum, lasts)) + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
+            for lasting in lasts:
+                for what, num_bytes in lasting._asdict().items():
                     parts[device.host][what] += num_bytes
     for host, held in parts.items():
         missing = sum(held.values()) - hardware.dram_budget_bytes(host)
@@ -61,40 +62,25 @@ def check_lasting(draft: Draft) -> None:
             raise DoesNotFit(text, memory=need.memory, missing_bytes=missing)
 
 
-def lasting_parts(options: Options, spec: StageSpec) -> dict[str, int]:
-    """Bytes of a stage across steps, each a little less than what a run rounds it up to."""
-    masters = 0 if options.precision == "fp32" else 4 * spec.trained_params
-    states = int(options.state_bytes_per_param * spec.trained_params)
-    return {"weights": spec.weight_bytes, "masters": masters, "states": states}
-
-
-def lasting_bytes(options: Options, spec: StageSpec) -> int:
-    return sum(lasting_parts(options, spec).values())
-
-
 def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> int:
     """Raise `DoesNotFit` where what lasts between steps exceeds all memories together: no plan could help.
 
     A lower bound that needs no trace: weights, masters and optimizer states, each tensor once. Returns the bytes that
     neither devices nor DRAM have room for, so that they must lie on SSD.
     """
-    width = dtype_bytes(COMPUTE_DTYPES[options.precision])
+    width = PRECISIONS[options.precision].dtype.itemsize
     params = {id(p): p for p in model.parameters()}.values()
-    trained = sum(p.numel() for p in params if p.requires_grad)
-    parts = {
-        "weights": width * sum(p.numel() for p in params),
-        "masters": 0 if options.precision == "fp32" else 4 * trained,
-        "optimizer states": int(options.state_bytes_per_param * trained),
-    }
+    lasting = options.lasting(width * sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad))
     hosts = range(len(hardware.hosts))
     budgets = {f"dram{host}": hardware.dram_budget_bytes(host) for host in hosts}
-    need = sum(parts.values())
+    need = sum(lasting)
     beyond = need - sum(budgets.values()) - sum(device.budget_bytes for device in hardware.devices)
     budgets |= {f"ssd{host}": hardware.ssd_budget_bytes(host) for host in hosts if hardware.hosts[host].ssds}
     missing = beyond - sum(hardware.ssd_budget_bytes(host) for host in hosts)
     if missing <= 0:
         return max(0, beyond)
-    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts.items() if n)
+    parts = zip(("weights", "masters", "optimizer states"), lasting, strict=True)
+    text = ", ".join(f"{what} {format_bytes(n)}" for what, n in parts if n)
     memories = ", ".join(f"{memory} {format_bytes(budget)} usable" for memory, budget in budgets.items())
     raise DoesNotFit(
         f"what lasts between steps needs {format_bytes(need)} ({text}); there is {memories}, and "

@@ -17,10 +17,11 @@ from functools import cached_property
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.draft import Draft
-from ...passes.graph.blocks import block_time_s, compute_dtype
+from ...passes.graph.blocks import compute_dtype
 from ...passes.sharding.mesh import Mesh
+from ...passes.stage_time import block_seconds
 from ..plan_layout import Layout
-from .bounds import device_seconds, each_bytes
+from .bounds import device_seconds
 
 SHARED_STAGES = 32  # of a lane that shares them: enough that each is a small part of a device
 MOST_TURNS = 1024  # stages times micro-batches of a lane
@@ -85,7 +86,7 @@ class Yardstick:
         self.weight_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in params)
         self.grad_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained)
         numel = sum(p.numel() for p in trained)
-        self.lasting_bytes = self.weight_bytes + self.grad_bytes + each_bytes(options) * numel
+        self.lasting_bytes = self.weight_bytes + self.grad_bytes + options.optimizer_bytes_per_param * numel
         self.kept_bytes = sum(block.cost.kept_bytes for block in draft.blocks)  # of one micro-batch
 
     @cached_property
@@ -93,7 +94,9 @@ class Yardstick:
         """Per device, one micro-batch through all blocks, forward and backward."""
         blocks, precision = self.draft.blocks, self.draft.options.precision
         measured = any(block.seconds for block in blocks)
-        return device_seconds(self.hardware, measured, lambda d: sum(block_time_s(b, d, precision) for b in blocks))
+        return device_seconds(
+            self.hardware, measured, lambda d: sum(block_seconds(b, d, precision).both_s for b in blocks)
+        )
 
     def stages(self, layout: Layout) -> int:
         """Of a lane: one a device, more where several share them, so that one is a small part of a device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .names import COMPUTE, CPU, DEVICE, DRAM
 from .record import Context, Op, Value, Work, want
 
-__all__ = ["clip", "norm", "redo", "step"]
+__all__ = ["clip", "norm", "redo", "step", "update_traffic"]
 
 
 def _where(value: Value) -> str:
@@ -78,6 +78,11 @@ def _step(
     return states
 
 
+def update_traffic(params: float, state_bytes: float) -> float:
+    """Bytes that an update reads and writes: masters and states both ways, gradients one."""
+    return (8 + 4) * params + 2 * state_bytes
+
+
 def _step_work(
     ctx: Context,
     stage: str,
@@ -89,7 +94,7 @@ def _step_work(
 ) -> Work:
     spec, interface = ctx.interface.part_of(stage, grads.group), ctx.interface
     share = 1.0 if not grads.part or not spec.grad_bytes else grads.bytes / spec.grad_bytes
-    per_step = share * ((8 + 4) * spec.trained_params + 2 * interface.state_bytes(spec))
+    per_step = share * update_traffic(spec.trained_params, interface.state_bytes(spec))
     return Work(
         _where(grads),
         params=round(share * spec.trained_params),

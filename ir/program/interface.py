@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import ops
+from ..precision import MASTER_BYTES
 from .stage import PAGE, STATE_ROOM, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned
 
 
@@ -61,11 +62,18 @@ class Interface:
         """Optimizer states of a stage."""
         return self.states.get(spec.name, int(self.state_bytes_per_param * spec.trained_params))
 
+    def master_bytes(self, spec: StageSpec) -> int:
+        """The fp32 masters of a stage, if there are any."""
+        return MASTER_BYTES * spec.trained_params if self.master else 0
+
+    def optimizer_bytes(self, spec: StageSpec) -> int:
+        """What the optimizer keeps of a stage: masters and states."""
+        return self.master_bytes(spec) + self.state_bytes(spec)
+
     def states_bytes(self, spec: StageSpec) -> int:
-        """A buffer of a stage's fp32 masters, if there are any, and its optimizer states, with room to align each."""
+        """A buffer of what the optimizer keeps of a stage, with room to align each parameter's."""
         trained = [p for p in spec.params if p.requires_grad]
-        masters = 4 * spec.trained_params if self.master else 0
-        return aligned(masters + self.state_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
+        return aligned(self.optimizer_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
 
     def all_bytes(self, spec: StageSpec) -> int:
         """A buffer of a stage's weights, and behind them its masters and states."""

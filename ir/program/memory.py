@@ -20,6 +20,7 @@ from torch import fx
 
 from .. import ops
 from ..errors import BudgetExceeded
+from ..precision import MASTER_BYTES
 from ..units import format_bytes
 from .first_fit import FirstFit
 from .interface import Interface
@@ -96,7 +97,7 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
         if home.states is None:
             continue
         own = where[home.states]
-        masters, states = 4 * spec.trained_params if interface.master else 0, interface.state_bytes(spec)
+        masters, states = interface.master_bytes(spec), interface.state_bytes(spec)
         if home.states == ops.SSD:  # pages of files, whose ends are padded
             states = interface.states_bytes(spec) - masters
         own["masters"] += masters
@@ -106,7 +107,7 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
             if home.weights == ops.DRAM and not interface.master:  # which are the masters
                 where[ops.DRAM]["undo"] += spec.weight_bytes
         elif home.undo:
-            own["undo"] += states + 4 * spec.trained_params
+            own["undo"] += states + MASTER_BYTES * spec.trained_params
     return Persistent(where[ops.DEVICE], where[ops.DRAM], where[ops.SSD])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...ir.machine.hardware import Device
+from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
 
 
@@ -48,16 +48,6 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
-class BlockSeconds:
-    """What one micro-batch of a block was measured to take on one device."""
-
-    forward_s: float  # that keeps nothing
-    rematerialise_s: float  # a forward, the first one or again, that keeps what backward needs
-    backward_s: float  # without rematerialisation
-    taking_s: float | None = None  # a forward again that takes all classes of saved tensors; None: there are none
-
-
-@dataclass(frozen=True)
 class Block:
     """A run of nodes. `inputs` and `outputs` are nodes of other blocks, shared nodes or placeholders."""
 
@@ -68,7 +58,7 @@ class Block:
     outputs: tuple[fx.Node, ...] = ()
     param_bytes: int = 0  # in the dtype of the computation, each parameter once
     cost: BlockCost = field(default_factory=BlockCost)
-    seconds: Mapping[str, BlockSeconds] = field(default_factory=dict)  # by device name, where it was measured
+    seconds: Mapping[str, TurnSeconds] = field(default_factory=dict)  # by device name, where it was measured
     layer: str = ""  # of an operator: the layer that it is a part of
 
     def with_cost(self, cost: BlockCost) -> Block:
@@ -207,26 +197,3 @@ def _signature(value: Any) -> str:
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
     return str([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in value_tensors(value)])
-
-
-def forward_time_s(block: Block, device: Device, precision: str) -> float:
-    """Seconds of one forward of a block on a device: measured, else by the roofline."""
-    if device.name in block.seconds:
-        return block.seconds[device.name].forward_s
-    cost = block.cost
-    return device.compute_s(cost.forward_flops, cost.forward_traffic_bytes, precision, cost.launches)
-
-
-def backward_time_s(block: Block, device: Device, precision: str, rematerialised: bool = False) -> float:
-    """Seconds of one backward of a block on a device: measured, else by the roofline."""
-    cost = block.cost
-    if device.name in block.seconds:
-        seconds = block.seconds[device.name]
-        return seconds.backward_s + (seconds.rematerialise_s if rematerialised else 0.0)
-    own_s = device.compute_s(cost.backward_flops, cost.backward_traffic_bytes, precision, 2 * cost.launches)
-    return own_s + (forward_time_s(block, device, precision) if rematerialised else 0.0)
-
-
-def block_time_s(block: Block, device: Device, precision: str) -> float:
-    """Seconds of one forward and one backward of a block on a device."""
-    return forward_time_s(block, device, precision) + backward_time_s(block, device, precision)

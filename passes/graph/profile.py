@@ -16,11 +16,12 @@ import torch
 from torch import fx
 
 from ...ir.errors import PlanError
-from .blocks import Block, BlockSeconds
+from ..stage_time import TurnSeconds
+from .blocks import Block
 from .opgraph import OpGraph, value_tensors
 from .stages import PlannedStage, build_block_stages
 
-Measured = Mapping[str, Mapping[str, BlockSeconds]]  # device name -> block hash -> seconds
+Measured = Mapping[str, Mapping[str, TurnSeconds]]  # device name -> block hash -> seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
     return found
 
 
-def checked(seconds: BlockSeconds, what: str) -> BlockSeconds:
+def checked(seconds: TurnSeconds, what: str) -> TurnSeconds:
     """The same. Raises `PlanError` for NaN, an infinite, zero or negative time, or what is no number."""
     for field in fields(seconds):
         value = getattr(seconds, field.name)

@@ -23,8 +23,6 @@ from .saved_classes import saved_classes
 from .split_costs import split_costs
 from .stage_costs import stage_costs
 
-COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 @dataclass
 class PlannedStage:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
-from ...ir.ops import aligned_class
+from ...ir.ops import aligned_class, update_traffic
 from ...ir.program import Interface, Program, StageSpec, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
 from ..alike import look
 from ..draft import Draft
-from ..phases import fetched_phases, phases, state_bytes
+from ..phases import fetched_phases, phases
+from ..stage_time import TurnSeconds, stage_seconds
 from .activation_plan import Half, Item, LinkRates, Room
 from .insert_fetch import arena_bytes, fetch_weights
 
 BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
-UPDATE_BYTES = 12  # a parameter: its master read and written, its gradient read
 SSD_SHARE = 0.9  # of the disks, to leave room for what an update must be able to undo
 
 
@@ -82,7 +82,7 @@ class Machine:
         return self.swap or self.resident_room_bytes(program) < 0
 
     def resident_room_bytes(self, program: Program) -> float:
-        states = sum(state_bytes(program, spec) for spec in self.specs)
+        states = sum(self.interface.optimizer_bytes(spec) for spec in self.specs)
         return self.budget_bytes - states - profile_memory(program).peak_bytes[ops.DEVICE]
 
     def room_bytes(self, program: Program, swapped: bool) -> float:
@@ -99,22 +99,14 @@ class Machine:
         profile = profile_memory(program)
         return self.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes) - two_stages
 
-    def seconds(self, spec: StageSpec) -> tuple[float, float, float]:
-        """Of one micro-batch's forward, forward again with autograd, and backward."""
-        for name, *measured in spec.seconds:
-            if name == self.device.name:
-                forward_s, again_s, backward_s = measured
-                return forward_s, again_s, backward_s
-        took = self.device.compute_s
-        forward_s = took(spec.forward_flops, spec.forward_traffic_bytes, self.precision, spec.launches)
-        backward_s = took(spec.backward_flops, spec.backward_traffic_bytes, self.precision, 2 * spec.launches)
-        return forward_s, forward_s, backward_s if spec.name in self.trained else 0.0
+    def seconds(self, spec: StageSpec) -> TurnSeconds:
+        return stage_seconds(spec, self.device, self.precision, spec.name in self.trained)
 
     def items(self, spec: StageSpec) -> list[Item]:
         """The stage's classes of saved tensors, for all its micro-batches."""
         count = self.counts[spec.name]
         measured = any(name == self.device.name for name, *_ in spec.seconds)
-        again_s = self.seconds(spec)[1]
+        again_s = self.seconds(spec).rematerialise_s
 
         def spared_s(flops: float) -> float:
             if measured:
@@ -130,9 +122,9 @@ class Machine:
         """The two halves of the step if these stages are rematerialised and keep no class (eq. 3, 4, 6 to 8)."""
         forward_s = backward_s = 0.0
         for spec in self.specs:
-            once_s, again_s, back_s = self.seconds(spec)
-            forward_s += self.counts[spec.name] * once_s
-            backward_s += self.counts[spec.name] * (back_s + (again_s if spec.name in again else 0.0))
+            took, count = self.seconds(spec), self.counts[spec.name]
+            forward_s += count * took.forward_s
+            backward_s += count * (took.long_backward_s if spec.name in again else took.backward_s)
         received, sent, received_back, sent_back = self.messages
         if not swapped:
             forward = Half(forward_s, h2d_bytes=received, d2h_bytes=sent)
@@ -193,7 +185,7 @@ def _update_s(
     if owner.kind == "cpu":
         return cpu_update_s(owner, hardware, params) + launches * owner.op_overhead_s
     states = sum(interface.state_bytes(spec) for spec in specs)
-    return owner.compute_s(0.0, UPDATE_BYTES * params + 2 * states, precision, launches)
+    return owner.compute_s(0.0, update_traffic(params, states), precision, launches)
 
 
 def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:

@@ -22,7 +22,7 @@ from ...ir.program import FirstFit, MemoryProfile, Program, StageSpec, infer_all
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
-from ..phases import Phase, fetched_phases, hand_over, phases, state_bytes
+from ..phases import Phase, fetched_phases, hand_over, phases
 
 Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
 
@@ -79,9 +79,8 @@ def resident_bytes(program: Program) -> int:
     """Peak of device memory if everything stays: weights, gradients, and the optimizer's states beside them."""
     interface = program.interface
     stages = {str(n.args[0]).partition(".")[0] for n in program.ops() if n.target is ops.resident}
-    return profile_memory(program).peak_bytes[ops.DEVICE] + sum(
-        state_bytes(program, interface.stages[stage]) for stage in stages
-    )
+    states = sum(interface.optimizer_bytes(interface.stages[stage]) for stage in stages)
+    return profile_memory(program).peak_bytes[ops.DEVICE] + states
 
 
 def look_ahead(

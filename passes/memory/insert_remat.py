@@ -19,7 +19,7 @@ from ...ir.program import Program, StageSpec, infer, infer_all, place_frees, pro
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
-from ..phases import WITH_KEPT, state_bytes
+from ..phases import WITH_KEPT
 from .insert_fetch import Early, look_ahead, profile_swapped
 
 
@@ -68,7 +68,7 @@ def stages_to_rematerialise(
 ) -> list[str]:
     """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs. With
     `swap` the same for a program whose weights come from DRAM and stay from a stage's forward to its backward."""
-    states = sum(state_bytes(program, s) for s in specs)
+    states = sum(program.interface.optimizer_bytes(s) for s in specs)
     by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
     lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all there at the end of the step
     if lasting > budget_bytes and not swap:

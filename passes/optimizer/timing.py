@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...ir.precision import PRECISIONS
 from ...ir.program import WORLD
 from ..draft import Draft
 
@@ -47,7 +48,7 @@ class Updates:
 
 def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
     """As the user's options ask for."""
-    scaled = draft.options.precision == "fp16"
+    scaled = PRECISIONS[draft.options.precision].scales_loss
     clip = draft.options.max_grad_norm
     max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
     groups = tie_groups(draft)

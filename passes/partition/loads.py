@@ -15,8 +15,8 @@ from torch import fx
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.blocks import block_time_s
 from ..graph.opgraph import value_tensors
+from ..stage_time import MessageTimes, block_seconds
 from .partition import StagesDecision
 from .slices import StageNeed, gradient_and_weight_bytes, needs_to_front
 
@@ -30,7 +30,8 @@ class Loads:
         self.blocks, self.hardware = draft.blocks, draft.hardware
         self.devices = draft.hardware.devices
         self.micro_batches = draft.options.micro_batches
-        self.time_s = [[block_time_s(b, d, draft.options.precision) for b in self.blocks] for d in self.devices]
+        precision = draft.options.precision
+        self.time_s = [[block_seconds(b, d, precision).both_s for b in self.blocks] for d in self.devices]
         home = self.home = {node: i for i, block in enumerate(self.blocks) for node in block.nodes}
         self.reads = [[node for node in block.inputs if node in home] for block in self.blocks]
         self.readers: dict[fx.Node, list[int]] = defaultdict(list)
@@ -45,7 +46,7 @@ class Loads:
         self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
         self._sent = {node for block in self.blocks for node in block.outputs}
         self._needs: dict[BlockIds, StageNeed] = {}
-        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+        self._messages = MessageTimes(draft.hardware)
 
     def need(self, stage: BlockIds) -> StageNeed:
         """Device memory of these blocks as one stage."""
@@ -70,13 +71,7 @@ class Loads:
 
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
         """Seconds of so many bytes, values and their gradients together, between two devices."""
-        if src == dst or not num_bytes:
-            return 0.0
-        if (src, dst) not in self._links:
-            a, b = self.devices[src].name, self.devices[dst].name
-            self._links[src, dst] = 2 * self.hardware.latency_s(a, b), self.hardware.bandwidth(a, b)
-        latency_s, bandwidth = self._links[src, dst]
-        return latency_s + num_bytes / bandwidth
+        return self._messages.seconds(src, dst, num_bytes, count=2) if num_bytes else 0.0
 
     def crossing_bytes(self) -> list[int]:
         """Per cut position 0 to L what is made before it and read behind it."""

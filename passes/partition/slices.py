@@ -7,17 +7,17 @@ In: a draft with blocks. Out: seconds and bytes of blocks[a:b] as stage j of S, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ...ir.errors import DoesNotFit
-from ...ir.machine.hardware import Device
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.blocks import Block, block_time_s, compute_dtype, forward_time_s
+from ..graph.blocks import Block, compute_dtype
 from ..graph.stage_costs import storages
+from ..stage_time import block_seconds
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,13 @@ class Slices:
         self.order = list(order) if order is not None else list(range(draft.hardware.num_devices))
         self.devices = [draft.hardware.devices[index] for index in self.order]
         self.micro_batches = draft.options.micro_batches
-        self.time_s = [self._sums_s(block_time_s, device, draft) for device in self.devices]
-        self.again_s = [self._sums_s(forward_time_s, device, draft) for device in self.devices]
+        took = [[block_seconds(b, device, draft.options.precision) for b in self.blocks] for device in self.devices]
+        self.time_s = [_sums(block.both_s for block in row) for row in took]
+        self.again_s = [_sums(block.forward_s for block in row) for row in took]
         parameters = [gradient_and_weight_bytes(draft, block, states=asynchronous) for block in self.blocks]
         sent = {node for block in self.blocks for node in block.outputs}
         ends = range(len(self.blocks) + 1)
         self.needs = [needs_to_front(self.blocks[:end], parameters[:end], sent) for end in ends]
-
-    def _sums_s(self, time_s: Callable[[Block, Device, str], float], device: Device, draft: Draft) -> list[float]:
-        """Seconds of the first so many blocks."""
-        return [0.0, *itertools.accumulate(time_s(block, device, draft.options.precision) for block in self.blocks)]
 
     def stage_time_s(self, a: int, b: int, stage: int) -> float:
         times = self.time_s[stage % len(self.devices)]
@@ -110,12 +107,15 @@ class Slices:
         )
 
 
+def _sums(seconds: Iterable[float]) -> list[float]:
+    """Entry i is that of the first i."""
+    return [0.0, *itertools.accumulate(seconds)]
+
+
 def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
     """Identity of each parameter to the bytes of its weight and its gradient; with `states` of those and its fp32
     master, too."""
-    graph, each = draft.graph, 0.0
-    if states:
-        each = draft.options.state_bytes_per_param + (0 if draft.options.precision == "fp32" else 4)
+    graph, each = draft.graph, draft.options.optimizer_bytes_per_param if states else 0.0
     found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
     return {
         id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad)

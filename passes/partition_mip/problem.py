@@ -17,11 +17,14 @@ from torch import fx
 
 from ...ir.errors import PlanError
 from ...ir.machine.hardware import Device, Hardware
+from ...ir.ops import update_traffic
+from ...ir.precision import PRECISIONS
 from ...runtime.simulate.costs import OWN_CALLS
 from ..draft import Draft
-from ..graph.blocks import Block, backward_time_s, compute_dtype, forward_time_s
+from ..graph.blocks import Block, compute_dtype
 from ..graph.stage_costs import storages
 from ..partition.slices import Slices
+from ..stage_time import MessageTimes, TurnSeconds, block_seconds
 
 Table = list[list[float]]  # [end][start] of a run of blocks
 
@@ -107,30 +110,21 @@ def problem_of(draft: Draft, slices: Slices) -> MipProblem:
     """
     hardware, options, blocks = draft.hardware, draft.options, draft.blocks
     devices, order = slices.devices, slices.order
-    for device in devices:
-        for block in blocks:
-            _check(block, device, options.precision)
-    forward, backward, again = [], [], []
-    for device in devices:
-        ahead = [forward_time_s(b, device, options.precision) for b in blocks]
-        alone = [backward_time_s(b, device, options.precision) for b in blocks]
-        both = [backward_time_s(b, device, options.precision, rematerialised=True) for b in blocks]
-        forward.append(_sums(ahead))
-        backward.append(_sums(alone))
-        again.append(_sums([x - y for x, y in zip(both, alone)]))
+    took = [[_seconds(block, device, options.precision) for block in blocks] for device in devices]
     params = [_trained(draft, block) for block in blocks]
     weights = _sums([block.param_bytes for block in blocks])
     cuts = range(len(blocks) + 1)
     work = [[n.work_bytes - (weights[b] - weights[a]) for a, n in enumerate(slices.needs[b])] for b in cuts]
-    routes = [[_route(hardware, i, k) for k in order] for i in order]
+    messages = MessageTimes(hardware)
+    ways = [[messages.way(i, k) for k in order] for i in order]
     return MipProblem(
         names=tuple(block.name for block in blocks),
         kinds=_kinds(blocks),
         units=tuple(_unit(hardware, index, options.state_bytes_per_param) for index in order),
         micro_batches=options.micro_batches,
-        forward_s=forward,
-        backward_s=backward,
-        again_s=again,
+        forward_s=[_sums([s.forward_s for s in row]) for row in took],
+        backward_s=[_sums([s.backward_s for s in row]) for row in took],
+        again_s=[_sums([s.long_backward_s - s.backward_s for s in row]) for row in took],
         weight_bytes=weights,
         grad_bytes=_sums([size for _, size, _ in params]),
         params=_sums([count for count, _, _ in params]),
@@ -139,9 +133,9 @@ def problem_of(draft: Draft, slices: Slices) -> MipProblem:
         work_bytes=work,
         input_bytes=[[n.input_bytes for n in slices.needs[b]] for b in cuts],
         message_bytes=_messages(blocks),
-        message_s=[[s for s, _, _ in row] for row in routes],
-        message_latency_s=[[latency for _, latency, _ in row] for row in routes],
-        message_shares=[[shares for _, _, shares in row] for row in routes],
+        message_s=[[1.0 / bandwidth for _, bandwidth in row] for row in ways],
+        message_latency_s=[[latency_s for latency_s, _ in row] for row in ways],
+        message_shares=[[_shares(hardware, i, k) for k in order] for i in order],
         update=_update(draft),
         ties=_ties(draft),
         order=tuple(order),
@@ -152,17 +146,16 @@ def _sums(values: Sequence[float]) -> list[float]:
     return [0.0, *accumulate(values)]
 
 
-def _check(block: Block, device: Device, precision: str) -> None:
-    """A time that is not a positive number would make every plan look alike."""
-    for what, seconds in (
-        ("forward", forward_time_s(block, device, precision)),
-        ("backward", backward_time_s(block, device, precision)),
-    ):
+def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
+    """Checked: a time that is not a positive number would make every plan look alike."""
+    took = block_seconds(block, device, precision)
+    for what, seconds in (("forward", took.forward_s), ("backward", took.backward_s)):
         if not (math.isfinite(seconds) and seconds > 0):
             raise PlanError(
                 f"block {block.name!r}: its {what} takes {seconds} s on {device.name}; a time is a positive number. "
                 "Measure the block again, or take away its measured seconds, so that the roofline counts"
             )
+    return took
 
 
 def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
@@ -217,13 +210,10 @@ def _messages(blocks: Sequence[Block]) -> list[float]:
     return found
 
 
-def _route(hardware: Hardware, src: int, dst: int) -> tuple[float, float, bool]:
-    """Seconds per byte of a message between two devices, its latency, and whether root complexes carry it."""
-    if src == dst:
-        return 0.0, 0.0, False
-    names = hardware.devices[src].name, hardware.devices[dst].name
-    shares = any(link.startswith("rc") for link in hardware.path(*names))
-    return 1.0 / hardware.bandwidth(*names), hardware.latency_s(*names), shares
+def _shares(hardware: Hardware, src: int, dst: int) -> bool:
+    """Whether root complexes carry a message between two devices."""
+    path = hardware.path(hardware.devices[src].name, hardware.devices[dst].name)
+    return any(link.startswith("rc") for link in path)
 
 
 def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
@@ -231,7 +221,6 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
     dram = f"dram{device.host}"
     complex_ = hardware.hosts[device.host].root_complexes[device.root_complex]
     first = sum(len(host.root_complexes) for host in hardware.hosts[: device.host])
-    per_param = 8 + 2 * state_bytes_per_param + 4  # as `ops.step` counts it
     return Unit(
         budget_bytes=device.budget_bytes,
         fetch_s=1.0 / hardware.bandwidth(dram, device.name),
@@ -240,7 +229,7 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
         shared_offload_s=1.0 / complex_.bandwidth_up,
         latency_s=device.link_latency_s,
         own_s=OWN_CALLS * device.op_overhead_s,
-        step_s=per_param / device.memory_bandwidth,
+        step_s=update_traffic(1, state_bytes_per_param) / device.memory_bandwidth,
         call_s=device.op_overhead_s,
         complex=first + device.root_complex,
         host=device.host,
@@ -249,10 +238,9 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
 
 def _update(draft: Draft) -> UpdateCost:
     options, hosts = draft.options, draft.hardware.hosts
-    master = 4.0 if options.precision in ("bf16", "fp16") else 0.0
     return UpdateCost(
         params_s=tuple(1.0 / host.optimizer_params_per_s for host in hosts),
         bytes_s=tuple(1.0 / host.dram_bandwidth for host in hosts),
-        state_bytes=options.state_bytes_per_param + master,
-        barrier=options.precision == "fp16" or options.max_grad_norm is not None,
+        state_bytes=options.optimizer_bytes_per_param,
+        barrier=PRECISIONS[options.precision].scales_loss or options.max_grad_norm is not None,
     )

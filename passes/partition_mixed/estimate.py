@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...ir.machine.hardware import Hardware
+from ..stage_time import MessageTimes
 from .graph import NANO, BlockGraph
 
 
@@ -23,10 +24,10 @@ class Wires:
 
     @classmethod
     def of(cls, hardware: Hardware) -> Wires:
-        names = [device.name for device in hardware.devices]
-        rates = [[NANO / hardware.bandwidth(a, b) if a != b else 0.0 for b in names] for a in names]
-        latencies = [[round(NANO * hardware.latency_s(a, b)) if a != b else 0 for b in names] for a in names]
-        return cls(rates, latencies)
+        messages, devices = MessageTimes(hardware), range(hardware.num_devices)
+        ways = [[messages.way(src, dst) for dst in devices] for src in devices]
+        rates = [[NANO / bandwidth for _, bandwidth in row] for row in ways]
+        return cls(rates, [[round(NANO * latency_s) for latency_s, _ in row] for row in ways])
 
     @property
     def slowest_ns_per_byte(self) -> float:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...ir.machine.hardware import Hardware
-from ..graph.blocks import Block, backward_time_s, forward_time_s
+from ..graph.blocks import Block
 from ..graph.opgraph import value_tensors
+from ..stage_time import block_seconds
 
 NANO = 1e9
 
@@ -78,11 +79,9 @@ def _seconds(blocks: Sequence[Block], hardware: Hardware, precision: str) -> tup
         look = device.model_copy(update={"root_complex": 0, "name": "any"}).model_dump_json()
         look = device.name if any(device.name in block.seconds for block in blocks) else look
         if look not in known:
-            forward = [round(NANO * forward_time_s(block, device, precision)) for block in blocks]
-            backward = [
-                round(NANO * backward_time_s(block, device, precision, rematerialised=True)) for block in blocks
-            ]
-            known[look] = forward, [f + b for f, b in zip(forward, backward)]
+            took = [block_seconds(block, device, precision) for block in blocks]
+            forward = [round(NANO * s.forward_s) for s in took]
+            known[look] = forward, [f + round(NANO * s.long_backward_s) for f, s in zip(forward, took)]
         rows.append(known[look])
     return [forward for forward, _ in rows], [load for _, load in rows]
 

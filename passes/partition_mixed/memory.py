@@ -42,8 +42,6 @@ class Footprints:
         self.blocks, self.graph = draft.blocks, graph
         self.micro_batches = draft.options.micro_batches
         self.budgets = [device.budget_bytes for device in draft.hardware.devices]
-        master = 4 if draft.options.precision in ("bf16", "fp16") else 0
-        self.per_param = draft.options.state_bytes_per_param + master
         sent = {node for block in self.blocks for node in block.outputs}
         batch: dict[object, int] = {}
         self.parameters: list[dict[int, tuple[int, int]]] = []
@@ -58,7 +56,7 @@ class Footprints:
             self.parameters.append({
                 id(p): (
                     aligned(p.numel() * compute_dtype(draft.graph, p).itemsize) * (1 + p.requires_grad),
-                    int(p.numel() * self.per_param) * p.requires_grad,
+                    int(p.numel() * draft.options.optimizer_bytes_per_param) * p.requires_grad,
                 )
                 for p in found
             })  # fmt: skip

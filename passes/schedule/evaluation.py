@@ -14,7 +14,6 @@ from ...ir.program import Program, StageSpec, plan_arena
 from ..draft import Draft
 from ..memory.insert_fetch import Early, fetch_weights, look_ahead
 from ..memory.insert_ssd import read_within
-from ..phases import state_bytes
 from ..sharding.gathering import gather_weights
 from .emitter import Emitter
 from .flow import Flow, Placed
@@ -41,7 +40,7 @@ def evaluation_programs(
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = [stage.spec for stage in draft.stages_on(program.device)]
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
-        states = sum(state_bytes(program, spec) for spec in mine if spec.name not in swapped)
+        states = sum(program.interface.optimizer_bytes(spec) for spec in mine if spec.name not in swapped)
         budget = draft.hardware.devices[program.device].budget_bytes
         if draft.sharding is None:
             arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
+from ...ir.precision import PRECISIONS
 from ...ir.program import Interface
 from ..draft import Draft
 from ..optimizer.timing import tie_groups
@@ -89,7 +90,7 @@ def _check_options(draft: Draft) -> None:
             "stages in front of it exist, so that there is no norm over all of them, and clipping each stage by its "
             'own norm is another training. Leave max_grad_norm out, or use a synchronous strategy, such as "ftpipe"'
         )
-    if options.precision == "fp16":
+    if PRECISIONS[options.precision].scales_loss:
         raise PassError(
             'precision="fp16": whether a step counts is known when all gradients of a micro-batch are there, but '
             'asynchronous stages are updated before. Use precision="bf16" or "fp32", or a synchronous strategy'

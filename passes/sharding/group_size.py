@@ -7,6 +7,7 @@ a group of p holds is estimated from the blocks, before stages are cut; the memo
 from __future__ import annotations
 
 from ...ir.machine.hardware import Hardware
+from ...ir.precision import PRECISIONS
 from ..draft import Draft
 
 WHOLE = 4  # blocks that are whole at a time: the one that runs, the next, what is staged of it, and gradients
@@ -43,10 +44,8 @@ def _lasting_bytes(draft: Draft) -> float:
     ties = draft.graph.ties()
     own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
     trained = sum(p.numel() for p in own if p.requires_grad)
-    size = 4 if draft.options.precision == "fp32" else 2
-    masters = 0 if draft.options.precision == "fp32" else 4 * trained
-    weights = size * sum(p.numel() for p in own)
-    return weights + size * trained + masters + draft.options.state_bytes_per_param * trained
+    size = PRECISIONS[draft.options.precision].dtype.itemsize
+    return size * sum(p.numel() for p in own) + (size + draft.options.optimizer_bytes_per_param) * trained
 
 
 def _running_bytes(draft: Draft, depth: int) -> int:

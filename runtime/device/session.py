@@ -21,6 +21,7 @@ from ...ir import ops
 from ...ir.errors import BatchError, BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.ops import rest_bytes
+from ...ir.precision import PRECISIONS
 from ...ir.program import Interface, Program, StageHome, bind_one, largest_values, place_of
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import OptimizerSpec, Workspace
@@ -99,7 +100,7 @@ class DeviceSession:
         self.device = self._find_device()
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self.step_count = 0
-        self.loss_scale = LossScale() if precision == "fp16" else None
+        self.loss_scale = LossScale() if PRECISIONS[precision].scales_loss else None
         self.turns = turns
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
         self.broken: Fault | None = None

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from ...ir import ops
 from ...ir.errors import PenstockError, PlanError, VerifyError, WorkerError
+from ...ir.precision import PRECISIONS
 from ...ir.program import (
     STAGED,
     Account,
@@ -84,7 +85,7 @@ class Reference:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)
         self.groups = {name: group for name in stages for group in _homes(programs, name).values() if group}
-        self.world.loss_scale = LossScale() if precision == "fp16" else None
+        self.world.loss_scale = LossScale() if PRECISIONS[precision].scales_loss else None
         self.budgets = dict(budgets or {})
         self.accounts: dict[str, Account] = {}
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ...ir.errors import VerifyError
+from ...ir.precision import PRECISIONS, Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from .saved_classes import SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
-
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def micro_batch_seed(seed: int, step: int, stage: str, micro_batch: int) -> int:
@@ -111,7 +110,7 @@ class StageRunner:
         self.spec = spec
         self.module = module
         self.device = torch.device(device)
-        self.precision = precision
+        self.precision = PRECISIONS[precision]
         self.weights_move = weights_move
         self.kept_bytes: int | None = None  # measured once, on the first micro-batch
         self.classes = SavedClasses(spec)
@@ -253,7 +252,7 @@ class StageRunner:
     def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Evaluation mode, without gradients: all outputs, those that exist only here behind the others."""
         self._set_mode(evaluating=True)
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.precision.autocast(self.device):
             outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
             return self._detached(outputs, inputs)
 
@@ -309,18 +308,14 @@ class StageRunner:
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # whose tensors may share memory
         storages: dict[int, int] = {}
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
-        with seeded(self.device, seed), torch.set_grad_enabled(keep), self._autocast(), hooks, calls:
+        autocast = self.precision.autocast(self.device)
+        with seeded(self.device, seed), torch.set_grad_enabled(keep), autocast, hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
         if measure:
             ours = self._held | {_storage(x) for x in inputs}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
-
-    def _autocast(self) -> Any:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[self.precision])
 
     def _hooks(self, storages: dict[int, int]) -> saved_tensors_hooks:
         """Note each storage that autograd saves; save weights by name and place, so that they may move meanwhile."""
@@ -385,10 +380,10 @@ class StageRunner:
                 )
 
 
-def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: str) -> list[Tensor]:
+def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: Precision) -> list[Tensor]:
     """Under autocast every value crosses a border in the dtype of the plan, whatever this device and this version of
     torch keep in full precision."""
-    if precision == "fp32":
+    if precision.low_dtype is None:
         return list(outputs)
     wanted = [getattr(torch, spec.dtype) for spec in specs]
     return [o.to(want) if o.is_floating_point() and want.is_floating_point else o for o, want in zip(outputs, wanted)]

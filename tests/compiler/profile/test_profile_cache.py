@@ -12,10 +12,10 @@ import pytest
 
 from penstock.compiler.profile.cache import EntryKey, ProfileCache, default_directory
 from penstock.ir.errors import PlanError
-from penstock.passes.graph.blocks import BlockSeconds
+from penstock.passes.stage_time import TurnSeconds
 
 KEY = EntryKey("0123456789abcdef", "a CPU, 1 threads", "fp32", "2.13.0")
-SECONDS = BlockSeconds(0.001, 0.002, 0.003)
+SECONDS = TurnSeconds(0.001, 0.002, 0.003)
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_a_missing_figure_is_refused_by_name(cache: ProfileCache) -> None:
 
 
 def test_many_may_write_and_read_at_once(cache: ProfileCache) -> None:
-    wrong: list[BlockSeconds | None] = []
+    wrong: list[TurnSeconds | None] = []
     cache.save(KEY, SECONDS)
 
     def work(start_s: float) -> None:
         for i in range(40):
-            cache.save(KEY, BlockSeconds(start_s, start_s, start_s + i))
+            cache.save(KEY, TurnSeconds(start_s, start_s, start_s + i))
             found = cache.load(KEY)
             if found is None or (found != SECONDS and found.forward_s != found.rematerialise_s):
                 wrong.append(found)
@@ -106,7 +106,7 @@ def test_a_failed_write_leaves_the_entry_and_nothing_else(cache: ProfileCache, m
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        cache.save(KEY, BlockSeconds(1.0, 1.0, 1.0))
+        cache.save(KEY, TurnSeconds(1.0, 1.0, 1.0))
     assert [path.name for path in cache.directory.iterdir()] == [cache.path(KEY).name]
     assert cache.load(KEY) == SECONDS
 

@@ -19,10 +19,11 @@ from penstock.compiler.profile import profile
 from penstock.compiler.profile.cache import ProfileCache
 from penstock.ir.errors import DoesNotFit, HardwareError, PlanError
 from penstock.ir.machine.hardware import Hardware
-from penstock.passes.graph.blocks import Block, BlockSeconds
+from penstock.passes.graph.blocks import Block
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.profile import BlockSample, distinct
+from penstock.passes.stage_time import TurnSeconds
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.passes.running import apply, draft_of, traced
 
@@ -33,12 +34,12 @@ class Runs:
     """Takes the place of what measures; remembers what it was asked for."""
 
     def __init__(self, *seconds: float):
-        self.seconds = BlockSeconds(*(seconds or (0.01, 0.02, 0.03)))
+        self.seconds = TurnSeconds(*(seconds or (0.01, 0.02, 0.03)))
         self.asked: list[tuple[str, list[str]]] = []  # device's title, blocks
 
     def __call__(
         self, part: profile.DeviceKind, wanted: Sequence[BlockSample], precision: str, expected_s: float
-    ) -> dict[str, BlockSeconds]:
+    ) -> dict[str, TurnSeconds]:
         assert expected_s > 0
         self.asked.append((part.title, [sample.stage.blocks[0] for sample in wanted]))
         return {sample.hash: self.seconds for sample in wanted}

@@ -14,16 +14,17 @@ from penstock.ir import ops
 from penstock.ir.errors import PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import work_of
-from penstock.passes.graph.blocks import Block, BlockSeconds, backward_time_s, forward_time_s
+from penstock.passes.graph.blocks import Block
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.profile import checked, distinct, samples, with_seconds
 from penstock.passes.graph.stages import build_stages
+from penstock.passes.stage_time import TurnSeconds, block_seconds
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import all_passes, apply, draft_of, traced
 from penstock.tests.zoo import token_batch, zoo
 
-SECONDS = BlockSeconds(0.001, 0.002, 0.003)
+SECONDS = TurnSeconds(0.001, 0.002, 0.003)
 
 
 def blocks_of(graph: OpGraph) -> list[Block]:
@@ -102,7 +103,7 @@ def test_a_missing_entry_is_refused_by_name() -> None:
         with_seconds(blocks, {"gpu7": entries})
 
 
-def constant(seconds: BlockSeconds) -> Any:
+def constant(seconds: TurnSeconds) -> Any:
     """A profiler that measures nothing."""
 
     def profile(graph: OpGraph, blocks: list[Block], hardware: Hardware) -> list[Block]:
@@ -119,15 +120,15 @@ def test_seconds_reach_passes_stages_ops_and_the_simulator() -> None:
     Coarsen().rewrite(draft, Coarsen().plan(draft))
     assert draft.notes["coarsen"] == f"times of blocks were measured on {hardware.devices[0].name}"
     block, device = draft.blocks[0], hardware.devices[0]
-    assert forward_time_s(block, device, "fp32") == SECONDS.forward_s
-    assert backward_time_s(block, device, "fp32", rematerialised=True) == SECONDS.backward_s + SECONDS.rematerialise_s
+    assert block_seconds(block, device, "fp32") == SECONDS
+    assert block_seconds(block, device, "fp32").long_backward_s == SECONDS.backward_s + SECONDS.rematerialise_s
     apply(draft, *all_passes()[1:])
     (program,) = draft.programs
     count = len(draft.blocks)
     for op, seconds in ((ops.forward, SECONDS.rematerialise_s), (ops.backward, SECONDS.backward_s)):
         found = [work_of(program, node).seconds for node in program.ops() if node.target is op]
         assert found == [((device.name, pytest.approx(count * seconds)),)]
-    slower = draft_of(graph, hardware, profiler=constant(BlockSeconds(0.001, 0.002, 0.013)))
+    slower = draft_of(graph, hardware, profiler=constant(TurnSeconds(0.001, 0.002, 0.013)))
     Coarsen().rewrite(slower, Coarsen().plan(slower))
     apply(slower, *all_passes()[1:])
     more_s = simulate(slower.programs, hardware, precision="fp32").step_s

@@ -15,11 +15,11 @@ from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
-from penstock.passes.graph.blocks import BlockSeconds
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.profile import with_seconds
 from penstock.passes.graph.stages import build_stages
+from penstock.passes.stage_time import TurnSeconds
 from penstock.runtime.stage.runner import Kept, StageRunner, micro_batch_seed
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
@@ -229,7 +229,7 @@ def test_plans_for_gpus_number_the_same_calls() -> None:
 def test_measured_seconds_fall_with_what_is_kept() -> None:
     """From those of a whole rematerialisation to those of one that takes every class, by FLOPs."""
     draft = apply(draft_of(traced("gpt2")[0], Hardware.cpu(num_devices=1)), Coarsen())
-    times = {b.hash: BlockSeconds(0.1, 0.2, 0.3, 0.05 if b.cost.calls else None) for b in draft.blocks}
+    times = {b.hash: TurnSeconds(0.1, 0.2, 0.3, 0.05 if b.cost.calls else None) for b in draft.blocks}
     blocks = with_seconds(draft.blocks, {"cpu0": times})
     with_classes = sum(bool(b.cost.calls) for b in blocks)
     (stage,) = build_stages(draft.graph, blocks, [[b.name for b in blocks]])

@@ -17,7 +17,7 @@ from penstock.compiler.models.named import find_model
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft, Options
-from penstock.passes.graph.blocks import Block, BlockSeconds
+from penstock.passes.graph.blocks import Block
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
@@ -27,6 +27,7 @@ from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.partition_mip import model as mip_model
 from penstock.passes.partition_mip.partition_mip import PartitionMip, candidates
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.passes.stage_time import TurnSeconds
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, assert_trains_like_eager, chain, draft_of, traced
 
@@ -156,7 +157,7 @@ def test_bad_numbers_and_options() -> None:
     for value in (math.nan, 0.0, math.inf, -1.0):
         block = draft.blocks[2]
         name = draft.hardware.devices[0].name
-        broken = dataclasses.replace(block, seconds={name: BlockSeconds(value, 1.0, 1.0)})
+        broken = dataclasses.replace(block, seconds={name: TurnSeconds(value, 1.0, 1.0)})
         draft.blocks = [*draft.blocks[:2], broken, *draft.blocks[3:]]
         with pytest.raises(PlanError, match=f"{block.name}.*forward"):
             PartitionMip().plan(draft)

@@ -1,0 +1,93 @@
+"""Expected seconds of one micro-batch's computation on a device, and of a message between two devices.
+
+Every pass, and every bound of the search, builds on these. The simulator asks the device as well (`Device.compute_s`),
+but for whole ops, around each of which the runtime needs time of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..ir.machine.hardware import Device, Hardware
+from ..ir.program import StageSpec
+
+if TYPE_CHECKING:
+    from .graph.blocks import Block
+
+
+@dataclass(frozen=True)
+class TurnSeconds:
+    """What one micro-batch of a block or a stage takes on one device."""
+
+    forward_s: float  # that keeps nothing
+    rematerialise_s: float  # a forward, the first one or again, that keeps what backward needs
+    backward_s: float  # without rematerialisation
+    taking_s: float | None = None  # a forward again that takes all classes of saved tensors; None: there are none
+
+    @property
+    def both_s(self) -> float:
+        """One forward and one backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def long_backward_s(self) -> float:
+        """A backward that begins with rematerialisation."""
+        return self.backward_s + self.rematerialise_s
+
+
+class _Costs(Protocol):
+    """What the roofline reads of a block's costs or a stage."""
+
+    @property
+    def forward_flops(self) -> float: ...
+    @property
+    def backward_flops(self) -> float: ...
+    @property
+    def forward_traffic_bytes(self) -> float: ...
+    @property
+    def backward_traffic_bytes(self) -> float: ...
+    @property
+    def launches(self) -> int: ...
+
+
+def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
+    """By arithmetic, traffic to memory and calls, which are twice as many in backward."""
+    forward_s = device.compute_s(costs.forward_flops, costs.forward_traffic_bytes, precision, costs.launches)
+    backward_s = device.compute_s(costs.backward_flops, costs.backward_traffic_bytes, precision, 2 * costs.launches)
+    return TurnSeconds(forward_s, forward_s, backward_s)
+
+
+def block_seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
+    """As measured, else by the roofline."""
+    return block.seconds.get(device.name) or roofline(block.cost, device, precision)
+
+
+def stage_seconds(spec: StageSpec, device: Device, precision: str, has_backward: bool = True) -> TurnSeconds:
+    """As measured, else by the roofline, which takes no time for the calls of a backward that is not there."""
+    measured = next((row for name, *row in spec.seconds if name == device.name), None)
+    if measured is not None:
+        return TurnSeconds(*measured)
+    found = roofline(spec, device, precision)
+    return found if has_backward else replace(found, backward_s=0.0)
+
+
+class MessageTimes:
+    """Seconds of messages between devices of a machine, by their indices, with the whole path to themselves."""
+
+    def __init__(self, hardware: Hardware):
+        self.hardware = hardware
+        self.names = [device.name for device in hardware.devices]
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def way(self, src: int, dst: int) -> tuple[float, float]:
+        """Seconds of an empty message, and bytes/s; 0 and infinity from a device to itself."""
+        if (src, dst) not in self._known:
+            a, b = self.names[src], self.names[dst]
+            self._known[src, dst] = self.hardware.latency_s(a, b), self.hardware.bandwidth(a, b)
+        return self._known[src, dst]
+
+    def seconds(self, src: int, dst: int, num_bytes: float, count: int = 1) -> float:
+        """Seconds of so many bytes in `count` messages."""
+        latency_s, bandwidth = self.way(src, dst)
+        return count * latency_s + num_bytes / bandwidth
