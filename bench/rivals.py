@@ -24,7 +24,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import BatchShape, micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.search.prediction import make_plan
-from penstock.compiler.search.search import Found, Trace, Wishes, search
+from penstock.compiler.search.search import SearchResult, Trace, Wishes, search
 from penstock.compiler.strategies import PASSES
 from penstock.passes.draft import Options
 from penstock.passes.graph.opgraph import OpGraph
@@ -52,7 +52,7 @@ def main() -> None:
     for machine in args.machines:
         for name in args.models:
             capture, size, options = traced(name)
-            beaten += not compare(name, machine, capture, Wishes("auto", None, size, options, search_s=args.search_s))
+            beaten += not compare(name, machine, capture, Wishes(None, None, size, options, search_s=args.search_s))
     print(f"{beaten} of {len(args.models) * len(args.machines)} choices were beaten by a rival")
 
 
@@ -91,7 +91,7 @@ def compare(name: str, machine: str, capture: Callable[[int], OpGraph], wishes: 
     return not row.get("faster_rivals")
 
 
-def figures(found: Found) -> dict[str, Any]:
+def figures(found: SearchResult) -> dict[str, Any]:
     plan = make_plan(found, "", "auto")
     step_s = plan.predicted.step_s
     slower = sorted((r for r in plan.rivals if r.step_s is not None), key=lambda r: r.step_s)

@@ -20,6 +20,7 @@ from ..ir.program import Program, lane_of
 from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
+from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.device.file import open_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
@@ -34,12 +35,12 @@ from .job.preflight import plain_directories
 from .job.together import planned_once
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
+from .search.candidates import Candidate
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
 from .search.prediction import make_plan
-from .search.search import SEARCH_S, Found, Trace, Wishes, search
+from .search.search import SEARCH_S, SearchResult, Trace, Wishes, search
 from .search.what_helps import Help, what_helps
-from .strategies import is_synchronous
 
 LEAST_TIMEOUT_S = 1.0
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
@@ -106,7 +107,8 @@ def compile(
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
     count = _count(micro_batches, shape)
-    if count is None and not is_synchronous(strategy):
+    asked = None if strategy == "auto" else Candidate.of(strategy, machine.num_devices)
+    if count is None and asked is not None and not asked.is_synchronous:
         raise PlanError(
             f'micro_batches="auto" with strategy={strategy!r}: in asynchronous training every micro-batch is a '
             "mini-batch with updates of its own, so that their number is yours to choose; say, for instance, "
@@ -122,12 +124,13 @@ def compile(
             profiler=make_profiler(profile, precision),
         )
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
-        wishes = Wishes(strategy, count, shape.size, options, dump, decided, search_s)
+        wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         found = _find(model, capture, machine, wishes)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     _check_shards(made, spec)
-    if "weights=predict" in made.passes:
+    schedule = best.candidate.find(ScheduleAsync)
+    if schedule is not None and schedule.weights == "predict":
         require_rule(spec)
     settings = Settings(
         optimizer=spec.to_json(),
@@ -212,7 +215,7 @@ def _state_bytes(optimizer: OptimizerSpec, name: str, shape: tuple[int, ...]) ->
     return optimizer.state_bytes({name: shape})
 
 
-def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> Found:
+def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> SearchResult:
     try:
         beyond_bytes = check_states_fit(model, machine, wishes.options)  # before the expensive work
         return search(capture, machine, dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes))

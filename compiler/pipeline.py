@@ -36,7 +36,7 @@ class PassRecord:
     peak_bytes: int | None
 
 
-def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
+def parse_pipeline(text: str, num_devices: int) -> tuple[Pass, ...]:
     """Passes of a strategy's name or of a line such as "coarsen, partition-balanced{stages=4}, ...".
 
     `devices` as an option's value is the number of devices, `2*devices` twice that. Raises `PassError` with close
@@ -47,14 +47,14 @@ def parse_pipeline(text: str, num_devices: int) -> list[Pass]:
         close = difflib.get_close_matches(line, [*STRATEGIES, *PASSES], n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise PassError(f"strategy={text!r} is neither a strategy ({', '.join(STRATEGIES)}, auto) nor a pipeline{hint}")
-    passes = []
+    passes: list[Pass] = []
     for part in BETWEEN_PASSES.split(line):
         found = ONE_PASS.fullmatch(part)
         if found is None:
             raise PassError(f'strategy={text!r}: {part.strip()!r} is no pass, such as "partition-balanced{{stages=4}}"')
         passes.append(_make(found[1], found[2] or "", num_devices))
     check_contracts(passes)
-    return passes
+    return tuple(passes)
 
 
 def require_complete(passes: Sequence[Pass]) -> None:
@@ -98,15 +98,20 @@ def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any
         raise PassError(f"pass {name!r}: option {key}={value!r} is not {kind.__name__}") from error
 
 
-def pipeline_text(passes: Sequence[Pass]) -> str:
-    """The passes as text that `parse_pipeline` reads back."""
-    return ", ".join(_pass_text(p) for p in passes)
+def pipeline_text(passes: Sequence[Pass], short: bool = False) -> str:
+    """The passes as text that `parse_pipeline` reads back. `short`: numbers without digits that say nothing."""
+    return ", ".join(pass_text(p, short) for p in passes)
 
 
-def _pass_text(p: Pass) -> str:
-    changed = [f for f in dataclasses.fields(p) if getattr(p, f.name) != f.default]
-    options = ", ".join(f"{f.name}={str(getattr(p, f.name)).lower()}" for f in changed)
+def pass_text(p: Pass, short: bool = False) -> str:
+    """The pass with those of its options that are not the default."""
+    changed = [(f.name, getattr(p, f.name)) for f in dataclasses.fields(p) if getattr(p, f.name) != f.default]
+    options = ", ".join(f"{name}={_option_text(value, short)}" for name, value in changed)
     return f"{p.name}{{{options}}}" if options else p.name
+
+
+def _option_text(value: Any, short: bool) -> str:
+    return f"{value:g}" if short and isinstance(value, float) else str(value).lower()
 
 
 def run_passes(

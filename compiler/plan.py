@@ -16,8 +16,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from ..ir.errors import PlanError
-from ..passes.sharding.mesh import NEAREST, regular_lanes
-from .plan_layout import Layout
+from ..passes.sharding.mesh import NEAREST, layout_text, regular_lanes
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
@@ -50,6 +49,12 @@ class Rival(BaseModel):
     reason: str
     passes: str = ""
     micro_batches: int | None = None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether it came to another's plan and has no name but that of its first passes. A document says so in words
+        only."""
+        return self.reason.startswith(SAME_PLAN) and self.name.startswith(("partition-", "mesh"))
 
 
 class OnSsd(BaseModel):
@@ -92,14 +97,10 @@ class Mesh(BaseModel):
                 return {"devices": count, "depth": depth, "shards": self.shards, "nearest": nearest}
         return plain(self)
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.shards, len(self.lanes[0]))
-
     def describe(self) -> str:
         """In words: "512 devices: 64 replicas of 8 shards"."""
         count = sum(map(len, self.lanes))
-        return f"{count} devices: {self.layout.describe(count)}"
+        return f"{count} devices: {layout_text(count, self.shards, len(self.lanes[0]))}"
 
 
 class Sharding(BaseModel):
@@ -169,8 +170,8 @@ class Plan(BaseModel):
     def distinct_rivals(self) -> tuple[list[Rival], int]:
         """The fastest first, those without a step last; and how many more come to the plan of another. Strategies with
         a name are among the rows in any case."""
-        alike = [r for r in self.rivals if r.reason.startswith(SAME_PLAN) and r.name.startswith(("partition-", "mesh"))]
-        rows = [rival for rival in self.rivals if rival not in alike]
+        alike = [rival for rival in self.rivals if rival.is_alike]
+        rows = [rival for rival in self.rivals if not rival.is_alike]
         return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(alike)
 
     def save(self, path: str | Path) -> None:

@@ -112,9 +112,3 @@ STRATEGIES: dict[str, str] = {
     "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
     "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
 }
-
-
-def is_synchronous(text: str) -> bool:
-    """Whether a strategy's name or line trains as plain PyTorch does with the whole batch."""
-    line = STRATEGIES.get(text, text)
-    return not any(name in line for name, kind in PASSES.items() if not kind.synchronous)

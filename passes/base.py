@@ -27,6 +27,7 @@ class Pass:
     optional: ClassVar[bool] = False  # whether a job can do without its decision
     automatic: ClassVar[tuple[str, ...]] = ()  # numbers among its options that it chooses itself: 0, written "auto"
     synchronous: ClassVar[bool] = True  # False: it changes the training, so that only who names it gets it
+    slow: ClassVar[bool] = False  # whether it takes longer than all others of its kind together
     final: ClassVar[str] = ""  # why none of its decisions may be made by another pass, where it makes several
 
     def plan(self, draft: Draft) -> Any:

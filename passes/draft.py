@@ -37,7 +37,6 @@ class Options:
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     state_bytes_of: StateBytes | None = None  # where it depends on a parameter's shape
-    stages: int | None = None  # number of stages; None: as many as devices
     profiler: Profiler | None = None  # None: times come from the roofline
 
     @property

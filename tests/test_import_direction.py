@@ -31,7 +31,7 @@ ORDER = {
         "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "plan_layout", "plan", "strategies", "pipeline", "folder", "models", "capture", "profile", "search",
+        "garbage", "plan", "strategies", "pipeline", "folder", "models", "capture", "profile", "search",
         "report", "job", "check", "api",
     ),
 }  # fmt: skip

@@ -156,9 +156,9 @@ def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) 
     """Without the model only the rates of a machine can change."""
     own_s = simulate(programs, hardware, precision=plan.precision).step_s
     lines = ["what would help, with these programs as they are (planning anew needs the model):"]
-    for change, machine in changed_machines(hardware):
-        if machine is not None and "x as fast" in change:
-            lines += _gain(change, simulate(programs, machine, precision=plan.precision).step_s, own_s)
+    for change in changed_machines(hardware):
+        if change.machine is not None and change.faster:
+            lines += _gain(change.text, simulate(programs, change.machine, precision=plan.precision).step_s, own_s)
     return "\n".join(lines)
 
 

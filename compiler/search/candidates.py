@@ -6,102 +6,166 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
+from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.mapping.mapping import equal_devices
+from ...passes.graph.coarsen import Coarsen
+from ...passes.mapping.map_cross import MapCross
+from ...passes.mapping.map_round_robin import MapRoundRobin
+from ...passes.mapping.mapping import Mapping, equal_devices
+from ...passes.memory.choose_activations import ChooseActivations
+from ...passes.memory.insert_fetch import InsertFetch
+from ...passes.memory.insert_remat import InsertRemat
+from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.optimizer.insert_optimizer import InsertOptimizer
+from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
+from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
+from ...passes.partition.partition_max_stage import PartitionMaxStage
+from ...passes.partition.partition_min_stage import PartitionMinStage
 from ...passes.partition_mip.partition_mip import PartitionMip, candidates
-from ..plan_layout import Layout
+from ...passes.schedule.schedule_1f1b import Schedule1F1B
+from ...passes.schedule.schedule_pipeline import SchedulePipeline
+from ...passes.sharding.insert_shard import InsertShard
+from ...passes.sharding.insert_two_hop import AUTO, InsertTwoHop
+from ...passes.sharding.mesh import Mesh
+from ..pipeline import parse_pipeline, pass_text, pipeline_text
 from ..strategies import PASSES, STRATEGIES
 from .layouts import shared_stages
 
 FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
-TO_SSD = "insert-ssd"
-SLOW = "partition-mixed"  # takes longer than all others together, so it comes behind them
-IN_ORDER = ("partition-min-stage", "partition-max-stage")
-ONE_LANE = Layout()
-ONE_F_ONE_B = "schedule-1f1b"
-PLAIN = ("partition-balanced", "map-round-robin", "schedule-pipeline")
+IN_ORDER = (PartitionMinStage, PartitionMaxStage)
+P = TypeVar("P", bound=Pass)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A pipeline by the passes that candidates differ in. `swap`: weights come from DRAM though they could stay;
-    `activations`: each class of them is kept, moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD,
-    and the optimizer runs under the backward pass. `layout`: of the devices as lanes; with shards `swap` means that all
-    is computed again, and `hold` that stages stay whole for all micro-batches as far as there is room.
+class Candidate:
+    """A pipeline of passes that the search may try. `name`: of a strategy, or the text that the user gave; others are
+    made of `PLAIN` by exchanging passes."""
 
-    `named`: a strategy's whole line instead.
-    """
+    passes: tuple[Pass, ...]
+    name: str = ""
 
-    partition: str = PLAIN[0]
-    mapping: str = PLAIN[1]
-    schedule: str = PLAIN[2]
-    swap: bool = False
-    activations: bool = False
-    reservoir: bool = False
-    layout: Layout = ONE_LANE
-    hold: bool = True
-    named: str = ""
+    @staticmethod
+    def of(text: str, num_devices: int) -> Candidate:
+        """Of a strategy's name or a pipeline's text. Raises `PassError` as `parse_pipeline` does."""
+        return Candidate(parse_pipeline(text, num_devices), text)
+
+    def find(self, kind: type[P]) -> P | None:
+        """Its pass of this kind."""
+        return next((p for p in self.passes if isinstance(p, kind)), None)
 
     @property
-    def line(self) -> str:
-        if self.named:
-            return STRATEGIES.get(self.named, self.named)
-        mesh = [self.layout.text] if self.layout.depth else []
-        parts = ["coarsen", *mesh, self.partition, self.mapping, self.schedule]
-        return ", ".join([*parts, *(self._sharded if self.layout.shards > 1 else self._whole)])
+    def mesh(self) -> Mesh | None:
+        return self.find(Mesh)
 
     @property
-    def _whole(self) -> list[str]:
-        """Passes behind the schedule, of stages that no other lane shares."""
-        swap = ["swap=true"] if self.swap else []
-        activations = _with_options("insert-remat", swap)
-        if self.activations:
-            activations = _with_options("choose-activations", [*swap, *([] if self.reservoir else ["tier=none"])])
-        update = ["insert-ssd", "overlap-optimizer"] if self.reservoir else ["insert-optimizer"]
-        return [activations, _with_options("insert-fetch", swap), *update]
+    def partition(self) -> Pass | None:
+        return self.find(Partition)
 
     @property
-    def _sharded(self) -> list[str]:
-        remat = _with_options("insert-remat", ["always=true"] if self.swap else [])
-        options = [*(["tier=ssd"] if self.reservoir else []), *([] if self.hold else ["hold=false"])]
-        shard = _with_options("insert-shard", options)
-        if self.reservoir:
-            return [remat, shard, "insert-ssd", "overlap-optimizer"]
-        return [remat, shard, "insert-two-hop{every=auto}", "insert-optimizer"]
+    def is_shared(self) -> bool:
+        """Whether several devices share each stage."""
+        return self.mesh is not None and self.mesh.shards > 1
+
+    @property
+    def is_slow(self) -> bool:
+        return any(p.slow for p in self.passes)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether it trains as plain PyTorch does with the whole batch."""
+        return all(p.synchronous for p in self.passes)
+
+    @property
+    def uses_ssd(self) -> bool:
+        return self.find(InsertSsd) is not None
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what is saved for the backward pass may leave its device."""
+        return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
+
+    def with_(self, *passes: Pass) -> Candidate:
+        """The same with each of these in place of the one that decides what it does."""
+        by_decision = {p.decides: p for p in passes}
+        return Candidate(tuple(by_decision.get(p.decides, p) for p in self.passes))
+
+    def ending(self, *passes: Pass) -> Candidate:
+        """The same with these behind its schedule."""
+        head = [p.decides for p in self.passes].index("schedule") + 1
+        return Candidate((*self.passes[:head], *passes))
+
+    def on(self, mesh: Mesh) -> Candidate:
+        """The same on each lane of a mesh."""
+        coarsen, *behind = self.passes
+        found = Candidate((coarsen, mesh, *behind))
+        return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
+
+    def swapped(self, swap: bool) -> Candidate:
+        """The same with weights that come from DRAM though they could stay, or not; of shared stages with all computed
+        again, or not."""
+        if self.is_shared:
+            return self.with_(InsertRemat(always=swap))
+        return self.ending(*tiers(self.moves_activations, self.uses_ssd, swap))
+
+    def holding(self, hold: bool) -> Candidate:
+        """The same with shared stages that stay whole for all micro-batches as far as there is room, or not."""
+        shard = self.find(InsertShard)
+        return self if shard is None else self.with_(dataclasses.replace(shard, hold=hold))
+
+    @property
+    def text(self) -> str:
+        """The pipeline, as `parse_pipeline` reads it."""
+        return STRATEGIES.get(self.name, self.name) or pipeline_text(self.passes, short=True)
 
     @property
     def label(self) -> str:
         """For the table of rivals: what is usual is left out."""
-        if self.named:
-            return self.named
-        parts = [self.layout.text] if self.layout.depth else []
-        parts += [self.partition, *([] if self.layout.depth == 1 else [self.mapping])]
-        parts += [] if self.schedule == PLAIN[2] else [self.schedule]
-        parts += [("all computed again" if self.layout.shards > 1 else "swapped")] if self.swap else []
-        parts += ["activations chosen"] if self.activations else []
-        parts += [] if self.hold else ["none held"]
-        return ", ".join([*parts, *(["reservoir"] if self.reservoir else [])])
+        if self.name:
+            return self.name
+        mesh, fetch, remat, shard = self.mesh, self.find(InsertFetch), self.find(InsertRemat), self.find(InsertShard)
+        on_one = mesh is not None and mesh.depth == 1
+        parts = [pass_text(p, short=True) for p in self.passes if isinstance(p, Mesh | Partition)]
+        parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
+        parts += [p.name for p in self.passes if p.decides == "schedule" and not isinstance(p, SchedulePipeline)]
+        parts += ["swapped"] if fetch is not None and fetch.swap else []
+        parts += ["all computed again"] if remat is not None and remat.always else []
+        parts += ["activations chosen"] if self.moves_activations else []
+        parts += ["none held"] if shard is not None and not shard.hold else []
+        return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
 
-    @property
-    def is_slow(self) -> bool:
-        return SLOW in self.line
-
-    @property
-    def uses_ssd(self) -> bool:
-        return TO_SSD in self.line
-
-    def but(self, **changes: object) -> Recipe:
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+    def title(self, count: int) -> str:
+        """Of a trial with this number of micro-batches."""
+        return f"{self.label}, {count} micro-batches"
 
 
-def _with_options(name: str, options: list[str]) -> str:
-    return f"{name}{{{', '.join(options)}}}" if options else name
+def tiers(activations: bool, reservoir: bool, swap: bool = False) -> tuple[Pass, ...]:
+    """Passes behind the schedule, of stages that no other lane shares. `activations`: each class of them is kept, moved
+    or computed again; `reservoir`: what DRAM cannot hold lies on SSD, and the optimizer runs under the backward pass;
+    `swap`: weights come from DRAM though they could stay."""
+    saved: Pass = InsertRemat(swap=swap)
+    if activations:
+        saved = ChooseActivations(swap=swap, tier="auto" if reservoir else "none")
+    update = (InsertSsd(), OverlapOptimizer()) if reservoir else (InsertOptimizer(),)
+    return saved, InsertFetch(swap=swap), *update
+
+
+def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
+    """Passes behind the schedule, of stages that lanes share."""
+    if reservoir:
+        return InsertRemat(), InsertShard(tier=ops.SSD), InsertSsd(), OverlapOptimizer()
+    return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
+
+
+PLAIN = Candidate((Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *tiers(False, False)))
+RESERVOIR = PLAIN.ending(*tiers(activations=True, reservoir=True))
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
@@ -147,38 +211,38 @@ def device_orders(hardware: Hardware) -> list[str]:
     return ["" if order == numbered else " ".join(map(str, order)) for order in found[:MOST_ORDERS]]
 
 
-def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
+def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
-    found = [base.but(partition=balanced(count, base)) for count in stage_counts(draft, base.activations)]
-    if base.reservoir:
-        found += [base.but(partition=balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
+    found = [base.with_(balanced(count, base)) for count in stage_counts(draft, base.moves_activations)]
+    if base.uses_ssd:
+        found += [base.with_(balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
     return found
 
 
-def lane_scouts(draft: Draft, base: Recipe) -> list[Recipe]:
-    """Cheap candidates for a layout of several lanes: the fewest stages, or where lanes share them so many that one is
-    a small part of a device; a pipeline by 1F1B, a single device stage by stage, which gathers or fetches each once."""
-    fewest, blocks = stage_counts(draft, base.activations)[0], len(draft.blocks)
-    schedule = ONE_F_ONE_B if base.layout.depth > 1 else PLAIN[2]
-    if base.layout.shards > 1:
-        cuts = [balanced(min(blocks, max(fewest, shared_stages(base.layout))), base)]
-        return [base.but(partition=cut, schedule=schedule, hold=False) for cut in cuts]
+def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
+    """Cheap candidates for a mesh of several lanes: the fewest stages, or where lanes share them so many that one is a
+    small part of a device; a pipeline by 1F1B, a single device stage by stage, which gathers or fetches each once."""
+    fewest, blocks = stage_counts(draft, base.moves_activations)[0], len(draft.blocks)
+    schedule = Schedule1F1B() if mesh.depth > 1 else SchedulePipeline()
+    if mesh.shards > 1:
+        cut = balanced(min(blocks, max(fewest, shared_stages(mesh))), base)
+        return [base.with_(cut, schedule).holding(False)]
     cuts = [balanced(fewest, base)]
-    cuts += [balanced(blocks, base)] if base.layout.depth == 1 and 1 < fewest < blocks else []
-    return [base.but(partition=cut, schedule=schedule) for cut in cuts]
+    cuts += [balanced(blocks, base)] if mesh.depth == 1 and 1 < fewest < blocks else []
+    return [base.with_(cut, schedule) for cut in cuts]
 
 
-def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
+def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
     """Every registered partitioner; balanced ones also in other orders of unequal devices. Of stages that lanes share
     only cuts in order: what comes from where is not as the others reckon."""
-    for name, kind in PASSES.items():
-        if base.layout.shards > 1 and name not in IN_ORDER:
+    for kind in PASSES.values():
+        if not issubclass(kind, Partition) or kind is PartitionBalanced or (base.is_shared and kind not in IN_ORDER):
             continue
-        if kind.decides == "stages" and kind is not PartitionBalanced:
-            can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
-            yield _with_options(name, ["inputs_leave=true"] if base.activations and can_leave else [])
+        can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
+        options: dict[str, Any] = {"inputs_leave": True} if base.moves_activations and can_leave else {}
+        yield kind(**options)
     orders = device_orders(draft.hardware)
-    for count, order in itertools.product(stage_counts(draft, base.activations), orders):
+    for count, order in itertools.product(stage_counts(draft, base.moves_activations), orders):
         yield balanced(count, base, order)
 
 
@@ -193,29 +257,28 @@ def fewer(hardware: Hardware) -> list[str]:
     return [" ".join(map(str, crossed[:count])) for count in counts]
 
 
-def balanced(count: int, base: Recipe, order: str = "") -> str:
-    options = [f"stages={count}", *([f"order={order}"] if order else [])]
-    return _with_options("partition-balanced", [*options, *(["inputs_leave=true"] if base.activations else [])])
+def balanced(count: int, base: Candidate, order: str = "") -> PartitionBalanced:
+    return PartitionBalanced(stages=count, order=order, inputs_leave=base.moves_activations)
 
 
-def more_of_mip(draft: Draft) -> list[str]:
+def more_of_mip(draft: Draft) -> list[PartitionMip]:
     """Partitions of `partition-mip` into other numbers of stages, whose predicted steps come next."""
     try:
         found = candidates(draft, PartitionMip(deadline_s=MIP_S))[1 : 1 + MORE_OF_MIP]
     except (DoesNotFit, PassError, PlanError):
         return []
-    return [f"partition-mip{{stages={len(row.decision['stages'])}, deadline_s={MIP_S / 2:g}}}" for row in found]
+    return [PartitionMip(stages=len(row.decision["stages"]), deadline_s=MIP_S / 2) for row in found]
 
 
-def mappings(hardware: Hardware) -> list[str]:
+def mappings(hardware: Hardware) -> list[Mapping]:
     """Every registered mapping; first the one that promises most: cross where devices share several root complexes."""
-    names = [name for name, kind in PASSES.items() if kind.decides == "devices" and "devices" in kind.gives]
     homes = {(device.host, device.root_complex) for device in hardware.devices}
-    first = "map-cross" if len(homes) > 1 and hardware.num_devices > 2 else PLAIN[1]
-    return sorted(names, key=lambda name: name != first)
+    first = MapCross if len(homes) > 1 and hardware.num_devices > 2 else MapRoundRobin
+    found = [kind() for kind in PASSES.values() if issubclass(kind, Mapping)]
+    return sorted(found, key=lambda mapping: not isinstance(mapping, first))
 
 
-def schedules(num_devices: int = 2) -> list[str]:
+def schedules(num_devices: int = 2) -> list[Pass]:
     """Those that train as plain PyTorch does; on a single device only such as need no other to differ from these."""
-    names = [name for name, kind in PASSES.items() if kind.decides == "schedule" and kind.synchronous]
-    return names if num_devices > 1 else [name for name in names if name in (PLAIN[2], ONE_F_ONE_B)]
+    found = [kind() for kind in PASSES.values() if kind.decides == "schedule" and kind.synchronous]
+    return found if num_devices > 1 else [p for p in found if isinstance(p, SchedulePipeline | Schedule1F1B)]

@@ -13,7 +13,7 @@ from ...ir.precision import PRECISIONS
 from ...ir.program import MemoryProfile, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
-from .host_memory import MemoryNeed, host_needs, host_of
+from .host_memory import MemoryNeed, host_needs, host_of, tier_of
 
 
 def check_fit(draft: Draft) -> None:
@@ -36,7 +36,7 @@ def check_fit(draft: Draft) -> None:
 
 def _budget_bytes(hardware: Hardware, memory: str) -> int:
     host = host_of(memory)
-    return hardware.dram_budget_bytes(host) if memory.startswith(ops.DRAM) else hardware.ssd_budget_bytes(host)
+    return hardware.dram_budget_bytes(host) if tier_of(memory) == ops.DRAM else hardware.ssd_budget_bytes(host)
 
 
 def check_lasting(draft: Draft) -> None:

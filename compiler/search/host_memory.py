@@ -37,6 +37,11 @@ class MemoryNeed:
         return max(self.step_bytes, self.loading_bytes)
 
 
+def tier_of(memory: str) -> str:
+    """Which memory of a host "dram0" or "ssd0" is; every other name is one of a device's."""
+    return next((tier for tier in (ops.DRAM, ops.SSD) if memory.startswith(tier)), ops.DEVICE)
+
+
 def host_of(memory: str) -> int:
     """Index of the host that "dram0" or "ssd0" belongs to."""
     return int(memory.removeprefix(ops.DRAM).removeprefix(ops.SSD))

@@ -20,7 +20,6 @@ from ...passes.draft import Draft
 from ...passes.graph.blocks import compute_dtype
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
-from ..plan_layout import Layout
 from .bounds import device_seconds
 
 SHARED_STAGES = 32  # of a lane that shares them: enough that each is a small part of a device
@@ -29,16 +28,16 @@ NOT_UNDER = 0.1  # of transfers that could lie under computation, what does not
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LayoutEstimate:
     """Of a layout with a number of micro-batches: what no plan undercuts, and a guess of the step. Seconds."""
 
-    layout: Layout
+    mesh: Mesh
     count: int
     bound_s: float
     estimate_s: float
 
 
-def layouts(hardware: Hardware, most_depth: int) -> list[Layout]:
+def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
     """Layouts of several lanes that divide the devices; none of one device. `most_depth`: so many blocks there are."""
     count = hardware.num_devices
     sizes = _sizes(hardware)
@@ -47,9 +46,9 @@ def layouts(hardware: Hardware, most_depth: int) -> list[Layout]:
         each = shards * depth
         if depth > most_depth or each > count or count % each or depth == count:
             continue
-        found.append(Layout(shards, depth))
+        found.append(Mesh(shards, depth))
         if shards > 1 and depth > 1 and not _on_one_host(hardware, each):
-            found.append(Layout(shards, depth, "pipeline"))
+            found.append(Mesh(shards, depth, "pipeline"))
     return found
 
 
@@ -70,12 +69,12 @@ def _on_one_host(hardware: Hardware, each: int) -> bool:
     return all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
 
 
-def shared_stages(layout: Layout) -> int:
+def shared_stages(mesh: Mesh) -> int:
     """Of a lane whose stages others share, as many as `SHARED_STAGES` or a few more, the same number on each device."""
-    return -(-SHARED_STAGES // layout.depth) * layout.depth
+    return -(-SHARED_STAGES // mesh.depth) * mesh.depth
 
 
-class Yardstick:
+class LayoutEstimator:
     """What a model takes of a machine's devices, as far as it depends on no layout. `draft`: with blocks."""
 
     def __init__(self, draft: Draft):
@@ -98,39 +97,39 @@ class Yardstick:
             self.hardware, measured, lambda d: sum(block_seconds(b, d, precision).both_s for b in blocks)
         )
 
-    def stages(self, layout: Layout) -> int:
+    def stages(self, mesh: Mesh) -> int:
         """Of a lane: one a device, more where several share them, so that one is a small part of a device."""
-        return min(len(self.draft.blocks), shared_stages(layout) if layout.shards > 1 else layout.depth)
+        return min(len(self.draft.blocks), shared_stages(mesh) if mesh.shards > 1 else mesh.depth)
 
-    def outlook(self, layout: Layout, count: int) -> Outlook | None:
+    def estimate(self, mesh: Mesh, count: int) -> LayoutEstimate | None:
         """With `count` micro-batches, of which those of the draft may be a divisor; None where the lanes cannot share
         them out, or a lane would be longer than what is planned in a second or two."""
-        lanes = Mesh(layout.shards, layout.depth, layout.nearest).plan(self.draft)["lanes"]
+        lanes = mesh.plan(self.draft)["lanes"]
         if count % len(lanes):
             return None
         each, smaller = count // len(lanes), self.draft.options.micro_batches / count
-        if each * self.stages(layout) > MOST_TURNS:
+        if each * self.stages(mesh) > MOST_TURNS:
             return None
         together_s = max(smaller / sum(1.0 / self.seconds[d] for d in lane) for lane in lanes)
         slowest_s = max(max(self.seconds[d] for d in lane) for lane in lanes) * smaller
-        room = layout.shards * max(sum(self.hardware.devices[d].budget_bytes for d in lane) for lane in lanes)
+        room = mesh.shards * max(sum(self.hardware.devices[d].budget_bytes for d in lane) for lane in lanes)
         beyond = max(0.0, 1 - room / self.lasting_bytes)  # what must come from DRAM
-        dram_s = self._from_dram_s(len(lanes) / layout.shards)
+        dram_s = self._from_dram_s(len(lanes) / mesh.shards)
         bound_s = max(each * together_s, min(self.seconds) * smaller, beyond * dram_s)
-        together_s = max(together_s, slowest_s / layout.depth)
+        together_s = max(together_s, slowest_s / mesh.depth)
         guesses = []
-        for held, rounds in ((each, 1), (min(each, layout.depth), each)):  # fill and drain, or 1F1B
-            compute_s = (each + layout.depth - 1) * together_s * (1 + self._again(layout, held, smaller))
-            moving_s = rounds * (3 * (beyond > 0) * dram_s + self._gathers_s(layout, lanes))
+        for held, rounds in ((each, 1), (min(each, mesh.depth), each)):  # fill and drain, or 1F1B
+            compute_s = (each + mesh.depth - 1) * together_s * (1 + self._again(mesh, held, smaller))
+            moving_s = rounds * (3 * (beyond > 0) * dram_s + self._gathers_s(mesh, lanes))
             guesses.append(max(compute_s, moving_s) + NOT_UNDER * min(compute_s, moving_s))
-        return Outlook(layout, count, bound_s, min(guesses) + self._sums_s(layout, lanes))
+        return LayoutEstimate(mesh, count, bound_s, min(guesses) + self._sums_s(mesh, lanes))
 
-    def _again(self, layout: Layout, held: int, smaller: float) -> float:
+    def _again(self, mesh: Mesh, held: int, smaller: float) -> float:
         """The part of the computation that is done again, since the saved tensors of `held` micro-batches do not fit
         beside what lasts: at most a forward, a third of it."""
-        parts = layout.shards * layout.depth
+        parts = mesh.shards * mesh.depth
         room = min(d.budget_bytes for d in self.hardware.devices) - self.lasting_bytes / parts
-        kept = self.kept_bytes * smaller / layout.depth * held
+        kept = self.kept_bytes * smaller / mesh.depth * held
         return min(1.0, max(0.0, 1 - room / kept)) / 3 if kept else 0.0
 
     def _from_dram_s(self, replicas: float) -> float:
@@ -139,16 +138,16 @@ class Yardstick:
         rate = sum(complex_.bandwidth_down for host in hosts for complex_ in host.root_complexes)
         return replicas * self.weight_bytes / rate
 
-    def _gathers_s(self, layout: Layout, lanes: Sequence[Sequence[int]]) -> float:
+    def _gathers_s(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> float:
         """Of weights for forward and backward, and the scattered sum of gradients."""
-        members = [lane[0] for lane in lanes[: layout.shards]]
-        each_bytes = (2 * self.weight_bytes + self.grad_bytes) / layout.depth
-        return self._ring_s(members, each_bytes, 3 * self.stages(layout) / layout.depth)
+        members = [lane[0] for lane in lanes[: mesh.shards]]
+        each_bytes = (2 * self.weight_bytes + self.grad_bytes) / mesh.depth
+        return self._ring_s(members, each_bytes, 3 * self.stages(mesh) / mesh.depth)
 
-    def _sums_s(self, layout: Layout, lanes: Sequence[Sequence[int]]) -> float:
-        members = [lane[0] for lane in lanes[:: layout.shards]]
-        each_bytes = 2 * self.grad_bytes / layout.depth / layout.shards
-        return self._ring_s(members, each_bytes, 2 * self.stages(layout) / layout.depth)
+    def _sums_s(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> float:
+        members = [lane[0] for lane in lanes[:: mesh.shards]]
+        each_bytes = 2 * self.grad_bytes / mesh.depth / mesh.shards
+        return self._ring_s(members, each_bytes, 2 * self.stages(mesh) / mesh.depth)
 
     def _ring_s(self, members: Sequence[int], num_bytes: float, times: float) -> float:
         """Bytes round a ring so many times, while all other devices of a host do the same in rings of theirs."""
@@ -169,23 +168,23 @@ class Yardstick:
         return part * num_bytes / min(first.d2h_bandwidth, root / shared)
 
 
-def outlooks(draft: Draft, counts: Sequence[int]) -> list[Outlook]:
+def estimates(draft: Draft, counts: Sequence[int]) -> list[LayoutEstimate]:
     """What layouts of a draft with blocks promise with these numbers of micro-batches, the best first."""
-    yardstick, shapes = Yardstick(draft), layouts(draft.hardware, len(draft.blocks))
-    rows = [yardstick.outlook(layout, count) for count in counts for layout in shapes]
+    estimator, meshes = LayoutEstimator(draft), layouts(draft.hardware, len(draft.blocks))
+    rows = [estimator.estimate(mesh, count) for count in counts for mesh in meshes]
     return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
 
 
-def varied(rows: Sequence[Outlook], most: int) -> list[Outlook]:
+def varied(rows: Sequence[LayoutEstimate], most: int) -> list[LayoutEstimate]:
     """The best, and the best of every depth and of every number of shards before more of those; each layout once, with
     the number of micro-batches that suits it."""
-    best = list({row.layout: row for row in reversed(rows)}.values())[::-1]
+    best = list({row.mesh: row for row in reversed(rows)}.values())[::-1]
     best.sort(key=lambda row: row.estimate_s)
-    first: dict[tuple[str, int], Outlook] = {}
+    first: dict[tuple[str, int], LayoutEstimate] = {}
     for row in best:
-        first.setdefault(("depth", row.layout.depth), row)
-        first.setdefault(("shards", row.layout.shards), row)
-    whole = [row for row in best if row.layout.shards == 1 and row.layout.depth > 1]  # pipelines with whole stages
+        first.setdefault(("depth", row.mesh.depth), row)
+        first.setdefault(("shards", row.mesh.shards), row)
+    whole = [row for row in best if row.mesh.shards == 1 and row.mesh.depth > 1]  # pipelines with whole stages
     each = sorted(first.values(), key=lambda row: row.estimate_s)
     chosen = list(dict.fromkeys([*best[:3], *whole[:1], *each, *best]))
     return sorted(chosen[:most], key=lambda row: row.estimate_s)

@@ -17,9 +17,9 @@ from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_seconds, parse_bytes, short_bytes
-from .host_memory import host_needs, host_of
-from .search import HOST_MEMORIES, LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
-from .trial import Candidate
+from .compiled import Compiled
+from .host_memory import host_needs, host_of, tier_of
+from .search import LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 12
@@ -51,16 +51,17 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
 
 def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
     has_ssds = any(host.ssds for host in hardware.hosts)
-    if miss.memory.startswith("dram") and has_ssds:
-        if wishes.strategy != "auto" or wishes.decided is not None:
-            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+    tier = tier_of(miss.memory)
+    if tier == ops.DRAM and has_ssds:
+        if wishes.asked is not None or wishes.decided is not None:
+            free = dataclasses.replace(wishes, asked=None, decided=None)
             yield _searched(trace, hardware, free, {"strategy": "auto"})
         yield _grown(miss, trace, hardware, wishes)
-    if miss.memory.startswith("ssd"):
+    if tier == ops.SSD:
         yield _grown(miss, trace, hardware, wishes)
-    if not miss.memory.startswith(HOST_MEMORIES):  # DRAM holds what no strategy makes smaller
-        if wishes.strategy != "auto" or wishes.decided is not None:
-            free = dataclasses.replace(wishes, strategy="auto", decided=None)
+    if tier == ops.DEVICE:  # DRAM holds what no strategy makes smaller
+        if wishes.asked is not None or wishes.decided is not None:
+            free = dataclasses.replace(wishes, asked=None, decided=None)
             yield _searched(trace, hardware, free, {"strategy": "auto"})
         first = wishes.micro_batches or wishes.batch_size
         more = range(first + 1, wishes.batch_size + 1)
@@ -84,7 +85,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
     change: dict[str, Any] = {}
     for _ in range(TRIES):
         tried = attempt_smallest(trace, wider, wishes)
-        if isinstance(tried, Candidate):
+        if isinstance(tried, Compiled):
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = short_bytes(dram_bytes)
             return Nearest(change, tried.timeline.step_s)
@@ -100,15 +101,15 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
 def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
     """More SSDs, or where these are not short more DRAM beside them, by what is missing until something fits."""
     change: dict[str, Any] = {}
-    tried: Candidate | PenstockError = miss
+    tried: Compiled | PenstockError = miss
     for _ in range(TRIES):
         wider = hardware.with_(**change) if change else hardware
-        if isinstance(tried, Candidate):
+        if isinstance(tried, Compiled):
             return Nearest(change, tried.timeline.step_s)
-        if not isinstance(tried, DoesNotFit) or not tried.memory.startswith(HOST_MEMORIES) or not tried.missing_bytes:
+        if not isinstance(tried, DoesNotFit) or tier_of(tried.memory) == ops.DEVICE or not tried.missing_bytes:
             return None
         host = wider.hosts[host_of(tried.memory)]
-        if tried.memory.startswith("ssd"):
+        if tier_of(tried.memory) == ops.SSD:
             like = host.ssds[0].budget_bytes if host.ssds else STOCK_BYTES
             change["ssds"] = len(host.ssds) + max(1, ceil(tried.missing_bytes / like))
         else:
@@ -118,12 +119,12 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
     return None
 
 
-def _dram_needs(candidate: Candidate) -> dict[int, int]:
+def _dram_needs(compiled: Compiled) -> dict[int, int]:
     """Bytes by host."""
-    needs = host_needs(*shown(candidate.draft.programs, candidate.draft.whole))
-    return {host_of(need.memory): need.peak_bytes for need in needs if need.memory.startswith(ops.DRAM)}
+    needs = host_needs(*shown(compiled.draft.programs, compiled.draft.whole))
+    return {host_of(need.memory): need.peak_bytes for need in needs if tier_of(need.memory) == ops.DRAM}
 
 
-def _dram_bytes(candidate: Candidate, hardware: Hardware) -> int:
-    """What every host must have for the candidate."""
-    return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(candidate).items())
+def _dram_bytes(compiled: Compiled, hardware: Hardware) -> int:
+    """What every host must have for it."""
+    return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(compiled).items())

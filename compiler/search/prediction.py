@@ -9,18 +9,18 @@ from ..pipeline import pipeline_text
 from ..plan import Decisions, Plan, Prediction
 from .bounds import machine_bound
 from .host_memory import host_needs
-from .search import Found
+from .search import SearchResult
 
 
-def make_plan(found: Found, model: str, strategy: str) -> Plan:
+def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
     """The chosen candidate as a document."""
     best = found.best
     return Plan(
         model=model,
         hardware=best.draft.whole.name,
         strategy=strategy,
-        passes=pipeline_text(best.passes),
-        micro_batches=best.draft.programs[0].interface.total_micro_batches,
+        passes=pipeline_text(best.candidate.passes),
+        micro_batches=best.count,
         precision=best.draft.options.precision,  # type: ignore[arg-type]
         max_grad_norm=best.draft.options.max_grad_norm,
         decisions=Decisions(**best.decisions),

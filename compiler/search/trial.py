@@ -1,195 +1,108 @@
-"""One candidate: cheap up to its lower bound, then compiled and simulated, and proven only if it is chosen.
-
-Candidates with the same number of micro-batches share blocks, partitions and stages through a `Bench`.
-"""
+"""What became of a candidate: its step, or why there is none; and how that is said of it among the plan's rivals."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Callable, Sequence
-from collections.abc import Mapping as MappingType
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
-from ...ir.machine.hardware import Hardware
-from ...ir.program import Program
-from ...ir.units import format_bytes
-from ...ir.verify import verify
-from ...passes.base import Pass
-from ...passes.draft import Draft, Options
-from ...passes.graph.coarsen import Coarsen
-from ...passes.graph.opgraph import OpGraph
-from ...passes.mapping.mapping import Mapping
-from ...passes.partition.partition import Partition
-from ...passes.schedule.evaluation import evaluation_programs
-from ...passes.schedule.schedule import Schedule
-from ...passes.sharding.mesh import Mesh
-from ...runtime.simulate import Timeline, simulate
-from ..pipeline import PassRecord, parse_pipeline, require_complete, run_passes
-from ..plan_layout import Layout
-from .bounds import Bound, lower_bound
-from .fit import check_fit, check_lasting
-from .host_memory import evaluation_lacks
-
-DumpPrograms = Callable[[str, Draft], None]
-PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
+from ...ir import ops
+from ...ir.errors import DoesNotFit, PenstockError, PlanError
+from ...ir.units import format_bytes, format_seconds
+from ..plan import SAME_PLAN, Rival
+from .candidates import Candidate
+from .host_memory import tier_of
 
 
-@dataclass
-class Candidate:
-    """One complete compilation."""
+class Skipped(Enum):
+    """Why a candidate was not looked at."""
 
-    name: str
-    draft: Draft
-    passes: list[Pass]
-    decisions: dict[str, Any]
-    records: list[PassRecord]
-    timeline: Timeline
-    evaluation: list[Program] = field(default_factory=list)
-    no_evaluation: str | None = None  # why there are no programs for it
-
-    @property
-    def step_s(self) -> float:
-        return self.timeline.step_s
-
-
-@dataclass
-class Started:
-    """A candidate whose stages have their devices; `todo` are the passes that make its programs."""
-
-    draft: Draft
-    passes: list[Pass]
-    todo: list[Pass]
-    decisions: dict[str, Any]
-    records: list[PassRecord]
-
-    @property
-    def key(self) -> str:
-        """Equal for candidates that come to the same programs."""
-        placed = {name: self.decisions.get(name) for name in ("blocks", "mesh", "stages", "devices")}
-        return f"{json.dumps(placed, default=str)} {self.todo}"
-
-    def bound(self) -> Bound:
-        """What the simulated step will at least be."""
-        split = any(isinstance(p, Schedule) and p.splits_backward for p in self.todo)
-        return lower_bound(self.draft, any(getattr(p, "swap", False) for p in self.todo), self.tier, split)
-
-    @property
-    def tier(self) -> str | None:
-        """What goes to SSD: the option of `insert-ssd`; None without that pass."""
-        return next((str(getattr(p, "tier", "auto")) for p in self.todo if "ssd" in p.gives), None)
+    OUT_OF_TIME = "not tried: out of time"
+    NO_SSDS = "needs SSDs, of which there are none"
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """What candidates that begin with the same passes share."""
+class Pruned:
+    """No schedule of its stages is faster than this, which is no better than the best."""
 
-    draft: Draft
-    decisions: dict[str, Any]
-    records: list[PassRecord]
+    bound_s: float
 
 
-class Bench:
-    """Candidates with one number of micro-batches. `decided`: decisions to apply instead of planning; `dump`: see
-    `run_passes`."""
+@dataclass(frozen=True)
+class SamePlan:
+    """It comes to the same programs as the trial of this name."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        hardware: Hardware,
-        options: Options,
-        decided: MappingType[str, Any] | None = None,
-        dump: DumpPrograms | None = None,
-    ):
-        self.graph, self.hardware, self.options = graph, hardware, options
-        self.decided, self.dump = decided, dump
-        self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
+    name: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate with a number of micro-batches: its step, or a reason why there is none."""
+
+    candidate: Candidate
+    count: int  # of micro-batches
+    step_s: float | None = None
+    reason: Skipped | Pruned | SamePlan | PenstockError | None = None
+    all_swapped: bool = False  # no stage's weights stay on a device
 
     @property
-    def base(self) -> Draft:
-        """The model as layers."""
-        return self._prefix((Coarsen(),)).draft
+    def name(self) -> str:
+        return self.candidate.title(self.count)
 
-    def lane(self, layout: Layout) -> Draft:
-        """The model as layers and what a lane has of the machine. Raises `PassError` where lanes cannot be made."""
-        mesh = (Mesh(layout.shards, layout.depth, layout.nearest),) if layout.depth else ()
-        return self._prefix((Coarsen(), *mesh)).draft
+    def rival(self, best_s: float) -> Rival:
+        """As a row of the plan. `best_s`: the chosen plan's step."""
+        return Rival(
+            name=self.name,
+            step_s=self.step_s,
+            reason=self._why_not(best_s),
+            passes=self.candidate.text,
+            micro_batches=self.count,
+        )
 
-    def start(self, line: str) -> Started:
-        """Run a line's passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
-        passes = parse_pipeline(line, self.hardware.num_devices)
-        require_complete(passes)
-        shared = tuple(itertools.takewhile(lambda p: isinstance(p, (Coarsen, Mesh, Partition)), passes))
-        placed = list(itertools.takewhile(lambda p: isinstance(p, Mapping), passes[len(shared) :]))
-        prefix = self._prefix(shared)
-        draft = _copy(prefix.draft)
-        made, took = self._run(draft, placed)
-        todo = passes[len(shared) + len(placed) :]
-        started = Started(draft, passes, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
-        if started.tier is None:
-            check_lasting(draft)
-        return started
+    def _why_not(self, best_s: float) -> str:
+        match self.reason:
+            case Skipped():
+                return self.reason.value
+            case Pruned(bound_s):
+                return f"pruned: cannot be below {format_seconds(bound_s)}"
+            case SamePlan(name):
+                return f"{SAME_PLAN} {name}"
+            case PenstockError():
+                return why_not(self.reason)
+        assert self.step_s is not None
+        slower = self.step_s / best_s - 1
+        return "as fast, tried later" if slower <= 0 else f"{slower:.1%} slower ({format_seconds(self.step_s)})"
 
-    def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:
-        """A draft behind these passes, each of which is run once."""
-        if not passes:
-            return Prefix(Draft(self.graph, self.hardware, self.options), {}, [])
-        if passes not in self._known:
-            try:
-                before = self._prefix(passes[:-1])
-                draft = _copy(before.draft)
-                made, took = self._run(draft, passes[-1:])
-                self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
-            except (DoesNotFit, PassError, PlanError) as error:
-                self._known[passes] = error.with_traceback(None)
-        found = self._known[passes]
-        if isinstance(found, PenstockError):
-            raise found
+
+def why_not(error: PenstockError) -> str:
+    """One line: which memory lacks how much, or the whole message where it says more than that."""
+    if isinstance(error, DoesNotFit) and error.memory not in ("", ops.DEVICE) and error.missing_bytes:
+        return f"does not fit: {error.memory} lacks {format_bytes(error.missing_bytes)}"
+    text = " ".join(str(error).split())
+    return f"does not fit: {text}" if isinstance(error, DoesNotFit) else text
+
+
+def errors_of(trials: Sequence[Trial]) -> list[PenstockError]:
+    return [trial.reason for trial in trials if isinstance(trial.reason, PenstockError)]
+
+
+def nearest_miss(errors: Sequence[PenstockError]) -> PenstockError:
+    """The miss by the fewest bytes, or the first one that is not about memory. A plan that lacks DRAM has passed every
+    device, and no other plan needs much less: what a worse cut lacks on a device would mislead. Likewise one that lacks
+    SSDs has come further than one that lacks DRAM."""
+    if not errors:
+        return PlanError("no candidate could be built for this model and hardware")
+    short = [error for error in errors if isinstance(error, DoesNotFit)]
+    for tier in (ops.SSD, ops.DRAM, ops.DEVICE):
+        if found := [error for error in short if tier_of(error.memory) == tier]:
+            return min(found, key=lambda error: error.missing_bytes or 1 << 62)
+    return errors[0]
+
+
+def smallest_step(errors: Sequence[PenstockError], memory_bytes: int) -> PenstockError:
+    """The miss that asks for the least; one that cannot say how much is taken to ask for an eighth of the memory."""
+    found = nearest_miss(errors)
+    vague = [e for e in errors if isinstance(e, DoesNotFit) and e.memory in ("", ops.DEVICE) and not e.missing_bytes]
+    if not isinstance(found, DoesNotFit) or tier_of(found.memory) != ops.DEVICE:
         return found
-
-    def finish(self, name: str, started: Started) -> Candidate:
-        """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
-        draft = started.draft
-        decisions, records = self._run(draft, started.todo)
-        check_fit(draft)
-        try:
-            timeline = simulate(draft.programs, draft.whole, precision=draft.options.precision)
-        except VerifyError as error:
-            raise _waits_for_ever(error) from error
-        decisions, records = {**started.decisions, **decisions}, [*started.records, *records]
-        return Candidate(name, draft, started.passes, decisions, records, timeline)
-
-    def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
-        return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
-
-
-def _copy(draft: Draft) -> Draft:
-    """A draft that goes on from here by itself; programs do not exist yet."""
-    assert not draft.programs
-    return dataclasses.replace(draft, notes=dict(draft.notes))
-
-
-def prove(candidate: Candidate) -> Candidate:
-    """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
-    draft = candidate.draft
-    verify(draft.programs, draft.hardware, memory=False)
-    try:
-        verify(draft.programs, draft.hardware)
-    except VerifyError as error:
-        raise _waits_for_ever(error) from error
-    candidate.evaluation, candidate.no_evaluation = [], draft.graph.eval_error
-    if candidate.no_evaluation is None:
-        evaluation = evaluation_programs(draft, candidate.decisions["fetch"], candidate.decisions.get("ssd"))
-        missing = evaluation_lacks(draft.programs, evaluation, draft.hardware)
-        if missing:
-            candidate.no_evaluation = f"its results lack {format_bytes(missing)} of DRAM beside what training takes"
-        else:
-            candidate.evaluation = evaluation
-    return candidate
-
-
-def _waits_for_ever(error: VerifyError) -> DoesNotFit:
-    return DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}")
+    return vague[0] if vague and found.missing_bytes > memory_bytes // 8 else found

@@ -15,27 +15,37 @@ from typing import Any
 
 from ...ir.errors import PassError, PenstockError
 from ...ir.machine.hardware import Device, Hardware, Host
-from ...passes.sharding.mesh import Mesh
-from ..pipeline import parse_pipeline
+from ...passes.memory.choose_activations import ChooseActivations
 from ..plan import Plan
-from ..plan_layout import Layout
 from ..profile.profile import for_machines_like
 from .candidates import (
-    ONE_LANE,
-    TO_SSD,
-    Recipe,
+    PLAIN,
+    Candidate,
     balanced,
     device_orders,
     lane_scouts,
     mappings,
     micro_batch_counts,
     stage_counts,
+    tiers,
 )
-from .search import Sweep, Trace, Wishes, why_not
+from .search import Sweep, Trace, Wishes
+from .trial import why_not
 
 FASTER = 2.0
+COMPUTATION = "computation"
 MORE_DRAM_BYTES = 64 * 10**9
 HELP_S = 25.0  # of computation for all machines together; each gets its share, and one candidate in any case
+
+
+@dataclass(frozen=True)
+class Change:
+    """More of one thing. `machine`: with it; None where there cannot be more. `faster`: what works faster, if that is
+    all that changes."""
+
+    text: str
+    machine: Hardware | None
+    faster: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,19 +59,19 @@ class Help:
 
 def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> list[Help]:
     """Plan again for each changed machine. Takes `HELP_S` of computation, or as long as a candidate for each takes."""
-    machines = list(changed_machines(hardware))
+    changes = list(changed_machines(hardware))
     if wishes.options.profiler is not None:  # measured times do not change with the hardware's rates
-        machines = [(change, machine) for change, machine in machines if not change.startswith("computation")]
+        changes = [change for change in changes if change.faster != COMPUTATION]
         options = dataclasses.replace(wishes.options, profiler=for_machines_like(wishes.options.profiler, hardware))
         wishes = dataclasses.replace(wishes, options=options)
     until_s = time.process_time() + HELP_S
     found = []
-    for i, (change, machine) in enumerate(machines):
-        if machine is None:
-            found.append(Help(change, None, "there is no such change to this machine"))
+    for i, change in enumerate(changes):
+        if change.machine is None:
+            found.append(Help(change.text, None, "there is no such change to this machine"))
             continue
-        share_s = (until_s - time.process_time()) / (len(machines) - i)
-        found.append(_planned(change, trace, machine, dataclasses.replace(wishes, search_s=share_s), plan))
+        share_s = (until_s - time.process_time()) / (len(changes) - i)
+        found.append(_planned(change.text, trace, change.machine, dataclasses.replace(wishes, search_s=share_s), plan))
     return found
 
 
@@ -73,57 +83,60 @@ def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan:
     sweep = Sweep(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
     try:
         for count in dict.fromkeys((plan.micro_batches, *nearest)):
-            sweep.look(count, recipes(plan, sweep, count))
+            sweep.look(count, relatives(plan, sweep, count))
         step_s = sweep.result().best.step_s
     except PenstockError as error:
         return Help(change, None, why_not(error))
     return Help(change, step_s if more_devices else min(step_s, plan.predicted.step_s))  # else the old plan runs there
 
 
-def recipes(plan: Plan, sweep: Sweep, count: int) -> Iterator[Recipe]:
-    """The chosen pipeline first, then its relatives, with as many stages as this machine wants."""
-    yield Recipe(named=plan.passes)
-    machine = sweep.hardware
-    passes = parse_pipeline(plan.passes, machine.num_devices)
-    mesh = next((p for p in passes if isinstance(p, Mesh)), None)
-    layout = ONE_LANE if mesh is None else Layout(mesh.shards, mesh.depth, mesh.nearest)
+def relatives(plan: Plan, sweep: Sweep, count: int) -> Iterator[Candidate]:
+    """The chosen pipeline first, then those like it, with as many stages as this machine wants."""
+    chosen = Candidate.of(plan.passes, sweep.hardware.num_devices)
+    yield chosen
+    mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
-        layout = Layout(plan.decisions.mesh.shards, mesh.depth, mesh.nearest)
-    by_decision = {p.decides: p.name for p in passes}
-    names = set(by_decision.values())
-    tiers = Recipe(activations="choose-activations" in names, reservoir=TO_SSD in names, layout=layout)
-    usual = tiers.but(partition=by_decision["stages"], mapping=by_decision["devices"], schedule=by_decision["schedule"])
+        mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)
+    base = PLAIN.ending(*tiers(chosen.find(ChooseActivations) is not None, chosen.uses_ssd))
+    base = base if mesh is None else base.on(mesh)
+    usual = base.with_(*(type(p)() for p in chosen.passes if p.decides in ("stages", "devices", "schedule")))
     yield usual
     try:
-        lane = sweep.bench(count).lane(layout)
+        lane = sweep.compiler(count).lane(mesh)
     except PassError:  # the lanes of this machine cannot share out so many micro-batches
         return
-    if layout.depth:
-        yield from lane_scouts(lane, tiers)
-    for stages, order in itertools.product(stage_counts(lane, usual.activations), device_orders(lane.hardware)[:2]):
-        yield usual.but(partition=balanced(stages, usual, order))
+    if mesh is not None:
+        yield from lane_scouts(lane, base, mesh)
+    counts = stage_counts(lane, base.moves_activations)
+    for stages, order in itertools.product(counts, device_orders(lane.hardware)[:2]):
+        yield usual.with_(balanced(stages, base, order))
     for mapping in mappings(lane.hardware) if lane.hardware.num_devices > 1 else ():
-        yield usual.but(mapping=mapping)
+        yield usual.with_(mapping)
 
 
-def changed_machines(hardware: Hardware) -> Iterator[tuple[str, Hardware | None]]:
-    """A few words and the machine that has more of one thing; None where it cannot have more."""
+def changed_machines(hardware: Hardware) -> Iterator[Change]:
+    """The machine with more of each thing in turn."""
     if len(hardware.hosts) > 1:
-        yield "twice as many hosts", _twice_the_hosts(hardware)
+        yield Change("twice as many hosts", _twice_the_hosts(hardware))
         assert hardware.network is not None
-        yield f"network {FASTER:g}x as fast", _with(hardware, network=_scaled(hardware.network, "bandwidth"))
+        yield _speeded("network", _with(hardware, network=_scaled(hardware.network, "bandwidth")))
     else:
-        yield "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device", _one_more_device(hardware)
-    yield "one more root complex", _one_more_root_complex(hardware)
+        one_more = "one more GPU" if hardware.devices[-1].kind == "cuda" else "one more device"
+        yield Change(one_more, _one_more_device(hardware))
+    yield Change("one more root complex", _one_more_root_complex(hardware))
     more = [host.model_copy(update={"dram_bytes": host.dram_bytes + MORE_DRAM_BYTES}) for host in hardware.hosts]
-    yield "64 GB more DRAM", _with(hardware, hosts=more)
+    yield Change("64 GB more DRAM", _with(hardware, hosts=more))
     if any(host.ssds for host in hardware.hosts):
-        yield "one more SSD", _one_more_ssd(hardware)
-        yield f"SSDs {FASTER:g}x as fast", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts])
-    yield f"links to DRAM {FASTER:g}x as fast", faster_links(hardware)
-    yield f"computation {FASTER:g}x as fast", _with(hardware, devices=[_faster(d) for d in hardware.devices])
+        yield Change("one more SSD", _one_more_ssd(hardware))
+        yield _speeded("SSDs", _with(hardware, hosts=[_faster_disks(host) for host in hardware.hosts]))
+    yield _speeded("links to DRAM", faster_links(hardware))
+    yield _speeded(COMPUTATION, _with(hardware, devices=[_faster(d) for d in hardware.devices]))
     rates = [h.model_copy(update={"optimizer_params_per_s": h.optimizer_params_per_s * FASTER}) for h in hardware.hosts]
-    yield f"optimizer on the host {FASTER:g}x as fast", _with(hardware, hosts=rates)
+    yield _speeded("optimizer on the host", _with(hardware, hosts=rates))
+
+
+def _speeded(what: str, machine: Hardware) -> Change:
+    return Change(f"{what} {FASTER:g}x as fast", machine, faster=what)
 
 
 def faster_links(hardware: Hardware) -> Hardware:

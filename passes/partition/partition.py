@@ -46,12 +46,11 @@ class Partition(Pass):
 
 
 def asked_stages(draft: Draft, option: int) -> int:
-    """How many stages are wanted: a pass's own option, else the draft's; 0 where neither says. Raises `PassError` for a
-    number below 0 or above that of the blocks."""
-    asked, most = option or draft.options.stages or 0, len(draft.blocks)
-    if not 0 <= asked <= most:
-        raise PassError(f"stages={asked}, but {most} blocks allow at most {most}: 1 to {most}, or 0 to leave it open")
-    return asked
+    """A pass's own option; 0 leaves the number open. Raises `PassError` for one below 0 or above that of the blocks."""
+    most = len(draft.blocks)
+    if not 0 <= option <= most:
+        raise PassError(f"stages={option}, but {most} blocks allow at most {most}: 1 to {most}, or 0 to leave it open")
+    return option
 
 
 def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = None) -> StagesDecision:

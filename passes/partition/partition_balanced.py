@@ -19,10 +19,10 @@ from .slices import Slices
 
 @dataclass(frozen=True)
 class PartitionBalanced(Partition):
-    """`stages`: how many; 0 takes the draft's option, and failing that the fewest per device that fit. `order`: the
-    devices of the first stages, such as "1 0", where all others stay idle; without it as they are numbered.
-    `inputs_leave`: for pipelines that move what enters a stage to DRAM or SSD until its backward. `asynchronous`: for
-    `schedule-async`, where all but the last stage compute their forward again, so that the last one may be larger."""
+    """`stages`: how many; 0: the fewest per device that fit. `order`: the devices of the first stages, such as
+    "1 0", where all others stay idle; without it as they are numbered. `inputs_leave`: for pipelines that move what
+    enters a stage to DRAM or SSD until its backward. `asynchronous`: for `schedule-async`, where all but the last stage
+    compute their forward again, so that the last one may be larger."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0

@@ -43,10 +43,10 @@ class PartitionChoice:
 
 @dataclass(frozen=True)
 class PartitionMip(Partition):
-    """`stages`: how many; 0 takes the draft's option, and failing that leaves it to the search. `literal`: the paper's
-    own objective and constraints. `deadline_s`: of computation, for search and proof together. `order`: the devices of
-    the first stages, such as "1 0"; without it, neighbours lie under different root complexes. `swap`: for
-    `insert-fetch{swap=true}`, weights come from DRAM also where they could stay."""
+    """`stages`: how many; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
+    `deadline_s`: of computation, for search and proof together. `order`: the devices of the first stages, such as
+    "1 0"; without it, neighbours lie under different root complexes. `swap`: for `insert-fetch{swap=true}`, weights
+    come from DRAM also where they could stay."""
 
     name: ClassVar[str] = "partition-mip"
     stages: int = 0

@@ -49,11 +49,11 @@ REFINED = 3  # attempts of each L that go on to the costly steps
 
 @dataclass(frozen=True)
 class PartitionMixed(Partition):
-    """`stages`: L, how many clusters are made into stages; 0 takes the draft's option, and failing that tries several
-    multiples of the number of devices. Connected clusters of one device become one stage, so there may be fewer.
-    `asynchronous`: for `schedule-async`."""
+    """`stages`: L, how many clusters are made into stages; 0 tries several multiples of the number of devices.
+    Connected clusters of one device become one stage, so there may be fewer. `asynchronous`: for `schedule-async`."""
 
     name: ClassVar[str] = "partition-mixed"
+    slow: ClassVar[bool] = True
     stages: int = 0
     asynchronous: bool = False
 

@@ -11,8 +11,8 @@ import torch
 import penstock
 from penstock.compiler.pipeline import parse_pipeline, require_complete
 from penstock.compiler.report.explain import explain
-from penstock.compiler.search.candidates import schedules
-from penstock.compiler.strategies import STRATEGIES, is_synchronous
+from penstock.compiler.search.candidates import Candidate, schedules
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError, PlanError
 from penstock.passes.draft import Draft
 from penstock.tests.passes.running import SEED, Batch, joined
@@ -53,9 +53,9 @@ def test_two_processes_train_as_the_sequential_loop_does() -> None:
 
 
 def test_it_comes_only_to_who_names_it() -> None:
-    assert {name for name in STRATEGIES if not is_synchronous(name)} == {"async", "ftpipe-async"}
-    assert "schedule-async" not in schedules()
-    assert not is_synchronous(PREDICTING) and is_synchronous("auto")
+    assert {name for name in STRATEGIES if not Candidate.of(name, 2).is_synchronous} == {"async", "ftpipe-async"}
+    assert "schedule-async" not in [schedule.name for schedule in schedules()]
+    assert not Candidate.of(PREDICTING, 2).is_synchronous
 
 
 def test_what_jobs_refuse() -> None:

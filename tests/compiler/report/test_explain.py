@@ -13,10 +13,11 @@ import penstock
 from penstock.cli.tables import plan_tables
 from penstock.compiler.plan import Rival
 from penstock.compiler.report.explain import CLIPPING, explain
-from penstock.compiler.search.search import RESERVOIR
+from penstock.compiler.search.candidates import RESERVOIR
 from penstock.compiler.search.what_helps import changed_machines
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.units import format_bytes, format_seconds
+from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.runtime.simulate import simulate
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
@@ -45,6 +46,10 @@ def normalised(text: str) -> str:
     return "\n".join(
         "  " * line.startswith("  ") + " ".join(names.sub("#", line).split()) for line in text.splitlines()
     )
+
+
+def machines_of(hardware: penstock.Hardware) -> dict[str, penstock.Hardware | None]:
+    return {change.text: change.machine for change in changed_machines(hardware)}
 
 
 def job_on(hardware: Any, **options: Any) -> penstock.Job:
@@ -102,7 +107,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
     found = job._helps
     assert found and job.explain() == text and job._helps is found
     for help in found:
-        machine = dict(changed_machines(job.hardware))[help.change]
+        machine = machines_of(job.hardware)[help.change]
         assert machine is not None and help.step_s is not None
         again = planned(machine, job.plan.passes)  # the chosen pipeline is among what was tried
         assert help.step_s <= again.simulate().step_s * 1.0001
@@ -110,7 +115,7 @@ def test_what_would_help_is_planned_anew_once() -> None:
 
 def test_what_cannot_be_planned_says_why() -> None:
     lonely = penstock.Hardware.cpu(num_devices=1)
-    assert dict(changed_machines(lonely))["one more root complex"] is None
+    assert machines_of(lonely)["one more root complex"] is None
     job = job_on(lonely, strategy="balanced")
     row = next(line for line in job.explain().splitlines() if "one more root complex" in line)
     assert "no such change" in row
@@ -120,7 +125,7 @@ def test_changed_machines_are_whole_documents() -> None:
     """More of one thing, and its links with it: what a machine remembers of itself does not come along."""
     hardware = penstock.Hardware.preset("mobius-topo4")
     hardware.links()
-    machines = dict(changed_machines(hardware))
+    machines = machines_of(hardware)
     more = machines["one more GPU"]
     assert more is not None and more.num_devices == 5 and "gpu4.down" in more.links()
     split = machines["one more root complex"]
@@ -172,7 +177,7 @@ def reservoir() -> penstock.Job:
     """A plan whose optimizer states lie on SSD, with gradients clipped."""
     hardware = penstock.Hardware.cpu(1, **SMALL)
     more = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "max_grad_norm": 1.0, "micro_batches": 8}
-    return job_on(hardware, strategy=RESERVOIR.but(partition="partition-balanced{stages=3}").line, **more)
+    return job_on(hardware, strategy=RESERVOIR.with_(PartitionBalanced(stages=3)).text, **more)
 
 
 def test_tiers_clipping_and_disks_are_told(reservoir: penstock.Job) -> None:
@@ -215,8 +220,8 @@ def test_tables_show_tiers_and_what_disks_bear(reservoir: penstock.Job) -> None:
 
 
 def test_machines_with_ssds_may_have_more_of_them() -> None:
-    machines = dict(changed_machines(penstock.Hardware.preset("fuyou-4090")))
+    machines = machines_of(penstock.Hardware.preset("fuyou-4090"))
     more, fast = machines["one more SSD"], machines["SSDs 2x as fast"]
     assert more is not None and len(more.hosts[0].ssds) == 13 and "ssd0.12.read" in more.links()
     assert fast is not None and fast.bandwidth("ssd0", "dram0") == 2 * 12 * 6.5e9
-    assert not [change for change, _ in changed_machines(penstock.Hardware.cpu(1)) if "SSD" in change]
+    assert not [text for text in machines_of(penstock.Hardware.cpu(1)) if "SSD" in text]

@@ -15,13 +15,15 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
+from penstock.compiler.pipeline import pass_text
 from penstock.compiler.plan import Mesh, Plan
-from penstock.compiler.plan_layout import Layout
-from penstock.compiler.search.layouts import layouts, outlooks, varied
-from penstock.compiler.search.trial import Bench
+from penstock.compiler.search.candidates import Candidate
+from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError
 from penstock.passes.draft import Options
-from penstock.passes.sharding.mesh import regular_lanes
+from penstock.passes.sharding.mesh import Mesh as MeshPass
+from penstock.passes.sharding.mesh import layout_text, regular_lanes
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
@@ -32,17 +34,17 @@ def test_layouts_divide_the_devices() -> None:
     for name, most in (("mobius-8gpu", 8), ("mics-p4d:64", 40)):
         hardware = penstock.Hardware.preset(name)
         found = layouts(hardware, 100)
-        assert len(set(found)) == len(found) and Layout(1, 1) in found
+        assert len(set(found)) == len(found) and MeshPass(1, 1) in found
         assert all(hardware.num_devices % (row.shards * row.depth) == 0 for row in found)
         assert all(row.depth < hardware.num_devices for row in found) and len(found) >= most
     assert layouts(penstock.Hardware.cpu(num_devices=1), 10) == []
 
 
 def test_words_for_layouts() -> None:
-    assert Layout(8, 1).describe(512) == "64 replicas of 8 shards"
-    assert Layout(1, 8).describe(512) == "64 replicas of pipelines of 8"
-    assert Layout(2, 4).describe(16) == "2 replicas of 2 shards of pipelines of 4"
-    assert Layout().describe(4) == "a pipeline of 4" and Layout(1, 1).describe(4) == "4 replicas"
+    assert layout_text(512, shards=8, depth=1) == "64 replicas of 8 shards"
+    assert layout_text(512, shards=1, depth=8) == "64 replicas of pipelines of 8"
+    assert layout_text(16, shards=2, depth=4) == "2 replicas of 2 shards of pipelines of 4"
+    assert layout_text(4, shards=1, depth=4) == "a pipeline of 4" and layout_text(4, 1, 1) == "4 replicas"
 
 
 @pytest.mark.parametrize("machine", ["mics-p4d:2", "mobius-topo2+2"])
@@ -51,15 +53,16 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
     named, hardware = find_model(SMALL), penstock.Hardware.preset(machine)
     count = hardware.num_devices
     spec = micro_batch_spec(named.batch_spec(4 * count, 64), count)
-    bench = Bench(trace(named.on_meta(), spec), hardware, Options(micro_batches=count))
+    compiler = CandidateCompiler(trace(named.on_meta(), spec), hardware, Options(micro_batches=count))
     checked = 0
-    for row in varied(outlooks(bench.base, [count]), 6):
-        end = "insert-shard, insert-two-hop" if row.layout.shards > 1 else "insert-fetch"
-        cut = f"partition-balanced{{stages={max(2, row.layout.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
-        started = bench.start(f"coarsen, {row.layout.text}, {cut}, {end}, insert-optimizer")
-        step_s = bench.finish("", started).step_s
+    for row in varied(estimates(compiler.base, [count]), 6):
+        end = "insert-shard, insert-two-hop" if row.mesh.shards > 1 else "insert-fetch"
+        cut = f"partition-balanced{{stages={max(2, row.mesh.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
+        line = f"coarsen, {pass_text(row.mesh)}, {cut}, {end}, insert-optimizer"
+        placed = compiler.place(Candidate.of(line, count))
+        step_s = compiler.finish(placed).step_s
         assert 0 < row.bound_s <= step_s * (1 + 1e-9), row
-        assert 0 < started.bound().seconds <= step_s * (1 + 1e-9), (row, started.bound())
+        assert 0 < placed.bound().seconds <= step_s * (1 + 1e-9), (row, placed.bound())
         checked += 1
     assert checked >= 4
 
@@ -87,7 +90,8 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
     job._help_finder = None
     text = job.explain()
-    assert f"64 devices: {mesh.layout.describe(64)}" in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
+    assert f"64 devices: {layout_text(64, mesh.shards, len(mesh.lanes[0]))}" in text
+    assert len(text.partition("\nrivals\n")[0].splitlines()) < 100
     assert any(rival.step_s and "mesh" in rival.name for rival in job.plan.rivals)
     job.plan.save(tmp_path / "plan.json")
     again = penstock.compile(named.on_meta(), hardware, plan=Plan.load(tmp_path / "plan.json"), **options)

@@ -13,25 +13,32 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.search.bounds import machine_bound
-from penstock.compiler.search.candidates import Recipe, fewer, mappings, partitions, scouts
+from penstock.compiler.search.candidates import PLAIN, RESERVOIR, Candidate, fewer, mappings, partitions, scouts
+from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.fit import check_fit, check_lasting, check_states_fit
 from penstock.compiler.search.host_memory import host_needs
-from penstock.compiler.search.search import RESERVOIR, Wishes, search
-from penstock.compiler.search.trial import Bench
+from penstock.compiler.search.search import Wishes, search
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
 from penstock.passes.draft import Options
+from penstock.passes.memory.insert_fetch import InsertFetch
+from penstock.passes.memory.insert_ssd import InsertSsd
+from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.tests.compiler.eager_baseline import zoo_case
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SMALL: dict[str, Any] = {"memory": "260kB", "dram": "400kB", "ssd": "20MB"}
 
 
-def bench(hardware: Hardware, count: int = 4, **options: Any) -> Bench:
+THREE_STAGES = PartitionBalanced(stages=3)
+
+
+def compiler_for(hardware: Hardware, count: int = 4, **options: Any) -> CandidateCompiler:
     model, batch = zoo_case("gpt2")
-    return Bench(trace(model, micro_batch_spec(batch, count)), hardware, Options(micro_batches=count, **options))
+    graph = trace(model, micro_batch_spec(batch, count))
+    return CandidateCompiler(graph, hardware, Options(micro_batches=count, **options))
 
 
 def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_path: Path) -> None:
@@ -54,18 +61,18 @@ def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_pa
 
 def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
     """By a bound that is no more than what their programs would need."""
-    bench_ = bench(Hardware.cpu(1, **SMALL))
+    compiler = compiler_for(Hardware.cpu(1, **SMALL))
     with pytest.raises(DoesNotFit, match=r"dram0 .* weights .*, states .*") as early:
-        bench_.start(Recipe("partition-balanced{stages=3}").line)
-    wide = bench(Hardware.cpu(1, **{**SMALL, "dram": "100MB"}))
-    draft = wide.finish("", wide.start(Recipe("partition-balanced{stages=3}").line)).draft
-    draft.hardware = bench_.hardware
+        compiler.place(PLAIN.with_(THREE_STAGES))
+    wide = compiler_for(Hardware.cpu(1, **{**SMALL, "dram": "100MB"}))
+    draft = wide.finish(wide.place(PLAIN.with_(THREE_STAGES))).draft
+    draft.hardware = compiler.hardware
     with pytest.raises(DoesNotFit) as late:
         check_fit(draft)
     with pytest.raises(DoesNotFit):
         check_lasting(draft)
     assert 0 < early.value.missing_bytes <= late.value.missing_bytes
-    bench_.start(RESERVOIR.but(partition="partition-balanced{stages=3}").line)
+    compiler.place(RESERVOIR.with_(THREE_STAGES))
 
 
 @pytest.mark.parametrize(
@@ -78,23 +85,20 @@ def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
 )
 def test_bounds_are_no_higher_than_the_simulation(machine: Hardware) -> None:
     """Whatever lies on SSD."""
-    bench_ = bench(machine, 8)
+    compiler = compiler_for(machine, 8)
     count = 0
-    for cut in partitions(bench_.base, RESERVOIR):
-        recipe = RESERVOIR.but(partition=cut, mapping=mappings(machine)[0])
-        lines = [
-            recipe.line,
-            *(recipe.line.replace("insert-ssd", f"insert-ssd{{tier={t}}}") for t in ("states", "all")),
-        ]
-        for line in lines:
+    for cut in partitions(compiler.base, RESERVOIR):
+        for tier in ("auto", "states", "all"):
+            placed_by = (cut, mappings(machine)[0])
+            candidate = RESERVOIR.with_(*placed_by, InsertSsd(tier=tier), InsertFetch(swap=True))
             try:
-                started = bench_.start(line.replace("insert-fetch", "insert-fetch{swap=true}"))
-                bound = started.bound()
-                step_s = bench_.finish("", started).step_s
+                placed = compiler.place(candidate)
+                bound = placed.bound()
+                step_s = compiler.finish(placed).step_s
             except (DoesNotFit, PassError, PlanError):
                 continue
-            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (line, bound)
-            assert machine_bound(started.draft).seconds <= step_s * (1 + 1e-9)
+            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (candidate, bound)
+            assert machine_bound(placed.draft).seconds <= step_s * (1 + 1e-9)
             count += 1
     assert count >= 3
 
@@ -102,14 +106,14 @@ def test_bounds_are_no_higher_than_the_simulation(machine: Hardware) -> None:
 def test_disks_bound_a_step_where_they_must() -> None:
     """Slow disks and states that must lie there: the bound is what they take, and says so."""
     slow = Hardware.cpu(1, **SMALL).with_(ssds=[{"size_bytes": "20MB", "read_bandwidth": 1e5, "write_bandwidth": 5e4}])
-    bench_ = bench(slow, 8)
-    started = bench_.start(RESERVOIR.but(partition="partition-balanced{stages=3}").line)
-    states = sum(8 * stage.spec.trained_params for stage in started.draft.stages)
-    weights = sum(stage.spec.weight_bytes for stage in started.draft.stages)
+    compiler = compiler_for(slow, 8)
+    placed = compiler.place(RESERVOIR.with_(THREE_STAGES))
+    states = sum(8 * stage.spec.trained_params for stage in placed.draft.stages)
+    weights = sum(stage.spec.weight_bytes for stage in placed.draft.stages)
     beyond = states + weights - slow.dram_budget_bytes()
-    assert started.bound().by == "ssd0" and started.bound().seconds == pytest.approx(beyond / 1e5 + beyond / 5e4)
-    everything = machine_bound(started.draft)
-    assert everything.by != "SSDs" or everything.seconds <= started.bound().seconds
+    assert placed.bound().by == "ssd0" and placed.bound().seconds == pytest.approx(beyond / 1e5 + beyond / 5e4)
+    everything = machine_bound(placed.draft)
+    assert everything.by != "SSDs" or everything.seconds <= placed.bound().seconds
 
 
 def test_what_must_lie_on_ssd_is_known_before_tracing() -> None:
@@ -144,8 +148,8 @@ def test_a_strategy_without_ssd_is_told_of_one_with() -> None:
 
 
 def test_needs_are_those_of_the_programs_by_what_they_are_for() -> None:
-    bench_ = bench(Hardware.cpu(1, **SMALL), 8)
-    draft = bench_.finish("", bench_.start(RESERVOIR.but(partition="partition-balanced{stages=3}").line)).draft
+    compiler = compiler_for(Hardware.cpu(1, **SMALL), 8)
+    draft = compiler.finish(compiler.place(RESERVOIR.with_(THREE_STAGES))).draft
     needs = {need.memory: need for need in host_needs(draft.programs, draft.hardware)}
     profile = profile_memory(draft.programs[0])
     assert needs["dram0"].step_bytes == profile.peak_bytes[ops.DRAM]
@@ -177,14 +181,18 @@ def test_with_room_in_dram_ssds_are_tried_but_not_needed() -> None:
     assert any("choose-activations{tier=none}" in line for line in tried)
 
 
+def with_order(candidates: list[Candidate]) -> list[Candidate]:
+    return [c for c in candidates if isinstance(c.partition, PartitionBalanced) and c.partition.order]
+
+
 def test_scouts_of_a_reservoir_also_use_fewer_devices() -> None:
     """Half of them, a quarter, under all root complexes; the plan says so, and the idle ones need nothing."""
     hardware = Hardware.preset("mobius-topo2+2")
     assert fewer(hardware) == ["0 2", "0"] and fewer(Hardware.cpu(1)) == []
-    bench_ = bench(Hardware.cpu(4, memory="400kB", dram="700kB", ssd="20MB"), 8)
-    orders = [recipe for recipe in scouts(bench_.base, RESERVOIR) if "order=" in recipe.partition]
-    assert len(orders) == 2 and not [r for r in scouts(bench_.base) if "order=" in r.partition]
-    draft = bench_.finish("", bench_.start(orders[0].line)).draft
+    compiler = compiler_for(Hardware.cpu(4, memory="400kB", dram="700kB", ssd="20MB"), 8)
+    orders = with_order(scouts(compiler.base, RESERVOIR))
+    assert len(orders) == 2 and not with_order(scouts(compiler.base))
+    draft = compiler.finish(compiler.place(orders[0])).draft
     assert set(draft.devices) == {0, 1}
     assert [profile_memory(program).peak_bytes[ops.DEVICE] for program in draft.programs[2:]] == [0, 0]
 
@@ -194,5 +202,5 @@ def test_a_search_without_hints_finds_the_reservoir_too() -> None:
     model, batch = zoo_case("gpt2")
     graph = trace(model, micro_batch_spec(batch, 4))
     machine = Hardware.cpu(1, **SMALL)
-    found = search(lambda _: graph, machine, Wishes("auto", 4, 8, Options(micro_batches=4)))
+    found = search(lambda _: graph, machine, Wishes(None, 4, 8, Options(micro_batches=4)))
     assert found.best.decisions["ssd"]["stages"]

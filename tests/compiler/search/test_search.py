@@ -10,22 +10,26 @@ from torch import nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
+from penstock.compiler.search import compiled
 from penstock.compiler.search import search as module
-from penstock.compiler.search import trial
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidates import (
-    Recipe,
+    PLAIN,
+    Candidate,
     device_orders,
     mappings,
     micro_batch_counts,
     partitions,
+    schedules,
     stage_counts,
 )
-from penstock.compiler.search.trial import Bench
-from penstock.compiler.strategies import PASSES, STRATEGIES, is_synchronous
+from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.trial import why_not
+from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
 
@@ -94,7 +98,7 @@ def test_every_partitioner_mapping_schedule_and_strategy_is_tried_or_ruled_out()
     seen |= {part.partition("{")[0] for part in plan.passes.split(", ")}
     deciding = [kind for kind in PASSES.values() if kind.decides in ("stages", "devices", "schedule")]
     assert {kind.name for kind in deciding if kind.synchronous} <= seen
-    named = [name for name in STRATEGIES if is_synchronous(name)]
+    named = [name for name in STRATEGIES if Candidate.of(name, 3).is_synchronous]
     assert {f"{name}, {plan.micro_batches} micro-batches" for name in named} <= {r.name for r in looked_at} | {
         f"{plan.strategy}, {plan.micro_batches} micro-batches"
     }
@@ -121,20 +125,20 @@ def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> N
     """Whatever partition, mapping, schedule and tier."""
     made, batch = zoo_case(model)
     graph = trace(made, batch)
-    bench = Bench(graph, MACHINES[machine](), Options(micro_batches=4))
+    compiler = CandidateCompiler(graph, MACHINES[machine](), Options(micro_batches=4))
     count = 0
-    for cut in list(partitions(bench.base)):
-        tried = [(f"schedule-{name}", False) for name in ("pipeline", "1f1b", "interleaved", "zero-bubble")]
-        for schedule, swap in (*tried, ("schedule-pipeline", True)):
-            recipe = Recipe(cut, mappings(bench.hardware)[0], schedule, swap)
+    for cut in list(partitions(compiler.base)):
+        tried = [(schedule, False) for schedule in schedules()]
+        for schedule, swap in (*tried, (SchedulePipeline(), True)):
+            candidate = PLAIN.with_(cut, mappings(compiler.hardware)[0], schedule).swapped(swap)
             try:
-                started = bench.start(recipe.line)
-                bound = started.bound()
-                step_s = bench.finish("", started).step_s
+                placed = compiler.place(candidate)
+                bound = placed.bound()
+                step_s = compiler.finish(placed).step_s
             except (DoesNotFit, PassError, PlanError):
                 continue
-            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (recipe, bound)
-            assert machine_bound(started.draft).seconds <= step_s * (1 + 1e-9)
+            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (candidate, bound)
+            assert machine_bound(placed.draft).seconds <= step_s * (1 + 1e-9)
             count += 1
     assert count >= 3
 
@@ -153,11 +157,11 @@ def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.Monkey
     first = penstock.compile(model, cpu(2, "250kB"), **options).plan
     prove, refused = module.prove, []
 
-    def stubborn(candidate: Any) -> Any:
+    def stubborn(best: Any) -> Any:
         if not refused:
-            refused.append(candidate.name)
+            refused.append(best.name)
             raise DoesNotFit("memories are too tight")
-        return prove(candidate)
+        return prove(best)
 
     monkeypatch.setattr(module, "prove", stubborn)
     second = penstock.compile(model, cpu(2, "250kB"), **options).plan
@@ -192,8 +196,8 @@ def test_orders_of_unequal_devices() -> None:
 
 def test_a_reason_is_short_where_bytes_say_it_all_and_else_whole() -> None:
     short = DoesNotFit("a long story\nof many lines", memory="gpu0", missing_bytes=3 * 2**30)
-    assert module.why_not(short) == "does not fit: gpu0 lacks 3.00 GiB"
-    assert module.why_not(PassError("a pass\n  refused")) == "a pass refused"
+    assert why_not(short) == "does not fit: gpu0 lacks 3.00 GiB"
+    assert why_not(PassError("a pass\n  refused")) == "a pass refused"
 
 
 def test_more_devices_than_blocks_and_one_block() -> None:
@@ -225,8 +229,8 @@ def test_the_first_of_equals_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.timeline, name)
 
-    simulate = trial.simulate
-    monkeypatch.setattr(trial, "simulate", lambda *args, **kwargs: Same(simulate(*args, **kwargs)))
+    simulate = compiled.simulate
+    monkeypatch.setattr(compiled, "simulate", lambda *args, **kwargs: Same(simulate(*args, **kwargs)))
     plan = penstock.compile(model, cpu(1), example_inputs=batch, optimizer=SGD).plan
     assert len(plan.decisions.stages) == 1 and plan.micro_batches == 1
     reasons = {rival.reason for rival in plan.rivals if rival.step_s and not rival.reason.startswith("the same plan")}
@@ -272,7 +276,7 @@ def test_the_nearest_miss_is_reported() -> None:
     missing_bytes = []
     for memory in ("100kB", "150kB"):
         with pytest.raises(DoesNotFit) as caught:
-            module.search(lambda _: graph, cpu(2, memory), module.Wishes("balanced", 4, 8, Options()))
+            module.search(lambda _: graph, cpu(2, memory), module.Wishes(Candidate.of("balanced", 2), 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0
 
@@ -284,5 +288,5 @@ def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> N
     graph = trace(*zoo()["gpt2"](dropout=0.0))
     machine = penstock.Hardware.cpu(num_devices=2, memory="230kB", dram=state_bytes // 2)
     with pytest.raises(DoesNotFit) as caught:
-        module.search(lambda _: graph, machine, module.Wishes("auto", 2, 4, Options(micro_batches=2)))
+        module.search(lambda _: graph, machine, module.Wishes(None, 2, 4, Options(micro_batches=2)))
     assert caught.value.memory == "dram0"

@@ -1,0 +1,209 @@
+"""One candidate: cheap up to its lower bound, then compiled and simulated, and proven only if it is chosen.
+
+Candidates with the same number of micro-batches share blocks, partitions and stages through a `CandidateCompiler`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as MappingType
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...ir.errors import DoesNotFit, PassError, PenstockError, PlanError, VerifyError
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Program
+from ...ir.units import format_bytes
+from ...ir.verify import verify
+from ...passes.base import Pass, check_contracts
+from ...passes.draft import Draft, Options
+from ...passes.graph.coarsen import Coarsen
+from ...passes.graph.opgraph import OpGraph
+from ...passes.mapping.mapping import Mapping
+from ...passes.memory.choose_activations import ChooseActivations
+from ...passes.memory.insert_fetch import InsertFetch
+from ...passes.memory.insert_remat import InsertRemat
+from ...passes.memory.insert_ssd import InsertSsd
+from ...passes.partition.partition import Partition
+from ...passes.schedule.evaluation import evaluation_programs
+from ...passes.schedule.schedule import Schedule
+from ...passes.sharding.mesh import Mesh
+from ...runtime.simulate import Timeline, simulate
+from ..pipeline import PassRecord, require_complete, run_passes
+from .bounds import Bound, lower_bound
+from .candidates import Candidate
+from .fit import check_fit, check_lasting
+from .host_memory import evaluation_lacks
+
+DumpPrograms = Callable[[str, Draft], None]
+PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
+
+
+@dataclass
+class Compiled:
+    """A candidate with its programs."""
+
+    candidate: Candidate
+    draft: Draft
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+    timeline: Timeline
+    evaluation: list[Program] = field(default_factory=list)
+    no_evaluation: str | None = None  # why there are no programs for it
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of all lanes together."""
+        return self.draft.programs[0].interface.total_micro_batches
+
+    @property
+    def name(self) -> str:
+        return self.candidate.title(self.count)
+
+
+@dataclass
+class Placed:
+    """A candidate whose stages have their devices; `todo` are the passes that make its programs."""
+
+    candidate: Candidate
+    draft: Draft
+    todo: tuple[Pass, ...]
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+
+    @property
+    def key(self) -> tuple[str, tuple[Pass, ...]]:
+        """Equal for candidates that come to the same programs."""
+        placed = {name: self.decisions.get(name) for name in ("blocks", "mesh", "stages", "devices")}
+        return json.dumps(placed, default=str), self.todo
+
+    def bound(self) -> Bound:
+        """What the simulated step will at least be."""
+        swap = any(p.swap for p in self.todo if isinstance(p, InsertRemat | ChooseActivations | InsertFetch))
+        split = any(p.splits_backward for p in self.todo if isinstance(p, Schedule))
+        return lower_bound(self.draft, swap, self.tier, split)
+
+    @property
+    def tier(self) -> str | None:
+        """What goes to SSD: the option of `insert-ssd`; None without that pass."""
+        ssd = self.candidate.find(InsertSsd)
+        return None if ssd is None else ssd.tier
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What candidates that begin with the same passes share."""
+
+    draft: Draft
+    decisions: dict[str, Any]
+    records: list[PassRecord]
+
+
+class CandidateCompiler:
+    """Compiles candidates with one number of micro-batches. `decided`: decisions to apply instead of planning; `dump`:
+    see `run_passes`."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        hardware: Hardware,
+        options: Options,
+        decided: MappingType[str, Any] | None = None,
+        dump: DumpPrograms | None = None,
+    ):
+        self.graph, self.hardware, self.options = graph, hardware, options
+        self.decided, self.dump = decided, dump
+        self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
+
+    @property
+    def base(self) -> Draft:
+        """The model as layers."""
+        return self._prefix((Coarsen(),)).draft
+
+    def lane(self, mesh: Mesh | None) -> Draft:
+        """The model as layers and what a lane has of the machine. Raises `PassError` where lanes cannot be made."""
+        return self._prefix((Coarsen(), *([mesh] if mesh else []))).draft
+
+    def place(self, candidate: Candidate) -> Placed:
+        """Run its passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
+        passes = candidate.passes
+        check_contracts(passes)
+        require_complete(passes)
+        shared = tuple(itertools.takewhile(lambda p: isinstance(p, Coarsen | Mesh | Partition), passes))
+        mapped = tuple(itertools.takewhile(lambda p: isinstance(p, Mapping), passes[len(shared) :]))
+        prefix = self._prefix(shared)
+        draft = _copy(prefix.draft)
+        made, took = self._run(draft, mapped)
+        todo = passes[len(shared) + len(mapped) :]
+        placed = Placed(candidate, draft, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
+        if placed.tier is None:
+            check_lasting(draft)
+        return placed
+
+    def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:
+        """A draft behind these passes, each of which is run once."""
+        if not passes:
+            return Prefix(Draft(self.graph, self.hardware, self.options), {}, [])
+        if passes not in self._known:
+            try:
+                before = self._prefix(passes[:-1])
+                draft = _copy(before.draft)
+                made, took = self._run(draft, passes[-1:])
+                self._known[passes] = Prefix(draft, {**before.decisions, **made}, [*before.records, *took])
+            except (DoesNotFit, PassError, PlanError) as error:
+                self._known[passes] = error.with_traceback(None)
+        found = self._known[passes]
+        if isinstance(found, PenstockError):
+            raise found
+        return found
+
+    def finish(self, placed: Placed) -> Compiled:
+        """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
+        draft = placed.draft
+        decisions, records = self._run(draft, placed.todo)
+        check_fit(draft)
+        try:
+            timeline = simulate(draft.programs, draft.whole, precision=draft.options.precision)
+        except VerifyError as error:
+            raise _waits_for_ever(error) from error
+        decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
+        return Compiled(placed.candidate, draft, decisions, records, timeline)
+
+    def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
+        return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
+
+
+def _copy(draft: Draft) -> Draft:
+    """A draft that goes on from here by itself; programs do not exist yet."""
+    assert not draft.programs
+    return dataclasses.replace(draft, notes=dict(draft.notes))
+
+
+def prove(compiled: Compiled) -> Compiled:
+    """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
+    draft = compiled.draft
+    verify(draft.programs, draft.hardware, memory=False)
+    try:
+        verify(draft.programs, draft.hardware)
+    except VerifyError as error:
+        raise _waits_for_ever(error) from error
+    compiled.evaluation, compiled.no_evaluation = [], draft.graph.eval_error
+    if compiled.no_evaluation is None:
+        evaluation = evaluation_programs(draft, compiled.decisions["fetch"], compiled.decisions.get("ssd"))
+        missing = evaluation_lacks(draft.programs, evaluation, draft.hardware)
+        if missing:
+            compiled.no_evaluation = f"its results lack {format_bytes(missing)} of DRAM beside what training takes"
+        else:
+            compiled.evaluation = evaluation
+    return compiled
+
+
+def _waits_for_ever(error: VerifyError) -> DoesNotFit:
+    return DoesNotFit(f"memories are so tight that devices would wait for each other for ever: {error}")
