@@ -23,8 +23,9 @@ from penstock.bench.peers import rows
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import BatchShape, micro_batch_spec
 from penstock.compiler.models.named import find_model
+from penstock.compiler.search.attempts import SearchResult, Trace, Wishes
 from penstock.compiler.search.prediction import make_plan
-from penstock.compiler.search.search import SearchResult, Trace, Wishes, search
+from penstock.compiler.search.search import search
 from penstock.compiler.strategies import PASSES
 from penstock.passes.draft import Options
 from penstock.passes.graph.opgraph import OpGraph

@@ -35,11 +35,12 @@ from .job.preflight import plain_directories
 from .job.together import planned_once
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
+from .search.attempts import SEARCH_S, SearchResult, Trace, Wishes
 from .search.candidates import Candidate
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
 from .search.prediction import make_plan
-from .search.search import SEARCH_S, SearchResult, Trace, Wishes, search
+from .search.search import search
 from .search.what_helps import Help, what_helps
 
 LEAST_TIMEOUT_S = 1.0

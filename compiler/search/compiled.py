@@ -69,7 +69,7 @@ class Compiled:
 
 
 @dataclass
-class Placed:
+class PlacedCandidate:
     """A candidate whose stages have their devices; `todo` are the passes that make its programs."""
 
     candidate: Candidate
@@ -131,7 +131,7 @@ class CandidateCompiler:
         """The model as layers and what a lane has of the machine. Raises `PassError` where lanes cannot be made."""
         return self._prefix((Coarsen(), *([mesh] if mesh else []))).draft
 
-    def place(self, candidate: Candidate) -> Placed:
+    def place(self, candidate: Candidate) -> PlacedCandidate:
         """Run its passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
         passes = candidate.passes
         check_contracts(passes)
@@ -142,7 +142,7 @@ class CandidateCompiler:
         draft = _copy(prefix.draft)
         made, took = self._run(draft, mapped)
         todo = passes[len(shared) + len(mapped) :]
-        placed = Placed(candidate, draft, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
+        placed = PlacedCandidate(candidate, draft, todo, {**prefix.decisions, **made}, [*prefix.records, *took])
         if placed.tier is None:
             check_lasting(draft)
         return placed
@@ -164,7 +164,7 @@ class CandidateCompiler:
             raise found
         return found
 
-    def finish(self, placed: Placed) -> Compiled:
+    def finish(self, placed: PlacedCandidate) -> Compiled:
         """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
         draft = placed.draft
         decisions, records = self._run(draft, placed.todo)

@@ -17,9 +17,10 @@ from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_seconds, parse_bytes, short_bytes
+from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
 from .compiled import Compiled
 from .host_memory import host_needs, host_of, tier_of
-from .search import LARGE_GRAPH_NODES, Trace, Wishes, attempt_smallest, search
+from .search import attempt_smallest, search
 
 BOUNDLESS_BYTES = 1 << 60
 TRIES = 12

@@ -7,9 +7,9 @@ from ...passes.draft import Draft
 from ...runtime.simulate import Timeline
 from ..pipeline import pipeline_text
 from ..plan import Decisions, Plan, Prediction
+from .attempts import SearchResult
 from .bounds import machine_bound
 from .host_memory import host_needs
-from .search import SearchResult
 
 
 def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:

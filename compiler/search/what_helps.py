@@ -18,6 +18,7 @@ from ...ir.machine.hardware import Device, Hardware, Host
 from ...passes.memory.choose_activations import ChooseActivations
 from ..plan import Plan
 from ..profile.profile import for_machines_like
+from .attempts import Attempts, Trace, Wishes
 from .candidates import (
     PLAIN,
     Candidate,
@@ -29,7 +30,6 @@ from .candidates import (
     stage_counts,
     tiers,
 )
-from .search import Sweep, Trace, Wishes
 from .trial import why_not
 
 FASTER = 2.0
@@ -80,19 +80,19 @@ def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan:
     mesh = plan.decisions.mesh
     more_devices = machine.num_devices > (sum(map(len, mesh.lanes)) if mesh else len(plan.predicted.arena_bytes))
     nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
-    sweep = Sweep(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
+    attempts = Attempts(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
     try:
         for count in dict.fromkeys((plan.micro_batches, *nearest)):
-            sweep.look(count, relatives(plan, sweep, count))
-        step_s = sweep.result().best.step_s
+            attempts.look(count, relatives(plan, attempts, count))
+        step_s = attempts.result().best.step_s
     except PenstockError as error:
         return Help(change, None, why_not(error))
     return Help(change, step_s if more_devices else min(step_s, plan.predicted.step_s))  # else the old plan runs there
 
 
-def relatives(plan: Plan, sweep: Sweep, count: int) -> Iterator[Candidate]:
+def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
     """The chosen pipeline first, then those like it, with as many stages as this machine wants."""
-    chosen = Candidate.of(plan.passes, sweep.hardware.num_devices)
+    chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
     yield chosen
     mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
@@ -102,7 +102,7 @@ def relatives(plan: Plan, sweep: Sweep, count: int) -> Iterator[Candidate]:
     usual = base.with_(*(type(p)() for p in chosen.passes if p.decides in ("stages", "devices", "schedule")))
     yield usual
     try:
-        lane = sweep.compiler(count).lane(mesh)
+        lane = attempts.compiler(count).lane(mesh)
     except PassError:  # the lanes of this machine cannot share out so many micro-batches
         return
     if mesh is not None:

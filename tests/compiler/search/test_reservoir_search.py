@@ -12,12 +12,13 @@ import torch
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidates import PLAIN, RESERVOIR, Candidate, fewer, mappings, partitions, scouts
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.fit import check_fit, check_lasting, check_states_fit
 from penstock.compiler.search.host_memory import host_needs
-from penstock.compiler.search.search import Wishes, search
+from penstock.compiler.search.search import search
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
 from penstock.ir.machine.hardware import Hardware

@@ -10,8 +10,8 @@ from torch import nn
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
-from penstock.compiler.search import compiled
-from penstock.compiler.search import search as module
+from penstock.compiler.search import attempts, compiled
+from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidates import (
     PLAIN,
@@ -24,6 +24,7 @@ from penstock.compiler.search.candidates import (
     stage_counts,
 )
 from penstock.compiler.search.compiled import CandidateCompiler
+from penstock.compiler.search.search import search
 from penstock.compiler.search.trial import why_not
 from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError
@@ -155,7 +156,7 @@ def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.Monkey
     model, batch = zoo_case("gpt2")
     options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": 4}
     first = penstock.compile(model, cpu(2, "250kB"), **options).plan
-    prove, refused = module.prove, []
+    prove, refused = attempts.prove, []
 
     def stubborn(best: Any) -> Any:
         if not refused:
@@ -163,7 +164,7 @@ def test_who_cannot_be_proven_makes_room_for_the_next(monkeypatch: pytest.Monkey
             raise DoesNotFit("memories are too tight")
         return prove(best)
 
-    monkeypatch.setattr(module, "prove", stubborn)
+    monkeypatch.setattr(attempts, "prove", stubborn)
     second = penstock.compile(model, cpu(2, "250kB"), **options).plan
     assert first.predicted is not None and second.predicted is not None
     assert second.hash != first.hash and second.predicted.step_s >= first.predicted.step_s
@@ -276,7 +277,7 @@ def test_the_nearest_miss_is_reported() -> None:
     missing_bytes = []
     for memory in ("100kB", "150kB"):
         with pytest.raises(DoesNotFit) as caught:
-            module.search(lambda _: graph, cpu(2, memory), module.Wishes(Candidate.of("balanced", 2), 4, 8, Options()))
+            search(lambda _: graph, cpu(2, memory), Wishes(Candidate.of("balanced", 2), 4, 8, Options()))
         missing_bytes.append(caught.value.missing_bytes)
     assert missing_bytes[0] > missing_bytes[1] > 0
 
@@ -288,5 +289,5 @@ def test_a_plan_that_lacks_dram_came_further_than_one_that_lacks_a_device() -> N
     graph = trace(*zoo()["gpt2"](dropout=0.0))
     machine = penstock.Hardware.cpu(num_devices=2, memory="230kB", dram=state_bytes // 2)
     with pytest.raises(DoesNotFit) as caught:
-        module.search(lambda _: graph, machine, module.Wishes(None, 2, 4, Options(micro_batches=2)))
+        search(lambda _: graph, machine, Wishes(None, 2, 4, Options(micro_batches=2)))
     assert caught.value.memory == "dram0"

@@ -1,0 +1,155 @@
+"""Candidates tried one by one: a `Trial` of each, and the best so far.
+
+A candidate whose lower bound is no better than the best is not compiled, nor one that comes to the same programs as
+another. What is left when time is up is listed as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...ir import ops
+from ...ir.errors import DoesNotFit, PassError, PlanError
+from ...ir.machine.hardware import Hardware
+from ...passes.draft import Options
+from ...passes.graph.opgraph import OpGraph
+from ..plan import Plan, Rival
+from .candidates import PLAIN, Candidate
+from .compiled import CandidateCompiler, Compiled, DumpPrograms, prove
+from .host_memory import tier_of
+from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
+
+Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
+LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
+SEARCH_S = 33.0  # of computation
+
+
+@dataclass
+class Wishes:
+    """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
+    computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`."""
+
+    asked: Candidate | None
+    micro_batches: int | None
+    batch_size: int
+    options: Options
+    dump: DumpPrograms | None = None
+    decided: Plan | None = None
+    search_s: float = SEARCH_S
+    beyond_dram_bytes: int = 0  # of what lasts between steps, what devices and DRAM cannot hold at least
+
+
+@dataclass
+class SearchResult:
+    """What the search chose, and what it beat."""
+
+    best: Compiled
+    rivals: list[Rival] = field(default_factory=list)
+
+
+class Attempts:
+    """What was tried so far of what `wishes` leave open."""
+
+    def __init__(self, trace: Trace, hardware: Hardware, wishes: Wishes):
+        self.trace, self.hardware, self.wishes = trace, hardware, wishes
+        self.best: Compiled | None = None
+        self.trials: list[Trial] = []
+        self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
+        self.seen: dict[tuple[int, Any], Trial] = {}  # what came to which programs
+        self.done: set[tuple[int, Candidate]] = set()
+        self.until_s = time.process_time() + wishes.search_s
+        self.has_ssds = any(host.ssds for host in hardware.hosts)
+
+    @property
+    def is_late(self) -> bool:
+        return time.process_time() > self.until_s
+
+    def is_large(self, count: int) -> bool:
+        return len(self.compiler(count).graph.nodes) > LARGE_GRAPH_NODES
+
+    def compiler(self, count: int) -> CandidateCompiler:
+        if count not in self.compilers:
+            options = dataclasses.replace(self.wishes.options, micro_batches=count)
+            decided = self.wishes.decided.decisions.model_dump() if self.wishes.decided else None
+            self.compilers[count] = CandidateCompiler(
+                self.trace(count), self.hardware, options, decided, self.wishes.dump
+            )
+        return self.compilers[count]
+
+    @property
+    def best_candidate(self) -> Candidate:
+        return PLAIN if self.best is None else self.best.candidate
+
+    def look(self, count: int, candidates: Iterable[Candidate]) -> None:
+        """Try each that was not tried yet."""
+        for candidate in candidates:
+            if (count, candidate) not in self.done:
+                self.done.add((count, candidate))
+                self.trials.append(self.attempt(count, candidate))
+
+    def attempt(self, count: int, candidate: Candidate) -> Trial:
+        if self.best is not None and self.is_late:
+            return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
+        if candidate.uses_ssd and not self.has_ssds and self.wishes.asked is None:
+            return Trial(candidate, count, reason=Skipped.NO_SSDS)
+        compiler = self.compiler(count)
+        try:
+            placed = compiler.place(candidate)
+            key = (count, placed.key)
+            if key in self.seen:
+                same = self.seen[key]
+                return dataclasses.replace(same, candidate=candidate, reason=SamePlan(same.name))
+            bound = placed.bound()
+            if self.best is not None and bound.seconds >= self.best.step_s:
+                found = Trial(candidate, count, reason=Pruned(bound.seconds))
+            else:
+                compiled = compiler.finish(placed)
+                swapped = len(compiled.decisions["fetch"]) == len(compiled.draft.stages)
+                found = Trial(candidate, count, compiled.step_s, all_swapped=swapped)
+                self.keep(compiled)
+            self.seen[key] = found
+        except (DoesNotFit, PassError, PlanError) as error:
+            return Trial(candidate, count, reason=error.with_traceback(None))
+        return found
+
+    def keep(self, compiled: Compiled) -> None:
+        """The faster of the two; of equals the earlier one."""
+        if self.best is None or compiled.step_s < self.best.step_s:
+            self.best = compiled
+
+    def result(self) -> SearchResult:
+        """The best one, proven, and why the others are not it. Whoever cannot be proven makes room for the next."""
+        while self.best is not None:
+            try:
+                best = prove(self.best)
+            except DoesNotFit as error:
+                self.refuse(error)
+                continue
+            return SearchResult(best, [t.rival(best.step_s) for t in self.trials if t.name != best.name])
+        raise nearest_miss(errors_of(self.trials))
+
+    def refuse(self, error: DoesNotFit) -> None:
+        """The best cannot run; make the next one."""
+        assert self.best is not None
+        failed, self.best = self.best.name, None
+        alike = [t for t in self.trials if t.name == failed or t.reason == SamePlan(failed)]
+        self.trials = [t if t not in alike else dataclasses.replace(t, step_s=None, reason=error) for t in self.trials]
+        left = sorted((t for t in self.trials if t.step_s is not None), key=lambda t: t.step_s or 0.0)
+        self.seen.clear()
+        for row in left[:1]:
+            self.attempt(row.count, row.candidate)
+
+    def fastest(self) -> list[Trial]:
+        """What was simulated, but for named candidates, the fastest first."""
+        rows = [t for t in self.trials if t.step_s is not None and not t.candidate.name]
+        return sorted(rows, key=lambda t: t.step_s or 0.0)
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        """Whether a candidate came as far as to lack DRAM, or SSDs."""
+        errors = errors_of(self.trials)
+        return any(isinstance(error, DoesNotFit) and tier_of(error.memory) != ops.DEVICE for error in errors)
