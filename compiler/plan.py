@@ -16,7 +16,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from ..ir.errors import PlanError
-from ..passes.sharding.mesh import NEAREST, layout_text, regular_lanes
+from ..passes.sharding.mesh import NEAREST, regular_lanes
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
@@ -98,9 +98,13 @@ class Mesh(BaseModel):
         return plain(self)
 
     def describe(self) -> str:
-        """In words: "512 devices: 64 replicas of 8 shards"."""
-        count = sum(map(len, self.lanes))
-        return f"{count} devices: {layout_text(count, self.shards, len(self.lanes[0]))}"
+        """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
+        depth, count = len(self.lanes[0]), sum(map(len, self.lanes))
+        replicas = count // (self.shards * depth)
+        parts = [f"{replicas} replicas"] if replicas > 1 else []
+        parts += [f"{self.shards} shards"] if self.shards > 1 else []
+        parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
+        return f"{count} devices: {' of '.join(parts)}"
 
 
 class Sharding(BaseModel):

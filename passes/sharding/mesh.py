@@ -85,15 +85,6 @@ def regular_lanes(count: int, shards: int, depth: int, nearest: str = "shards") 
     return lanes
 
 
-def layout_text(devices: int, shards: int, depth: int) -> str:
-    """In words: "64 replicas of 8 shards", "8 replicas of 2 shards of pipelines of 4"."""
-    replicas = devices // (shards * depth)
-    parts = [f"{replicas} replicas"] if replicas > 1 else []
-    parts += [f"{shards} shards"] if shards > 1 else []
-    parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
-    return " of ".join(parts)
-
-
 def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:
     """Raise `PassError` where a plan's lanes are not what every lane must be."""
     used = sorted(device for lane in lanes for device in lane)

@@ -23,7 +23,7 @@ from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError
 from penstock.passes.draft import Options
 from penstock.passes.sharding.mesh import Mesh as MeshPass
-from penstock.passes.sharding.mesh import layout_text, regular_lanes
+from penstock.passes.sharding.mesh import regular_lanes
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
@@ -40,11 +40,16 @@ def test_layouts_divide_the_devices() -> None:
     assert layouts(penstock.Hardware.cpu(num_devices=1), 10) == []
 
 
-def test_words_for_layouts() -> None:
-    assert layout_text(512, shards=8, depth=1) == "64 replicas of 8 shards"
-    assert layout_text(512, shards=1, depth=8) == "64 replicas of pipelines of 8"
-    assert layout_text(16, shards=2, depth=4) == "2 replicas of 2 shards of pipelines of 4"
-    assert layout_text(4, shards=1, depth=4) == "a pipeline of 4" and layout_text(4, 1, 1) == "4 replicas"
+@pytest.mark.parametrize(
+    ("count", "shards", "depth", "words"),
+    [
+        (512, 8, 1, "64 replicas of 8 shards"), (512, 1, 8, "64 replicas of pipelines of 8"),
+        (16, 2, 4, "2 replicas of 2 shards of pipelines of 4"), (4, 1, 4, "a pipeline of 4"), (4, 1, 1, "4 replicas"),
+    ],
+)  # fmt: skip
+def test_words_for_lanes(count: int, shards: int, depth: int, words: str) -> None:
+    mesh = Mesh(lanes=regular_lanes(count, shards, depth), shards=shards)
+    assert mesh.describe() == f"{count} devices: {words}"
 
 
 @pytest.mark.parametrize("machine", ["mics-p4d:2", "mobius-topo2+2"])
@@ -90,8 +95,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
     job._help_finder = None
     text = job.explain()
-    assert f"64 devices: {layout_text(64, mesh.shards, len(mesh.lanes[0]))}" in text
-    assert len(text.partition("\nrivals\n")[0].splitlines()) < 100
+    assert mesh.describe() in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
     assert any(rival.step_s and "mesh" in rival.name for rival in job.plan.rivals)
     job.plan.save(tmp_path / "plan.json")
     again = penstock.compile(named.on_meta(), hardware, plan=Plan.load(tmp_path / "plan.json"), **options)
