@@ -19,7 +19,7 @@ from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
 from .candidates import PLAIN, Candidate
-from .compiled import CandidateCompiler, Compiled, DumpPrograms, prove
+from .compiled import CandidateCompiler, CompiledCandidate, DumpPrograms, prove
 from .host_memory import tier_of
 from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
 
@@ -47,7 +47,7 @@ class Wishes:
 class SearchResult:
     """What the search chose, and what it beat."""
 
-    best: Compiled
+    best: CompiledCandidate
     rivals: list[Rival] = field(default_factory=list)
 
 
@@ -56,7 +56,7 @@ class Attempts:
 
     def __init__(self, trace: Trace, hardware: Hardware, wishes: Wishes):
         self.trace, self.hardware, self.wishes = trace, hardware, wishes
-        self.best: Compiled | None = None
+        self.best: CompiledCandidate | None = None
         self.trials: list[Trial] = []
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
         self.seen: dict[tuple[int, Any], Trial] = {}  # what came to which programs
@@ -116,7 +116,7 @@ class Attempts:
             return Trial(candidate, count, reason=error.with_traceback(None))
         return found
 
-    def keep(self, compiled: Compiled) -> None:
+    def keep(self, compiled: CompiledCandidate) -> None:
         """The faster of the two; of equals the earlier one."""
         if self.best is None or compiled.step_s < self.best.step_s:
             self.best = compiled

@@ -28,6 +28,7 @@ from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.partition.partition_max_stage import PartitionMaxStage
 from ...passes.partition.partition_min_stage import PartitionMinStage
 from ...passes.partition_mip.partition_mip import PartitionMip, candidates
+from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.insert_shard import InsertShard
@@ -66,7 +67,7 @@ class Candidate:
         return self.find(Mesh)
 
     @property
-    def partition(self) -> Pass | None:
+    def partition(self) -> Partition | None:
         return self.find(Partition)
 
     @property
@@ -89,7 +90,7 @@ class Candidate:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether what is saved for the backward pass may leave its device."""
+        """Whether what is saved for the backward pass may leave its device; taken to be so of shared stages with SSDs."""
         return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
 
     def with_(self, *passes: Pass) -> Candidate:
@@ -99,7 +100,7 @@ class Candidate:
 
     def ending(self, *passes: Pass) -> Candidate:
         """The same with these behind its schedule."""
-        head = [p.decides for p in self.passes].index("schedule") + 1
+        head = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Schedule))
         return Candidate((*self.passes[:head], *passes))
 
     def on(self, mesh: Mesh) -> Candidate:
@@ -134,7 +135,7 @@ class Candidate:
         on_one = mesh is not None and mesh.depth == 1
         parts = [pass_text(p, short=True) for p in self.passes if isinstance(p, Mesh | Partition)]
         parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
-        parts += [p.name for p in self.passes if p.decides == "schedule" and not isinstance(p, SchedulePipeline)]
+        parts += [p.name for p in self.passes if isinstance(p, Schedule) and not isinstance(p, SchedulePipeline)]
         parts += ["swapped"] if fetch is not None and fetch.swap else []
         parts += ["all computed again"] if remat is not None and remat.always else []
         parts += ["activations chosen"] if self.moves_activations else []
@@ -278,7 +279,7 @@ def mappings(hardware: Hardware) -> list[Mapping]:
     return sorted(found, key=lambda mapping: not isinstance(mapping, first))
 
 
-def schedules(num_devices: int = 2) -> list[Pass]:
+def schedules(num_devices: int = 2) -> list[Schedule]:
     """Those that train as plain PyTorch does; on a single device only such as need no other to differ from these."""
-    found = [kind() for kind in PASSES.values() if kind.decides == "schedule" and kind.synchronous]
+    found = [kind() for kind in PASSES.values() if issubclass(kind, Schedule) and kind.synchronous]
     return found if num_devices > 1 else [p for p in found if isinstance(p, SchedulePipeline | Schedule1F1B)]

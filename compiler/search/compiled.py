@@ -43,7 +43,7 @@ PassRun = tuple[dict[str, Any], list[PassRecord]]  # decisions and records
 
 
 @dataclass
-class Compiled:
+class CompiledCandidate:
     """A candidate with its programs."""
 
     candidate: Candidate
@@ -164,7 +164,7 @@ class CandidateCompiler:
             raise found
         return found
 
-    def finish(self, placed: PlacedCandidate) -> Compiled:
+    def finish(self, placed: PlacedCandidate) -> CompiledCandidate:
         """Make and simulate the programs, still unproven. Raises `DoesNotFit` where a memory is too small."""
         draft = placed.draft
         decisions, records = self._run(draft, placed.todo)
@@ -174,7 +174,7 @@ class CandidateCompiler:
         except VerifyError as error:
             raise _waits_for_ever(error) from error
         decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
-        return Compiled(placed.candidate, draft, decisions, records, timeline)
+        return CompiledCandidate(placed.candidate, draft, decisions, records, timeline)
 
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
         return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
@@ -186,7 +186,7 @@ def _copy(draft: Draft) -> Draft:
     return dataclasses.replace(draft, notes=dict(draft.notes))
 
 
-def prove(compiled: Compiled) -> Compiled:
+def prove(compiled: CompiledCandidate) -> CompiledCandidate:
     """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
     draft = compiled.draft
     verify(draft.programs, draft.hardware, memory=False)

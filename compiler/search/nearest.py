@@ -18,7 +18,7 @@ from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_seconds, parse_bytes, short_bytes
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
-from .compiled import Compiled
+from .compiled import CompiledCandidate
 from .host_memory import host_needs, host_of, tier_of
 from .search import attempt_smallest, search
 
@@ -86,7 +86,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
     change: dict[str, Any] = {}
     for _ in range(TRIES):
         tried = attempt_smallest(trace, wider, wishes)
-        if isinstance(tried, Compiled):
+        if isinstance(tried, CompiledCandidate):
             if (dram_bytes := _dram_bytes(tried, hardware)) > min(host.dram_bytes for host in hardware.hosts):
                 change["dram"] = short_bytes(dram_bytes)
             return Nearest(change, tried.timeline.step_s)
@@ -102,10 +102,10 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
 def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
     """More SSDs, or where these are not short more DRAM beside them, by what is missing until something fits."""
     change: dict[str, Any] = {}
-    tried: Compiled | PenstockError = miss
+    tried: CompiledCandidate | PenstockError = miss
     for _ in range(TRIES):
         wider = hardware.with_(**change) if change else hardware
-        if isinstance(tried, Compiled):
+        if isinstance(tried, CompiledCandidate):
             return Nearest(change, tried.timeline.step_s)
         if not isinstance(tried, DoesNotFit) or tier_of(tried.memory) == ops.DEVICE or not tried.missing_bytes:
             return None
@@ -120,12 +120,12 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
     return None
 
 
-def _dram_needs(compiled: Compiled) -> dict[int, int]:
+def _dram_needs(compiled: CompiledCandidate) -> dict[int, int]:
     """Bytes by host."""
     needs = host_needs(*shown(compiled.draft.programs, compiled.draft.whole))
     return {host_of(need.memory): need.peak_bytes for need in needs if tier_of(need.memory) == ops.DRAM}
 
 
-def _dram_bytes(compiled: Compiled, hardware: Hardware) -> int:
+def _dram_bytes(compiled: CompiledCandidate, hardware: Hardware) -> int:
     """What every host must have for it."""
     return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(compiled).items())

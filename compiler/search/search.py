@@ -39,7 +39,7 @@ from .candidates import (
     scouts,
     tiers,
 )
-from .compiled import Compiled
+from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, varied
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
@@ -235,7 +235,7 @@ class Sweep(Attempts):
         return [t for t in self.fastest() if t.candidate.mesh == self.base.mesh]
 
 
-def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Compiled | PenstockError:
+def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> CompiledCandidate | PenstockError:
     """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages, and of
     models that are not large stages of single operators."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)

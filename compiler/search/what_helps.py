@@ -15,7 +15,10 @@ from typing import Any
 
 from ...ir.errors import PassError, PenstockError
 from ...ir.machine.hardware import Device, Hardware, Host
+from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
+from ...passes.partition.partition import Partition
+from ...passes.schedule.schedule import Schedule
 from ..plan import Plan
 from ..profile.profile import for_machines_like
 from .attempts import Attempts, Trace, Wishes
@@ -99,7 +102,7 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
         mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)
     base = PLAIN.ending(*tiers(chosen.find(ChooseActivations) is not None, chosen.uses_ssd))
     base = base if mesh is None else base.on(mesh)
-    usual = base.with_(*(type(p)() for p in chosen.passes if p.decides in ("stages", "devices", "schedule")))
+    usual = base.with_(*(type(p)() for p in chosen.passes if isinstance(p, Partition | Mapping | Schedule)))
     yield usual
     try:
         lane = attempts.compiler(count).lane(mesh)
