@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether what is saved for the backward pass may leave its device; taken to be so of shared stages with SSDs."""
+        """Whether saved tensors may leave their device; shared stages that use SSDs are planned as if they did."""
         return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
 
     def with_(self, *passes: Pass) -> Candidate:
