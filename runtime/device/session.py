@@ -39,6 +39,7 @@ from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
 NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
+WAITING_OPS = ("send", "recv", "all_reduce", "all_gather", "reduce_scatter")
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
 
 
@@ -371,6 +372,11 @@ class DeviceSession:
             notice = self._notices.get()
             if isinstance(notice, Fault):
                 raise notice
+
+    @property
+    def waited(self) -> bool:
+        """Whether the op that failed waited for another device: then that one is the likelier culprit."""
+        return self.broken is not None and self.broken.label is not None and self.broken.label.op in WAITING_OPS
 
     def _first_fault(self, fault: Fault) -> Fault:
         """Of several faults the first in time: the others follow from it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ir import errors, ops
+from ...ir import ops
 from ...ir.errors import PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, place_of
@@ -165,17 +165,6 @@ class InProcessDriver(Driver):
 def loaded_names(program: Program) -> set[str]:
     """The inputs of the batch that a program loads."""
     return {str(node.args[1]) for node in program.ops() if node.target is ops.load}
-
-
-def remote_error(failure: Mapping[str, Any], device: int, who: str) -> PenstockError:
-    """What another process raised (see `worker.describe_error`), as an error of this one."""
-    kind = getattr(errors, failure["type"], None)
-    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-        found = kind(failure["message"])
-        vars(found).update(failure["details"])
-        return found
-    message = failure["message"] if kind is WorkerError else f"{who}: {failure['type']}: {failure['message']}"
-    return WorkerError(message, device=device, line=failure["line"], remote=failure["traceback"])
 
 
 def result_of(answer: Answer) -> StepResult:

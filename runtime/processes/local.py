@@ -24,13 +24,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError
+from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.turn_server import TurnServer
 from .commands import Answer, Tensors
-from .driver import Driver, InProcessDriver, remote_error, result_of
+from .driver import Driver, InProcessDriver, result_of
 from .position import describe_position
 from .setup import Setup
 from .torchrun import TorchrunDriver
@@ -240,7 +240,7 @@ class LocalWorkers(Driver):
                 failures[device] = {}
                 continue
             if "error" in header:
-                failures[device] = header["error"]
+                failures[device] = header
             else:
                 answers[device] = header, tensors
 
@@ -267,7 +267,7 @@ class LocalWorkers(Driver):
     def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
         worker = self.workers[device]
         if failure:
-            return remote_error(failure, device, f"device {device} ({worker.name})")
+            return error_from_data(failure["error"], f"device {device} ({worker.name})", device)
         where, line = worker.position()
         tail = worker.log_tail()
         message = (

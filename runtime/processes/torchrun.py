@@ -19,19 +19,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError
+from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult, check_batch
 from ..simulate import Span
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .driver import Driver, remote_error
+from .driver import Driver
 from .position import describe_position
-from .ranks import Failure, Ranks, Told, plain_error
+from .ranks import Failure, Ranks, Told
 from .setup import Setup
 from .store_thread import Waited, connect_store
-from .worker import build_session, describe_error
+from .worker import build_session
 
 # Commands by what a script has called.
 CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
@@ -72,7 +72,7 @@ class TorchrunDriver(Driver):
         atexit.register(self._at_exit)
         try:
             with self._together():
-                reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
+                reasons = self.ranks.exchange(None if refused is None else error_to_data(refused))
             self._raise_first(reasons)
             agree(self.ranks, setup)
             self._set_up()
@@ -90,7 +90,7 @@ class TorchrunDriver(Driver):
                 own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
                 self._session = build_session(own, self.ranks.store)
             except Exception as error:
-                failure = describe_error(error, None)
+                failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
         self._raise_first(rows)
 
@@ -99,7 +99,7 @@ class TorchrunDriver(Driver):
         wrong = [(rank, row) for rank, row in enumerate(failures) if row is not None]
         if wrong:
             rank, row = min(wrong, key=lambda each: each[1]["type"] in ("RuntimeError", "DistStoreError"))
-            raise self._error_of(rank, {**row, "message": f"{self.ranks.members[rank]}: {row['message']}"})
+            raise self._error_of(rank, row, f"{self.ranks.members[rank]}: ")
 
     @property
     def session(self) -> DeviceSession:
@@ -126,14 +126,13 @@ class TorchrunDriver(Driver):
             try:
                 mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
             except Exception as error:
-                told = describe_error(error, self.session)
-                mine = {"error": {**told, "message": f"{self._own_name}: {told['message']}"}}
+                mine = {"error": error_to_data(error)}
             mine = {**mine, "tensors": _rows_of(found)}
         header = self._exchange(CALLS.get(command, command), mine)[device]
         with self._together():
             if "error" not in header:
                 return header, self._spread(found, header.pop("tensors"), device)
-        raise self._error_of(device, header["error"])
+        raise self._error_of(device, header["error"], f"{self.ranks.members[device]}: ")
 
     def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
         """The tensors of one rank, on all: `own` where this is that rank, else as `rows` describes them."""
@@ -236,7 +235,8 @@ class TorchrunDriver(Driver):
             self._fail(error)
         except KeyboardInterrupt:
             self._failing = True
-            self.ranks.report(Failure(self.rank, plain_error(f"{self._own_name} was interrupted. All ranks stop.")))
+            stopped = WorkerError(f"{self._own_name} was interrupted. All ranks stop.")
+            self.ranks.report(Failure(self.rank, error_to_data(stopped)))
             raise
         finally:
             self._busy = False
@@ -249,8 +249,9 @@ class TorchrunDriver(Driver):
         atexit.register(_end_at_once)
         if isinstance(error, Told):
             raise self._error_of(error.failure.rank, error.failure.error) from None
-        told = describe_error(error, self._session)
-        cause = self.ranks.cause(Failure(self.rank, told, waited=told["waited"] or isinstance(error, Waited)))
+        told = error_to_data(error)
+        waited = isinstance(error, Waited) or (self._session is not None and self._session.waited)
+        cause = self.ranks.cause(Failure(self.rank, told, waited=waited))
         if cause.rank == self.rank:
             self.ranks.report(cause)
         if cause.error is told:
@@ -285,7 +286,7 @@ class TorchrunDriver(Driver):
         if self._busy:
             raise Waited(stopped)
         self._failing = True
-        cause = self.ranks.cause(Failure(self.rank, plain_error(stopped), waited=True))
+        cause = self.ranks.cause(Failure(self.rank, error_to_data(WorkerError(stopped)), waited=True))
         sys.stderr.write(f"{stopped}: {cause.error['message']}\n")
         sys.stderr.flush()
         self.ranks.leave(cause.error["message"])
@@ -308,9 +309,9 @@ class TorchrunDriver(Driver):
     def _describe_place(self, rank: int, shown: str | list[int]) -> str:
         return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
 
-    def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
+    def _error_of(self, rank: int, error: dict[str, Any], prefix: str = "") -> PenstockError:
         name = self.setup.hardware.devices[rank].name
-        return remote_error(failure, rank, f"{self.ranks.members[rank]}, device {name}")
+        return error_from_data(error, f"{self.ranks.members[rank]}, device {name}", rank, prefix)
 
     def close(self) -> None:
         if self.closed:

@@ -15,7 +15,6 @@ import socket
 import struct
 import sys
 import threading
-import traceback
 from collections.abc import MutableSequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ...ir.errors import WorkerError
+from ...ir.errors import error_to_data
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Interface, bound_interface, place_of
 from ..device.file import open_device_file
@@ -103,21 +102,6 @@ def build_session(
     return DeviceSession(index, file, hardware, optimizer=optimizer, **options)
 
 
-def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
-    """An error as plain data: its type by name, what it knows beside its message, and for a failed op where it was and
-    whether it waited for another device (then that one is the likelier culprit)."""
-    fault = None if session is None else session.broken
-    label = None if fault is None else fault.label
-    return {
-        "type": type(error).__name__,
-        "message": str(error),
-        "details": {key: value for key, value in vars(error).items() if isinstance(value, (str, int))},
-        "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
-        "waited": label is not None and label.op in ("send", "recv", "all_reduce", "all_gather", "reduce_scatter"),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-
-
 def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
     """Set up as the first message says, then answer one command after the other until the channel closes."""
     session: DeviceSession | None = None
@@ -138,7 +122,7 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
                 assert session is not None
                 answer = COMMANDS[header["command"]](session, header, tensors)
         except Exception as error:
-            answer = {"error": describe_error(error, session)}, {}
+            answer = {"error": error_to_data(error), "waited": session is not None and session.waited}, {}
         del tensors
         try:
             send_message(channel, *answer)
