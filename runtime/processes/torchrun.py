@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,14 +23,14 @@ from torch import Tensor
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
 from ..device.peers import INTERFACE_SETTING
-from ..device.session import DeviceSession, StepResult, check_batch
+from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver
 from .position import describe_position
 from .ranks import Failure, Ranks, Told
-from .setup import Setup
+from .setup import RunSetup
 from .store_thread import Waited, connect_store
 from .worker import build_session
 
@@ -46,7 +47,7 @@ class TorchrunDriver(Driver):
     `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
     """
 
-    def __init__(self, setup: Setup, refused: PenstockError | None = None):
+    def __init__(self, setup: RunSetup, refused: PenstockError | None = None):
         super().__init__(setup)
         self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         devices = setup.interface.world_size
@@ -87,8 +88,9 @@ class TorchrunDriver(Driver):
         failure: dict[str, Any] | None = None
         with self._together():
             try:
-                own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
-                self._session = build_session(own, self.ranks.store)
+                own = self.setup.for_device(self.rank)
+                share = replace(own.share, gpu=local, hostname=hostname)
+                self._session = build_session(replace(own, share=share), self.ranks.store)
             except Exception as error:
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
@@ -187,7 +189,7 @@ class TorchrunDriver(Driver):
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
-        check_batch(batch, self.setup.whole if whole else self.setup.interface, self.inputs[function])
+        (self.setup.whole if whole else self.setup.interface).check_batch(batch, self.inputs[function])
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
         """What every rank returned: on all ranks the scalars of a step, and all that an evaluation gives."""
@@ -264,7 +266,7 @@ class TorchrunDriver(Driver):
     def _hear(self, failure: Failure) -> None:
         """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
         if self._busy and self._session is not None:
-            self._session.interrupt(Told(failure))
+            self._session.streams.interrupt(Told(failure))
         if self._busy:
             self._stuck = threading.Timer(STUCK_S, self._give_up, [failure])
             self._stuck.daemon = True
@@ -304,7 +306,7 @@ class TorchrunDriver(Driver):
         words."""
         if self._session is None:
             return "its start"
-        return list(self._session.board) if self._busy else "its script, between two steps"
+        return list(self._session.streams.board) if self._busy else "its script, between two steps"
 
     def _describe_place(self, rank: int, shown: str | list[int]) -> str:
         return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
