@@ -183,8 +183,10 @@ class DeviceState:
 
     def _piece(self, group: str) -> tuple[int, int] | None:
         """Which of how many shards is here of a stage that a group shares; None where it is whole."""
-        members = self.interface.members(group) if group else []
-        return (members.index(self.index), len(members)) if group else None
+        if not group:
+            return None
+        members = self.interface.members(group)
+        return members.index(self.index), len(members)
 
     # --- loading and saving, between steps
 
