@@ -174,9 +174,7 @@ class DeviceSession:
                 self.spans.append(Span(self.index, stream.name.split()[0], issue.op, issue.text, start_s, end_s))
                 busy_s += end_s - start_s
             busy_share[stream.name] = busy_s / seconds
-        norm, skipped = None, False
-        if runtime.squares is not None:
-            norm, skipped = self.state.judge_norm(float(runtime.squares.value))
+        norm, skipped = self._gradient_norm(runtime)
         return {
             "seconds": seconds,
             "busy_share": busy_share,
@@ -186,6 +184,11 @@ class DeviceSession:
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
         }
+
+    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
+        if runtime.squares is None:
+            return None, False
+        return self.state.judge_norm(float(runtime.squares.value))
 
     def _moved_bytes(self, plan: Issues) -> dict[str, int]:
         """Per route between two memories by name. What is received counts with its sender."""

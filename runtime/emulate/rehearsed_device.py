@@ -151,3 +151,6 @@ class RehearsedSession(DeviceSession):
         _, report = self._execute("step", {})
         self.state.forget_values()
         return StepResult({}, report)
+
+    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
+        return None, False
