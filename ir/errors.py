@@ -5,6 +5,7 @@ A message names the argument or key, what was found, what is allowed, and the ne
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,3 +98,30 @@ class WorkerError(PenstockError):
         self.device = device
         self.line = line
         self.remote = remote
+
+
+def error_to_data(error: BaseException) -> dict[str, Any]:
+    """An error as plain data that may cross to another process: its type by name, its message, what an error of ours
+    knows beside it, and its traceback, which is empty where it was never raised."""
+    known = vars(error).items() if isinstance(error, PenstockError) else ()
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "fields": {key: value for key, value in known if isinstance(value, (str, int, dict))},
+        "traceback": "" if error.__traceback__ is None else "".join(traceback.format_exception(error)),
+    }
+
+
+def error_from_data(data: Mapping[str, Any], who: str, device: int | None = None, prefix: str = "") -> PenstockError:
+    """The error of another process from what `error_to_data` gave there, with `prefix` before its message.
+
+    What is none of the errors above becomes a `WorkerError` that says `who` raised it; `device`: where a `WorkerError`
+    arose.
+    """
+    kind, message = globals().get(data["type"]), prefix + data["message"]
+    if kind is WorkerError or not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+        message = message if kind is WorkerError else f"{who}: {data['type']}: {message}"
+        return WorkerError(message, device=device, line=data["fields"].get("line"), remote=data["traceback"])
+    found = kind(message)
+    vars(found).update(data["fields"])
+    return found

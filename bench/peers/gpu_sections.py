@@ -77,7 +77,7 @@ def allocator_peak(setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor],
     if not setup.on_gpu:
         job.step(batch)
         return 0, 0
-    lasting_bytes = job.driver.session.memory.accounts[ops.DEVICE].live_bytes
+    lasting_bytes = job.driver.session.state.memory.accounts[ops.DEVICE].live_bytes
     library_bytes = torch.cuda.memory_allocated() - before_bytes - lasting_bytes
     torch.cuda.reset_peak_memory_stats()
     job.step(batch)

@@ -22,7 +22,7 @@ from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.driver import Driver, loaded_names
 from ...runtime.processes.local import start_driver
 from ...runtime.processes.rehearse import rehearse
-from ...runtime.processes.setup import Setup
+from ...runtime.processes.setup import RunSetup
 from ...runtime.processes.torchrun import TorchrunDriver
 from ...runtime.simulate import Straggler, Timeline, find_stragglers, simulate
 from ...runtime.state import durable, pretrained
@@ -287,9 +287,9 @@ class Job:
             self._broken = f"{type(error).__name__}: {error}".split("\n")[0]
             raise
 
-    def _setup(self, directory: Path) -> Setup:
+    def _setup(self, directory: Path) -> RunSetup:
         settings = self.folder.settings
-        return Setup(
+        return RunSetup(
             files=[directory / device_file_name(device) for device in sorted(self.folder.files)],
             interface=self.folder.interface,
             hardware=self.hardware,

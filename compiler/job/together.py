@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from ...ir import errors
-from ...ir.errors import PenstockError, PlanError
+from ...ir.errors import PenstockError, PlanError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ...runtime.processes.agreement import differences
 from ...runtime.processes.joint_hardware import joint_hardware
@@ -71,7 +70,7 @@ def _on_all_ranks(make: Callable[..., Job], given: dict[str, Any]) -> Job:
         assert job is not None
         return job
     except Told as told:
-        raise _error(told.failure.error) from None
+        raise error_from_data(told.failure.error, str(ranks.members[told.failure.rank])) from None
     finally:
         ranks.leave()
 
@@ -86,23 +85,12 @@ def _attempt(make: Callable[..., Job], given: dict[str, Any]) -> tuple[Job | Non
     try:
         return make(**given), None
     except PenstockError as error:
-        known = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, dict))}
-        return None, {"type": type(error).__name__, "message": str(error), "details": known}
+        return None, error_to_data(error)
 
 
 def _raise_first(failures: list[dict[str, Any] | None], members: list[Member]) -> None:
     """Raise what the first rank could not do; else what another could not, named."""
     for failure, member in zip(failures, members, strict=True):
-        if failure is not None and member.rank == 0:
-            raise _error(failure)
         if failure is not None:
-            raise _error(
-                {**failure, "message": f"{member} cannot carry out the first rank's plan: {failure['message']}"}
-            )
-
-
-def _error(failure: dict[str, Any]) -> PenstockError:
-    kind = getattr(errors, failure["type"], PlanError)
-    found: PenstockError = kind(failure["message"])
-    vars(found).update(failure["details"])
-    return found
+            prefix = f"{member} cannot carry out the first rank's plan: " if member.rank else ""
+            raise error_from_data(failure, str(member), prefix=prefix)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from .. import ops
+from ..errors import BatchError
 from ..precision import MASTER_BYTES
 from .stage import PAGE, STATE_ROOM, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned
 
@@ -91,6 +95,19 @@ class Interface:
         """The stage as a member of the group keeps it: whole where there is no group, else a shard."""
         spec = self.stages[stage]
         return spec.shard(self.size(group)) if group else spec
+
+    def check_batch(self, batch: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        """Raises `BatchError` where an input among `names` is missing or is not what was compiled."""
+        for name in names:
+            want, found = self.batch[name], batch.get(name)
+            shape = (want.shape[0] * self.micro_batches, *want.shape[1:])
+            if found is None:
+                raise BatchError(f"batch: {name!r} is missing; found {', '.join(batch) or 'nothing'}")
+            dtype = str(found.dtype).removeprefix("torch.")
+            if (tuple(found.shape), dtype) != (shape, want.dtype):
+                raise BatchError(
+                    f"batch: {name!r} is {dtype}{list(found.shape)}, compiled for {want.dtype}{list(shape)}"
+                )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

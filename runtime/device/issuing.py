@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ...ir.errors import BudgetExceeded
 from ..optimizer.gradients import Grads
 from ..stage.runner import Kept
+from .named_streams import Streams
+from .pacing import Pacing
+from .peers import PeerLink
 from .prepare import Issue, Issues
+from .state import DeviceState
 from .streams import CudaStream, Event, Fault, Stream
-
-if TYPE_CHECKING:
-    from .session import DeviceSession
 
 
 class Box:
@@ -41,17 +41,15 @@ class Handle:
 
 
 class Issuing:
-    """One run of one program on `session`, the device with its state."""
+    """One run of one program: on the device's state, over its streams, at its pace, with `link` to the others."""
 
-    def __init__(self, session: DeviceSession, plan: Issues, streams: Mapping[str, Stream]):
-        self.session, self.streams, self.issues = session, streams, plan.ops
-        self.interface, self.index, self.device, self.stores = (
-            session.interface,
-            session.index,
-            session.device,
-            session.stores,
-        )
-        self.loss_scale = 1.0 if session.loss_scale is None else session.loss_scale.scale
+    def __init__(
+        self, state: DeviceState, plan: Issues, streams: Streams, pacing: Pacing, link: PeerLink | None = None
+    ):
+        self.state, self.all_streams, self.pacing, self.link = state, streams, pacing, link
+        self.streams, self.issues = streams.of(plan), plan.ops
+        self.interface, self.index, self.device, self.stores = state.interface, state.index, state.device, state.stores
+        self.loss_scale = state.gradient_scale
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
         self._events: list[Event | None] = [None] * len(plan.ops)
         self._cursor = 0
@@ -65,9 +63,9 @@ class Issuing:
         """The op that the text has next: give back what it takes over, take what it makes."""
         issue = self.issues[self._cursor]
         assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
-        self.session.raise_fault()
+        self.all_streams.raise_fault()
         self._cursor += 1
-        accounts = self.session.memory.accounts
+        accounts = self.state.memory.accounts
         for memory, name in issue.gives:
             accounts[memory].give(name)
         try:
@@ -97,7 +95,7 @@ class Issuing:
                 box.value = value
 
         events = self._events
-        if isinstance(stream, CudaStream) and self.session.link is None:
+        if isinstance(stream, CudaStream) and self.link is None:
             self._make_room(issue)
         events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
         return [Handle(box) for box in made]
@@ -113,20 +111,6 @@ class Issuing:
             event = self._events[index]
             if event is not None:
                 event.wait()
-
-    def _pace(self, issue: Issue) -> Callable[[], None]:
-        """A transfer begins: what this returns waits until slower links would have moved it as well."""
-        if issue.shared is not None:
-            assert self.session.link_server is not None
-            return self.session.link_server.begin(issue.shared)
-        end_s = time.perf_counter() + issue.least_s
-
-        def rest() -> None:
-            rest_s = end_s - time.perf_counter()
-            if issue.least_s and rest_s > 0:
-                time.sleep(rest_s)
-
-        return rest
 
 
 def tensors_in(value: Any) -> list[Tensor]:

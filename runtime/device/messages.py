@@ -24,14 +24,14 @@ class Messages(Issuing):
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
         dst = issue.peer
-        box, link, throttled = value.box, self._link(), self.session.throttled
+        box, link, throttled = value.box, self._link(), self.pacing.throttled
 
         def run() -> list[Any]:
             if not throttled:
                 link.send(box.value.contiguous(), dst, tag)
                 return []
             link.meet_receiver(dst, tag)  # the transfer begins when both are there, and ends for both at once
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             link.send(box.value.contiguous(), dst, tag)
             rest()
             link.meet_receiver(dst, tag)
@@ -43,7 +43,7 @@ class Messages(Issuing):
         issue = self._next("recv")
         src = issue.peer
         stage, _, output = like.partition(".")
-        spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.session.throttled
+        spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.pacing.throttled
 
         def run() -> list[Any]:
             into = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
@@ -63,7 +63,7 @@ class Messages(Issuing):
         for handle in values:
             handle.release()
         members = [(stage, param) for device, stage, param in self.interface.groups[group] if device == self.index]
-        link = self.session.link
+        link = self.link
 
         def run() -> list[Any]:
             found = [box.value for box in boxes]
@@ -81,7 +81,7 @@ class Messages(Issuing):
     def all_gather(self, shard: Handle, *, group: str, hierarchical: bool = False) -> Handle:
         issue = self._next("all_gather")
         group = issue.group
-        box, stage, link, arena = shard.box, issue.stages[0], self.session.link, self.session.memory.device_arena
+        box, stage, link, arena = shard.box, issue.stages[0], self.link, self.state.memory.device_arena
         part, count = self.stores[stage].part, self.interface.size(group)
         views = arena.views(f"{stage}, whole", weights_layout(self.interface.stages[stage]), issue.pieces)
         rows = self._staging(issue).view(count, part.weight_bytes)
@@ -103,7 +103,7 @@ class Messages(Issuing):
     ) -> Handle:
         issue = self._next("reduce_scatter")
         group = issue.group
-        box, link = grads.box, self.session.link
+        box, link = grads.box, self.link
         before = None if total is None else total.box
         grads.release()
         if total is not None:
@@ -128,11 +128,11 @@ class Messages(Issuing):
 
     def _staging(self, issue: Issue) -> Tensor:
         assert issue.staging is not None
-        return self.session.memory.device_arena.range(*issue.staging)
+        return self.state.memory.device_arena.range(*issue.staging)
 
     def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[GradientRows]:
         """Made once for each place: which gradients there are follows from the graph."""
-        arena, part = self.session.memory.device_arena, self.stores[issue.stages[0]].part
+        arena, part = self.state.memory.device_arena, self.stores[issue.stages[0]].part
         if issue.place is None:  # a result of the step, which is handed out
             own = torch.empty(part.grad_bytes, dtype=torch.uint8, device=self.device)
             return blocks_of(grads, part, self.interface.size(group), self._staging(issue), own)
@@ -146,13 +146,13 @@ class Messages(Issuing):
 
     def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """A collective; over slower links it begins when all members are there, and lasts as long as those need."""
-        link = self.session.link
+        link = self.link
         if link is None or not issue.least_s:
             return run
 
         def held() -> list[Any]:
             link.meet_all(group)
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             found = run()
             rest()
             return found
@@ -160,6 +160,6 @@ class Messages(Issuing):
         return held
 
     def _link(self) -> PeerLink:
-        if self.session.link is None:
+        if self.link is None:
             raise PlanError(f"device {self.index}: the program sends or receives, but no other device is connected")
-        return self.session.link
+        return self.link

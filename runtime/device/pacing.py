@@ -1,19 +1,97 @@
-"""The device's side of two servers in `emulate/`: one says when a chunk of weights may be copied, the other when a
-transfer over links that several devices share is over."""
+"""How long a device's transfers last where links are held down, and when a chunk of weights may be copied: its side of
+two servers in `emulate/`, which know of all devices."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ...ir.errors import WorkerError
+from ...ir.machine.hardware import Hardware
+from .prepare import Issue, Issues
 
 CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: as long may what is urgent have to wait
 REQUEST = struct.Struct("<ii")  # root complex and turn, or device and index of the op
 GRANTED, DONE, OVER = b".", b"!", b"."
+
+
+@dataclass(frozen=True)
+class Paces:
+    """What makes a device's `Pacing`, as plain data.
+
+    `link_server`: the address of who times the transfers that share held-down links; `shared`: per program their ops'
+    numbers there; `collective_s`: what collectives take at least. `turns`: the address of who says when the next chunk
+    of weights may come, where fetches are ordered. `waits_s`: of a rehearsal, per op of the step how long it takes,
+    None where the link server says when it is over.
+    """
+
+    link_server: str | None = None
+    turns: str | None = None
+    shared: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    collective_s: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    waits_s: Sequence[float | None] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        numbered = {"shared": self.shared, "collective_s": self.collective_s}
+        return asdict(self) | {
+            key: {name: list(rows.items()) for name, rows in found.items()} for key, found in numbered.items()
+        }
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> Paces:
+        numbered = {key: {name: dict(rows) for name, rows in raw[key].items()} for key in ("shared", "collective_s")}
+        return Paces(**{**raw, **numbered})
+
+
+class Pacing:
+    """The pace of the transfers of device `index`. `turns`: None where nobody orders fetches."""
+
+    def __init__(self, hardware: Hardware, index: int, paces: Paces):
+        self.hardware, self.spec, self.paces = hardware, hardware.devices[index], paces
+        self.throttled = hardware.throttled and self.spec.kind == "cpu"
+        self.links = None if paces.link_server is None else LinkClient(paces.link_server, index)
+        self.turns = None if paces.turns is None else TurnClient(paces.turns, self.spec.root_complex)
+
+    def mark(self, function: str, plan: Issues) -> None:
+        """Note at the ops of a program what they take at least, or their number at the link server."""
+        if self.throttled:
+            shared, collective_s = self.paces.shared.get(function, {}), self.paces.collective_s.get(function, {})
+            for issue in plan.ops:
+                issue.least_s = collective_s.get(issue.index, self._transfer_s(issue))
+                issue.shared = shared.get(issue.index)
+
+    def begin(self, issue: Issue) -> Callable[[], None]:
+        """A transfer begins: what this returns waits until slower links would have moved it as well."""
+        if issue.shared is not None:
+            assert self.links is not None
+            return self.links.begin(issue.shared)
+        end_s = time.perf_counter() + issue.least_s
+
+        def rest() -> None:
+            rest_s = end_s - time.perf_counter()
+            if issue.least_s and rest_s > 0:
+                time.sleep(rest_s)
+
+        return rest
+
+    def _transfer_s(self, issue: Issue) -> float:
+        """What a transfer takes on the described hardware; a receive is held down by its send."""
+        own, dram, ssd = self.spec.name, f"dram{self.spec.host}", f"ssd{self.spec.host}"
+        routes = {"fetch": (dram, own), "offload": (own, dram)}
+        if issue.op in ("read", "write"):
+            routes |= {"read": (ssd, dram), "write": (dram, ssd)}
+        if issue.op == "send":
+            routes["send"] = (own, self.hardware.devices[issue.peer].name)
+        if issue.op not in routes:
+            return 0.0
+        route = routes[issue.op]
+        return issue.moved_bytes / self.hardware.bandwidth(*route) + self.hardware.latency_s(*route)
 
 
 class TurnClient:

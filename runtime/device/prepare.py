@@ -99,14 +99,11 @@ class Issues:
         return sorted({op.tag for op in self.ops if op.op == "load"})
 
 
-StreamOf = Callable[[fx.Node, ops.Work], str]
-
-
 def plan_issues(
     program: Program,
     budget_bytes: int,
     dram_budget_bytes: int | None = None,
-    stream_of: StreamOf = lambda node, work: work.stream,
+    stream_of: Callable[[ops.Work], str] = lambda work: work.stream,
 ) -> Issues:
     """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
     profile = profile_memory(program)
@@ -119,7 +116,7 @@ def plan_issues(
     for node in program.ops():
         work = work_of(program, node)
         index_of[node] = len(plan.ops)
-        plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(node, work)))
+        plan.ops.append(_issue(len(plan.ops), node, work, node.meta.get("line", lines[node]), stream_of(work)))
         if node in staging:
             plan.ops[-1].staging = staging[node], work.workspace_bytes
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:

@@ -23,7 +23,7 @@ from .versions import Versions
 
 
 class DeviceRuntime(Transfers, Messages, Versions):
-    """One run of one program on `session`; its methods are the ops."""
+    """One run of one program; its methods are the ops."""
 
     # --- ops: compute
 
@@ -143,7 +143,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     def _seed(self, stage: str, issue: Issue) -> int:
         """By the micro-batch's number in the whole batch, which a lane counts anew."""
         assert issue.micro_batch is not None
-        return micro_batch_seed(self.session.seed, self.session.step_count, stage, issue.micro_batch)
+        return micro_batch_seed(self.state.seed, self.state.step_count, stage, issue.micro_batch)
 
     # --- ops: update
 
@@ -200,7 +200,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
     def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
         issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]
-        loss_scale = None if self.session.loss_scale is None else self.loss_scale
+        loss_scale = None if self.state.loss_scale is None else self.loss_scale
         self.squares = squares
 
         def run() -> list[Any]:

@@ -46,7 +46,7 @@ class Transfers(Issuing):
 
     def resident(self, name: str, *, group: str | None = None) -> Handle:
         self._next("resident")
-        return Handle(self.session.resident[name.partition(".")[0]])
+        return Handle(Box(None, self.state.resident[name.partition(".")[0]]))
 
     def fetch(
         self,
@@ -65,14 +65,12 @@ class Transfers(Issuing):
         store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
-        place = self.session.memory.device_arena.range(offset_bytes, end - start)
+        place = self.state.memory.device_arena.range(offset_bytes, end - start)
         # Of a shard nothing is computed: it goes on as it is.
-        value = (
-            place if group is not None else self.session.memory.device_arena.views(stage, store.layout, issue.pieces)
-        )
+        value = place if group is not None else self.state.memory.device_arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             source = store.flat if box is None else box.value
             self._copy_in(place, source[start:end], issue.turn)
             rest()
@@ -82,21 +80,21 @@ class Transfers(Issuing):
 
     def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
         """From DRAM to the device; where fetches have turns, in chunks, each when its turn has come."""
-        session = self.session
-        if session.turns is None or session.copies is None:
+        turns, copies = self.pacing.turns, self.all_streams.copies
+        if turns is None or copies is None:
             with self._issued_apart():
                 place.copy_(source, non_blocking=True)
             return
-        with torch.cuda.stream(session.copies):
+        with torch.cuda.stream(copies):
             for start in range(0, len(place), CHUNK_BYTES):
-                with session.turns.hold(turn):
+                with turns.hold(turn):
                     end = min(start + CHUNK_BYTES, len(place))
                     place[start:end].copy_(source[start:end], non_blocking=True)
-                    session.copies.synchronize()
+                    copies.synchronize()
 
     def _fetch_activation(self, issue: Issue, box: Box) -> Handle:
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             given: Any = box.value
             with self._alone():
                 if isinstance(given, Kept):
@@ -111,14 +109,14 @@ class Transfers(Issuing):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Where fetches have turns, activations come before all weights."""
-        turns = self.session.turns
+        turns = self.pacing.turns
         with nullcontext() if turns is None else turns.hold(FIRST_TURN), self._issued_apart():
             yield
 
     @contextmanager
     def _issued_apart(self) -> Iterator[None]:
         """Copies that a thread issues are there when this ends."""
-        copies = self.session.copies
+        copies = self.all_streams.copies
         if copies is None:
             yield
             return
@@ -132,14 +130,14 @@ class Transfers(Issuing):
         num_bytes = issue.place_bytes
 
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             given: Any = box.value
             if place is None:  # a result of the step, which is handed out
                 moved: Any = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(
                     given, non_blocking=True
                 )
             else:
-                moved = self._placed(given, self.session.memory.dram_arena.range(place, num_bytes), issue)
+                moved = self._placed(given, self.state.memory.dram_arena.range(place, num_bytes), issue)
             rest()
             return [moved]
 
@@ -158,13 +156,13 @@ class Transfers(Issuing):
     def read(self, what: str | Handle, *, group: str | None = None) -> Handle:
         issue = self._next("read")
         assert issue.place is not None
-        flat = self.session.memory.dram_arena.range(issue.place, issue.place_bytes)
+        flat = self.state.memory.dram_arena.range(issue.place, issue.place_bytes)
         if isinstance(what, Handle):
             return self._read_activation(issue, what.box, flat)
         file = self.stores[issue.stage].file
 
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             assert file is not None
             if what.endswith(".weights"):
                 file.read_weights(flat)
@@ -177,10 +175,10 @@ class Transfers(Issuing):
 
     def _read_activation(self, issue: Issue, box: Box, flat: Tensor) -> Handle:
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             there: StoredActivation = box.value
-            assert self.session.memory.ssd_arena is not None
-            self.session.memory.ssd_arena.read(there.offset_bytes, flat)
+            assert self.state.memory.ssd_arena is not None
+            self.state.memory.ssd_arena.read(there.offset_bytes, flat)
             rest()
             if isinstance(there.like, Kept):
                 return [there.like.placed_in(flat)]
@@ -194,7 +192,7 @@ class Transfers(Issuing):
         file = None if to is None else self.stores[to.partition(".")[0]].file
 
         def run() -> list[Any]:
-            rest = self._pace(issue)
+            rest = self.pacing.begin(issue)
             given = box.value
             if file is not None:
                 file.write(given.flat)
@@ -208,10 +206,10 @@ class Transfers(Issuing):
         return made[0] if made else None
 
     def _write_activation(self, given: Any, issue: Issue) -> StoredActivation:
-        assert self.session.memory.ssd_arena is not None and issue.place is not None
+        assert self.state.memory.ssd_arena is not None and issue.place is not None
         first = next(iter(given.tensors.values())) if isinstance(given, Kept) else given
-        _, flat = self.session.memory.dram_arena.pages_of(first, issue.place_bytes)
-        self.session.memory.ssd_arena.write(issue.place, flat)
+        _, flat = self.state.memory.dram_arena.pages_of(first, issue.place_bytes)
+        self.state.memory.ssd_arena.write(issue.place, flat)
         if isinstance(given, Kept):
             return StoredActivation(
                 issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()})

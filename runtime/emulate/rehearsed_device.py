@@ -11,16 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ...ir import ops
-from ...ir.program import StageSpec
+from ...ir.program import StageHome, StageSpec
+from ..device.file import DeviceFile
 from ..device.issuing import Box, Handle
-from ..device.memories import SessionMemory
-from ..device.pacing import LinkClient
+from ..device.named_streams import Streams
+from ..device.pacing import Pacing
 from ..device.prepare import Issue, Issues
 from ..device.runtime import DeviceRuntime
 from ..device.session import DeviceSession, StepResult
+from ..device.setup import DeviceSetup
+from ..device.state import DeviceState, SessionMemory
 from ..device.streams import Stream, ThreadStream
 from ..stage.arena import allocate, weights_layout
 
@@ -45,55 +48,48 @@ class NoMemory(SessionMemory):
         """Nothing is stored."""
 
 
-class RehearsedSession(DeviceSession):
-    """`waits_s`: per op of the step how long it takes, None where the link server says when it is over."""
+class RehearsedState(DeviceState):
+    """Sizes alone."""
 
-    def __init__(self, *args: Any, waits_s: Sequence[float | None], link_server: LinkClient, **options: Any):
-        super().__init__(*args, **options, link_server=link_server)
-        self.waits_s = waits_s
-        self.group_of = [issue.group for issue in self.plans["step"].ops]
+    def _take_memory(self, setup: DeviceSetup, plans: Mapping[str, Issues]) -> SessionMemory:
+        return NoMemory(setup, plans, NOWHERE, NOWHERE)
 
-    def _find_device(self) -> torch.device:
-        return NOWHERE
+    def _make_store(self, stage: str, home: StageHome, setup: DeviceSetup, file: DeviceFile) -> Any:
+        return EmptyStore(self.interface.stages[stage], self.interface.part_of(stage, home.group))
 
-    def _take_memory(self) -> SessionMemory:
-        return NoMemory(self.spec, self.hardware, self.dram_budget_bytes, self.plans, NOWHERE, NOWHERE)
 
-    def _stream_of(self, node: fx.Node, work: ops.Work) -> str:
+class RehearsedStreams(Streams):
+    """Threads, whatever the device is."""
+
+    def name_of(self, work: ops.Work) -> str:
         return work.stream
 
-    def _make_store(self, stage: str) -> Any:
-        return EmptyStore(self.interface.stages[stage], self.interface.part_of(stage, self._homes()[stage].group))
-
-    def _stream(self, name: str) -> Stream:
-        if name not in self._streams:
-            slot = ops.STREAMS.index(name)
-            self._streams[name] = ThreadStream(name, self._notices, self.board, slot, 1)
-        return self._streams[name]
-
-    def _streams_for(self, plan: Issues) -> dict[str, Stream]:
+    def of(self, plan: Issues) -> dict[str, Stream]:
         return {name: self._stream(name) for name in plan.streams}
 
-    @property
-    def batch_names(self) -> list[str]:
-        """A rehearsal needs no batch."""
-        return []
+    def _stream(self, name: str) -> Stream:
+        if name not in self.made:
+            slot = ops.STREAMS.index(name)
+            self.made[name] = ThreadStream(name, self._notices, self.board, slot, 1)
+        return self.made[name]
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        plan = self.plans["step"]
-        runtime = RehearsedRuntime(self, plan, self._streams_for(plan))
-        _, report = self._execute(runtime, "step", {})
-        self._forget_results()
-        return StepResult({}, report)
 
-    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
-        return None, False
+class RehearsedPacing(Pacing):
+    """Ops take as long as they would."""
+
+    def wait(self, issue: Issue) -> None:
+        assert self.paces.waits_s is not None and self.links is not None
+        seconds = self.paces.waits_s[issue.index]
+        if seconds is None:
+            self.links.begin(issue.index)()
+        else:
+            time.sleep(seconds)
 
 
 class RehearsedRuntime(DeviceRuntime):
     """The ops as they are, issued as they are, with a wait for what they would run."""
 
-    session: RehearsedSession
+    pacing: RehearsedPacing
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         return self._launch(self._next("load"), [], lambda: [])[0]
@@ -108,27 +104,19 @@ class RehearsedRuntime(DeviceRuntime):
         return super()._launch(issue, reads, rehearsed)
 
     def _act_of(self, issue: Issue) -> Callable[[], None]:
-        group = self.session.group_of[issue.index]
+        group = issue.group
         if issue.op == "send":
             return lambda: self._send(issue)
         if issue.op == "recv":
             return lambda: self._receive(issue)
-        if group and self.session.link is not None and len(self.session.link.groups[group]) > 1:
+        if group and self.link is not None and len(self.link.groups[group]) > 1:
             return lambda: self._meet(issue, group)
-        return lambda: self._wait(issue)
-
-    def _wait(self, issue: Issue) -> None:
-        seconds = self.session.waits_s[issue.index]
-        if seconds is None:
-            assert self.session.link_server is not None
-            self.session.link_server.begin(issue.index)()
-        else:
-            time.sleep(seconds)
+        return lambda: self.pacing.wait(issue)
 
     def _send(self, issue: Issue) -> None:
         link = self._link()
         link.meet_receiver(issue.peer, issue.tag)
-        self._wait(issue)
+        self.pacing.wait(issue)
         link.meet_receiver(issue.peer, issue.tag)
 
     def _receive(self, issue: Issue) -> None:
@@ -141,5 +129,28 @@ class RehearsedRuntime(DeviceRuntime):
         link = self._link()
         link.meet_all(group)
         if link.groups[group][0] == self.index:
-            self._wait(issue)
+            self.pacing.wait(issue)
         link.meet_all(group)
+
+
+class RehearsedSession(DeviceSession):
+    """A device that waits for as long as its step would take."""
+
+    state_kind, streams_kind = RehearsedState, RehearsedStreams
+    pacing_kind, runtime_kind = RehearsedPacing, RehearsedRuntime
+
+    def _find_device(self) -> torch.device:
+        return NOWHERE
+
+    @property
+    def batch_names(self) -> list[str]:
+        """A rehearsal needs no batch."""
+        return []
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        _, report = self._execute("step", {})
+        self.state.forget_values()
+        return StepResult({}, report)
+
+    def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
+        return None, False

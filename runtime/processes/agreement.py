@@ -22,14 +22,14 @@ from .ranks import Member, Ranks
 
 if TYPE_CHECKING:
     from ...ir.machine.hardware import Device
-    from .setup import Setup
+    from .setup import RunSetup
 
 HASH_DIGITS = 10
 SHOWN = 60  # characters of a value that differs
 MOST_ROWS = 6  # differences that are listed
 
 
-def agree(ranks: Ranks, setup: Setup) -> None:
+def agree(ranks: Ranks, setup: RunSetup) -> None:
     """Raise `PlanError`, the same on every rank, where they differ in anything that must be the same, or do not stand
     on hosts as the plan has its devices."""
     statements = ranks.exchange(statement(setup))
@@ -39,7 +39,7 @@ def agree(ranks: Ranks, setup: Setup) -> None:
         raise PlanError(f"{found}. Nothing has run")
 
 
-def statement(setup: Setup) -> dict[str, str]:
+def statement(setup: RunSetup) -> dict[str, str]:
     """What this rank brings. Long things stand as hashes, which are compared alike."""
     files = {f"program of {Path(path).name}": _hash(Path(path).read_bytes()) for path in setup.files}
     return {

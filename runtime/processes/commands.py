@@ -36,18 +36,18 @@ def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tenso
 def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Set weights and buffers of `stage`; the optimizer starts anew."""
     parts = split(tensors)
-    session.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
+    session.state.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
     return {}, {}
 
 
 def stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Weights, buffers and, with `optimizer` true, the optimizer's states of `stage`."""
-    return pack_state(session.stage_state(args["stage"]), args.get("optimizer", True))
+    return pack_state(session.state.stage_state(args["stage"]), args.get("optimizer", True))
 
 
 def load_stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """The reverse of `stage_state`."""
-    session.load_stage_state(args["stage"], unpack_state(args, tensors))
+    session.state.load_stage_state(args["stage"], unpack_state(args, tensors))
     return {}, {}
 
 
@@ -55,13 +55,13 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
     """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. With `given`
     the header and `tensors` of a whole state, where this device has a shard only."""
     stage = args["stage"]
-    state = unpack_state(args["given"], tensors) if "given" in args else session.stage_state(stage)
+    state = unpack_state(args["given"], tensors) if "given" in args else session.state.stage_state(stage)
     found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
     names = [*found["states"], *(n for n in found["scalars"] if n not in found["states"])]
     optimizer = {n: {**found["states"].get(n, {}), **found["scalars"].get(n, {})} for n in names}
     record = checkpoint.write_shard(
         Path(args["temporary"]),
-        session.interface.stages[stage],
+        session.state.interface.stages[stage],
         state.weights,
         state.buffers,
         optimizer,
@@ -73,11 +73,11 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
 def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Take the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
     stage = args["stage"]
-    found = checkpoint.open_checkpoint(args["directory"]).read(session.interface.stages[stage])
+    found = checkpoint.open_checkpoint(args["directory"]).read(session.state.interface.stages[stage])
     states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
-    session.load_stage_state(stage, StagePart(found.weights, found.buffers, optimizer))
+    session.state.load_stage_state(stage, StagePart(found.weights, found.buffers, optimizer))
     return {}, {}
 
 
@@ -106,11 +106,11 @@ def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
 
 def counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Step count, seed, loss scale."""
-    return session.counters(), {}
+    return session.state.counters(), {}
 
 
 def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    session.load_counters(args)
+    session.state.load_counters(args)
     return {}, {}
 
 

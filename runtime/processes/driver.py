@@ -7,26 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from ...ir import errors, ops
+from ...ir import ops
 from ...ir.errors import PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, place_of
-from ..device.session import DeviceSession, StepResult, check_batch
+from ..device.session import DeviceSession, StepResult
 from ..simulate import Span, Timeline
 from .commands import COMMANDS, Answer, Tensors, unpack_result
-from .setup import Setup
+from .setup import RunSetup
 
 
 class Driver:
     """Common part of all drivers. Not for use by several threads at once."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
 
@@ -63,7 +63,7 @@ class Driver:
         return merge_results(self._run_all(command, batch), self.setup.hardware)
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
-        check_batch(batch, self.setup.whole, self.inputs[function])
+        self.setup.whole.check_batch(batch, self.inputs[function])
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
@@ -138,14 +138,15 @@ class Driver:
 class InProcessDriver(Driver):
     """The only device of a plan, in this process."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: RunSetup):
         super().__init__(setup)
         if setup.interface.world_size != 1:
             raise PlanError(f"one process can run one device, the plan has {setup.interface.world_size}")
         from .worker import build_session
 
-        own = {**setup.for_device(0), "store": None, "hostname": None, "num_threads": None}
-        self.session: DeviceSession = build_session(own, None)
+        own = setup.for_device(0)
+        share = replace(own.share, num_threads=None)
+        self.session: DeviceSession = build_session(replace(own, share=share), None)
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
@@ -165,17 +166,6 @@ class InProcessDriver(Driver):
 def loaded_names(program: Program) -> set[str]:
     """The inputs of the batch that a program loads."""
     return {str(node.args[1]) for node in program.ops() if node.target is ops.load}
-
-
-def remote_error(failure: Mapping[str, Any], device: int, who: str) -> PenstockError:
-    """What another process raised (see `worker.describe_error`), as an error of this one."""
-    kind = getattr(errors, failure["type"], None)
-    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not WorkerError:
-        found = kind(failure["message"])
-        vars(found).update(failure["details"])
-        return found
-    message = failure["message"] if kind is WorkerError else f"{who}: {failure['type']}: {failure['message']}"
-    return WorkerError(message, device=device, line=failure["line"], remote=failure["traceback"])
 
 
 def result_of(answer: Answer) -> StepResult:

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from ...ir.errors import HardwareError, PenstockError
+from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ..measure.detect import detect_hardware
 from .ranks import Member, Ranks
@@ -28,7 +28,7 @@ def joint_hardware(ranks: Ranks) -> Hardware:
         try:
             mine = {"document": detect_hardware().model_dump(mode="json"), "network": _rate(ranks.members[first])}
         except PenstockError as error:
-            mine = {"error": f"{ranks.members[first]}: {error}"}
+            mine = {"error": error_to_data(error)}
     return combine(ranks.exchange(mine), ranks.members)
 
 
@@ -43,7 +43,7 @@ def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member])
         if row is None:
             continue
         if "error" in row:
-            raise HardwareError(str(row["error"]))
+            raise error_from_data(row["error"], str(member), prefix=f"{member}: ")
         count = sum(other.node == member.node for other in members)
         document = row["document"]
         for device in _devices_of(document, count, member):

@@ -17,22 +17,23 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Mapping, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError
+from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
+from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.turn_server import TurnServer
 from .commands import Answer, Tensors
-from .driver import Driver, InProcessDriver, remote_error, result_of
+from .driver import Driver, InProcessDriver, result_of
 from .position import describe_position
-from .setup import Setup
+from .setup import RunSetup
 from .torchrun import TorchrunDriver
 from .wire import receive_message, send_message
 from .worker import open_board
@@ -43,7 +44,7 @@ LOG_TAIL_BYTES = 4000
 RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no longer agree on anything
 
 
-def start_driver(setup: Setup, refused: PenstockError | None = None) -> Driver:
+def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Driver:
     """The driver that fits: in this process, this rank of a torchrun, or local workers; these also for one device whose
     streams share a link that is held down. `refused`: why this process cannot run its part; that is raised, under
     torchrun on all ranks.
@@ -96,7 +97,7 @@ class LocalWorkers(Driver):
 
     several_hosts = False  # whether the devices of several hosts may be here
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: RunSetup):
         super().__init__(setup)
         devices = setup.hardware.devices[: setup.interface.world_size]
         hosts = {device.host for device in devices}
@@ -150,21 +151,20 @@ class LocalWorkers(Driver):
 
     def _for_device(self, device: int) -> dict[str, Any]:
         """What a worker is told at first."""
-        address = None if self.link_server is None else self.link_server.address
-        store = os.path.join(self.scratch, "store")
-        turns = None if self.turns is None else self.turns.address
-        common = {"store": store, "hostname": LOOPBACK, "link_server": address, "turns": turns}
-        return {**self.setup.for_device(device), **common, **self._paces(device)}
+        own = self.setup.for_device(device)
+        share = replace(own.share, hostname=LOOPBACK)
+        setup = replace(own, share=share, paces=self._paces(device))
+        return {"store": os.path.join(self.scratch, "store"), "setup": setup.to_json()}
 
-    def _paces(self, device: int) -> dict[str, Any]:
-        """What a worker must know of links that are held down."""
-        found = self.setup.shared_transfers
-        if not self.setup.hardware.throttled:
-            return {}
-        return {
-            "shared": {name: list(rows.items()) for name, rows in found.numbers[device].items()},
-            "collective_s": {name: list(rows.items()) for name, rows in found.collective_s[device].items()},
-        }
+    def _paces(self, device: int) -> Paces:
+        hardware, found = self.setup.hardware, self.setup.shared_transfers
+        ordered = hardware.hosts[hardware.devices[device].host].ordered_fetches
+        return Paces(
+            link_server=None if self.link_server is None else self.link_server.address,
+            turns=self.turns.address if self.turns is not None and ordered else None,
+            shared=found.numbers[device] if hardware.throttled else {},
+            collective_s=found.collective_s[device] if hardware.throttled else {},
+        )
 
     def _serve_links(self) -> LinkServer | None:
         """Where transfers are held down and some share links, who shares those out."""
@@ -240,7 +240,7 @@ class LocalWorkers(Driver):
                 failures[device] = {}
                 continue
             if "error" in header:
-                failures[device] = header["error"]
+                failures[device] = header
             else:
                 answers[device] = header, tensors
 
@@ -267,7 +267,7 @@ class LocalWorkers(Driver):
     def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
         worker = self.workers[device]
         if failure:
-            return remote_error(failure, device, f"device {device} ({worker.name})")
+            return error_from_data(failure["error"], f"device {device} ({worker.name})", device)
         where, line = worker.position()
         tail = worker.log_tail()
         message = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...ir import ops
-from ..device.session import STREAM_SLOTS
+from ..device.named_streams import STREAM_SLOTS
 
 
 def describe_position(file: Path, board: Sequence[int]) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...ir.errors import WorkerError
+from ...ir.errors import WorkerError, error_to_data
 from .store_thread import StoreLost, StoreThread, Waited, address, agent_has_store, another_connection, local_address
 
 BEAT_S = 0.5  # between two signs of life
@@ -55,7 +55,7 @@ class Member:
 
 @dataclass
 class Failure:
-    """What a rank reports. `error` as `worker.describe_error` gives it; `blamed`: the rank that it is about.
+    """What a rank reports. `error` as `error_to_data` gives it; `blamed`: the rank that it is about.
 
     `waited`: the rank has only lost another; who failed is still open. `left_round`: the rank ended or closed when it
     had finished that many exchanges; that only matters to ranks which go on.
@@ -276,7 +276,7 @@ class Ranks:
         if self._watch.lost or self._looks <= looks + 1:  # one look may have been under way
             lost = self._watch.lost or f"the rendezvous store {address()} has given no answer for {SEARCH_S:g} s"
             why = f"{lost}: the host of rank 0, or the network to it, is gone"
-            return Failure(self.rank, plain_error(f"{self.members[self.rank]} stops: {why}"))
+            return Failure(self.rank, error_to_data(WorkerError(f"{self.members[self.rank]} stops: {why}")))
         return Failure(self.rank, own.error)
 
     def _gone(self) -> Failure | None:
@@ -312,7 +312,7 @@ class Ranks:
     def _blame(self, members: Sequence[Member], what: str, between: str = " ") -> Failure:
         names, place = " and ".join(str(member) for member in members), self.last_place(members[0].rank)
         text = f"{names}{between}{what}{f'; seen last: {place}' if place else ''}. All ranks stop."
-        return Failure(self.rank, plain_error(text), blamed=members[0].rank)
+        return Failure(self.rank, error_to_data(WorkerError(text)), blamed=members[0].rank)
 
     def last_place(self, rank: int) -> str:
         """Where a rank was when it last gave a sign of life; empty where none was heard."""
@@ -359,7 +359,7 @@ class Ranks:
             return
         self.left = True
         text = f"{self.members[self.rank]} has left: {why or 'its script has ended, or closed the job'}"
-        self.report(Failure(self.rank, plain_error(text), blamed=self.rank, left_round=self.round))
+        self.report(Failure(self.rank, error_to_data(WorkerError(text)), blamed=self.rank, left_round=self.round))
         if self.rank == 0 and not agent_has_store():  # which ends with this process
             self._await_leaving(time.monotonic() + LAST_WORDS_S)
         self._watch.close()
@@ -379,11 +379,6 @@ class Told(WorkerError):
     def __init__(self, failure: Failure):
         super().__init__(str(failure.error["message"]))
         self.failure = failure
-
-
-def plain_error(message: str) -> dict[str, Any]:
-    """A `WorkerError` as `worker.describe_error` would describe it."""
-    return {"type": "WorkerError", "message": message, "details": {}, "line": None, "waited": False, "traceback": ""}
 
 
 def _peek(store: dist.Store, key: str) -> Any:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 from ...ir.errors import PlanError
+from ..device.pacing import Paces
 from ..emulate.link_server import LinkServer
 from ..simulate import CostModel, Span, Timeline, costs_of
 from .local import LocalWorkers
-from .setup import Setup
+from .setup import RunSetup
 
 
-def rehearse(setup: Setup, time_scale: float = 1.0) -> Timeline:
+def rehearse(setup: RunSetup, time_scale: float = 1.0) -> Timeline:
     """Run one step of the files of `setup` as a rehearsal, and give what ran when.
 
     With `time_scale` 10 every wait takes ten times as long and the result is divided by ten: what Python takes for an
@@ -38,7 +38,7 @@ class RehearsingWorkers(LocalWorkers):
 
     several_hosts = True
 
-    def __init__(self, setup: Setup, time_scale: float):
+    def __init__(self, setup: RunSetup, time_scale: float):
         self.time_scale = time_scale
         programs = [programs["step"] for programs in setup.programs]
         self.model = CostModel(setup.hardware, setup.precision)
@@ -66,5 +66,7 @@ class RehearsingWorkers(LocalWorkers):
     def _serve_turns(self) -> None:
         """The link server orders what shares a root complex."""
 
-    def _paces(self, device: int) -> dict[str, Any]:
-        return {"waits_s": [None if cost.flows else cost.fixed_s * self.time_scale for cost in self.costs[device]]}
+    def _paces(self, device: int) -> Paces:
+        waits_s = [None if cost.flows else cost.fixed_s * self.time_scale for cost in self.costs[device]]
+        assert self.link_server is not None
+        return Paces(self.link_server.address, waits_s=waits_s)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
@@ -23,14 +22,13 @@ from ...ir.program import (
     profile_memory,
 )
 from ..device.file import FUNCTIONS
+from ..device.setup import TIMEOUT_S, DeviceSetup, HostShare
 from ..emulate.throttle import SharedTransfers, shared_transfers
 from ..optimizer.stage_optimizer import OptimizerSpec
 
-TIMEOUT_S = 600.0
-
 
 @dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """Everything that the devices need to start. `files`: one generated file per device of a lane, in their order.
 
     `ssd_dirs`: directories for files, one per SSD, the same on every host; without them each host's own in the hardware
@@ -105,24 +103,26 @@ class Setup:
                     found[stage] = members_of(self.interface, 0, role, home.group)
         return found
 
-    def for_device(self, index: int) -> dict[str, Any]:
-        """The device's part as plain data; `store` and `hostname` are the driver's to add."""
-        return {
-            "index": index,
-            "num_devices": self.interface.world_size,
-            "gpu": self._gpu(index),
-            "file": str(self.file_of(index)),
-            "interface": self.interface.to_json(),
-            "hardware": self.hardware.model_dump(mode="json"),
-            "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
-            "precision": self.precision,
-            "seed": self.seed,
-            "timeout_s": self.timeout_s,
-            "num_threads": self.num_threads(index),
-            "dram_budget_bytes": self.dram_budget_bytes(index),
-            "ssd_dirs": self.ssd_dirs_of(self.hardware.devices[index].host),
-            "ssd_verify": self.ssd_verify,
-        }
+    def for_device(self, index: int) -> DeviceSetup:
+        """The device's part. The driver adds how the device is reached, and its pace."""
+        share = HostShare(
+            gpu=self._gpu(index),
+            num_threads=self.num_threads(index),
+            dram_budget_bytes=self.dram_budget_bytes(index),
+            ssd_dirs=tuple(self.ssd_dirs_of(self.hardware.devices[index].host)),
+            ssd_verify=self.ssd_verify,
+        )
+        return DeviceSetup(
+            index,
+            self.file_of(index),
+            self.interface,
+            self.hardware,
+            self.optimizer,
+            self.precision,
+            self.seed,
+            self.timeout_s,
+            share,
+        )
 
     def ssd_dirs_of(self, host: int) -> list[str]:
         """Where the files of a host lie, one directory per SSD."""

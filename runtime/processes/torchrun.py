@@ -14,24 +14,25 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError
+from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
 from ..device.peers import INTERFACE_SETTING
-from ..device.session import DeviceSession, StepResult, check_batch
+from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .driver import Driver, remote_error
+from .driver import Driver
 from .position import describe_position
-from .ranks import Failure, Ranks, Told, plain_error
-from .setup import Setup
+from .ranks import Failure, Ranks, Told
+from .setup import RunSetup
 from .store_thread import Waited, connect_store
-from .worker import build_session, describe_error
+from .worker import build_session
 
 # Commands by what a script has called.
 CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
@@ -46,7 +47,7 @@ class TorchrunDriver(Driver):
     `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
     """
 
-    def __init__(self, setup: Setup, refused: PenstockError | None = None):
+    def __init__(self, setup: RunSetup, refused: PenstockError | None = None):
         super().__init__(setup)
         self.rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         devices = setup.interface.world_size
@@ -72,7 +73,7 @@ class TorchrunDriver(Driver):
         atexit.register(self._at_exit)
         try:
             with self._together():
-                reasons = self.ranks.exchange(None if refused is None else describe_error(refused, None))
+                reasons = self.ranks.exchange(None if refused is None else error_to_data(refused))
             self._raise_first(reasons)
             agree(self.ranks, setup)
             self._set_up()
@@ -87,10 +88,11 @@ class TorchrunDriver(Driver):
         failure: dict[str, Any] | None = None
         with self._together():
             try:
-                own = {**self.setup.for_device(self.rank), "gpu": local, "hostname": hostname}
-                self._session = build_session(own, self.ranks.store)
+                own = self.setup.for_device(self.rank)
+                share = replace(own.share, gpu=local, hostname=hostname)
+                self._session = build_session(replace(own, share=share), self.ranks.store)
             except Exception as error:
-                failure = describe_error(error, None)
+                failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
         self._raise_first(rows)
 
@@ -99,7 +101,7 @@ class TorchrunDriver(Driver):
         wrong = [(rank, row) for rank, row in enumerate(failures) if row is not None]
         if wrong:
             rank, row = min(wrong, key=lambda each: each[1]["type"] in ("RuntimeError", "DistStoreError"))
-            raise self._error_of(rank, {**row, "message": f"{self.ranks.members[rank]}: {row['message']}"})
+            raise self._error_of(rank, row, f"{self.ranks.members[rank]}: ")
 
     @property
     def session(self) -> DeviceSession:
@@ -126,14 +128,13 @@ class TorchrunDriver(Driver):
             try:
                 mine, found = COMMANDS[command](self.session, args or {}, tensors or {})
             except Exception as error:
-                told = describe_error(error, self.session)
-                mine = {"error": {**told, "message": f"{self._own_name}: {told['message']}"}}
+                mine = {"error": error_to_data(error)}
             mine = {**mine, "tensors": _rows_of(found)}
         header = self._exchange(CALLS.get(command, command), mine)[device]
         with self._together():
             if "error" not in header:
                 return header, self._spread(found, header.pop("tensors"), device)
-        raise self._error_of(device, header["error"])
+        raise self._error_of(device, header["error"], f"{self.ranks.members[device]}: ")
 
     def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
         """The tensors of one rank, on all: `own` where this is that rank, else as `rows` describes them."""
@@ -188,7 +189,7 @@ class TorchrunDriver(Driver):
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
-        check_batch(batch, self.setup.whole if whole else self.setup.interface, self.inputs[function])
+        (self.setup.whole if whole else self.setup.interface).check_batch(batch, self.inputs[function])
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
         """What every rank returned: on all ranks the scalars of a step, and all that an evaluation gives."""
@@ -236,7 +237,8 @@ class TorchrunDriver(Driver):
             self._fail(error)
         except KeyboardInterrupt:
             self._failing = True
-            self.ranks.report(Failure(self.rank, plain_error(f"{self._own_name} was interrupted. All ranks stop.")))
+            stopped = WorkerError(f"{self._own_name} was interrupted. All ranks stop.")
+            self.ranks.report(Failure(self.rank, error_to_data(stopped)))
             raise
         finally:
             self._busy = False
@@ -249,8 +251,9 @@ class TorchrunDriver(Driver):
         atexit.register(_end_at_once)
         if isinstance(error, Told):
             raise self._error_of(error.failure.rank, error.failure.error) from None
-        told = describe_error(error, self._session)
-        cause = self.ranks.cause(Failure(self.rank, told, waited=told["waited"] or isinstance(error, Waited)))
+        told = error_to_data(error)
+        waited = isinstance(error, Waited) or (self._session is not None and self._session.waited)
+        cause = self.ranks.cause(Failure(self.rank, told, waited=waited))
         if cause.rank == self.rank:
             self.ranks.report(cause)
         if cause.error is told:
@@ -263,7 +266,7 @@ class TorchrunDriver(Driver):
     def _hear(self, failure: Failure) -> None:
         """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
         if self._busy and self._session is not None:
-            self._session.interrupt(Told(failure))
+            self._session.streams.interrupt(Told(failure))
         if self._busy:
             self._stuck = threading.Timer(STUCK_S, self._give_up, [failure])
             self._stuck.daemon = True
@@ -285,7 +288,7 @@ class TorchrunDriver(Driver):
         if self._busy:
             raise Waited(stopped)
         self._failing = True
-        cause = self.ranks.cause(Failure(self.rank, plain_error(stopped), waited=True))
+        cause = self.ranks.cause(Failure(self.rank, error_to_data(WorkerError(stopped)), waited=True))
         sys.stderr.write(f"{stopped}: {cause.error['message']}\n")
         sys.stderr.flush()
         self.ranks.leave(cause.error["message"])
@@ -303,14 +306,14 @@ class TorchrunDriver(Driver):
         words."""
         if self._session is None:
             return "its start"
-        return list(self._session.board) if self._busy else "its script, between two steps"
+        return list(self._session.streams.board) if self._busy else "its script, between two steps"
 
     def _describe_place(self, rank: int, shown: str | list[int]) -> str:
         return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
 
-    def _error_of(self, rank: int, failure: dict[str, Any]) -> PenstockError:
+    def _error_of(self, rank: int, error: dict[str, Any], prefix: str = "") -> PenstockError:
         name = self.setup.hardware.devices[rank].name
-        return remote_error(failure, rank, f"{self.ranks.members[rank]}, device {name}")
+        return error_from_data(error, f"{self.ranks.members[rank]}, device {name}", rank, prefix)
 
     def close(self) -> None:
         if self.closed:

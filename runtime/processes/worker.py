@@ -15,7 +15,6 @@ import socket
 import struct
 import sys
 import threading
-import traceback
 from collections.abc import MutableSequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,17 +22,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ...ir.errors import WorkerError
-from ...ir.machine.hardware import Hardware
-from ...ir.program import Interface, bound_interface, place_of
-from ..device.file import open_device_file
+from ...ir.errors import error_to_data
+from ...ir.program import bound_interface
 from ..device.malloc import keep_freed_memory
-from ..device.pacing import LinkClient, TurnClient
-from ..device.peers import PeerLink
-from ..device.session import STREAM_SLOTS, DeviceSession, device_groups
+from ..device.named_streams import STREAM_SLOTS
+from ..device.peers import PeerLink, group_members
+from ..device.session import DeviceSession
+from ..device.setup import DeviceSetup
 from ..device.streams import SWITCH_S
 from ..emulate.rehearsed_device import RehearsedSession
-from ..optimizer.stage_optimizer import OptimizerSpec
 from .commands import COMMANDS
 from .wire import receive_message, send_message
 
@@ -51,71 +48,33 @@ def open_board(path: str | Path, create: bool = False) -> MutableSequence[int]:
 
 
 def build_session(
-    setup: dict[str, Any], store: dist.Store | None, board: MutableSequence[int] | None = None
+    setup: DeviceSetup, store: dist.Store | None, board: MutableSequence[int] | None = None
 ) -> DeviceSession:
-    """The session of the device that `setup` (plain data, see `launcher.Job`) describes, connected to the others."""
-    interface = Interface.from_json(setup["interface"])
-    hardware = Hardware.from_any(setup["hardware"])
-    index, spec = setup["index"], hardware.devices[setup["index"]]
-    device, rehearsed = torch.device("cpu"), "waits_s" in setup
-    if spec.kind == "cuda" and not rehearsed:
-        device = torch.device("cuda", setup["gpu"])
+    """The session of the device that `setup` describes, connected to the others."""
+    device, rehearsed = torch.device("cpu"), setup.paces.waits_s is not None
+    if setup.spec.kind == "cuda" and not rehearsed:
+        device = torch.device("cuda", setup.share.gpu)
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if setup["num_threads"] is not None:
+    if setup.share.num_threads is not None:
         torch.get_num_threads()  # the first use would else overwrite the number set next
-        torch.set_num_threads(setup["num_threads"])
-    link = None
+        torch.set_num_threads(setup.share.num_threads)
+    link, interface = None, setup.interface
     if interface.world_size > 1:
         assert store is not None
         sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
         link = PeerLink(
             store,
-            index,
+            setup.index,
             interface.world_size,
-            device_groups(bound_interface(interface) if interface.lanes else interface),
+            group_members((bound_interface(interface) if interface.lanes else interface).groups),
             device,
-            timeout_s=setup["timeout_s"],
-            hostname=setup["hostname"],
-            hosts=[device.host for device in hardware.devices],
+            timeout_s=setup.timeout_s,
+            hostname=setup.share.hostname,
+            hosts=[device.host for device in setup.hardware.devices],
         )
-    address = setup.get("link_server")
-    options: dict[str, Any] = {
-        "precision": setup["precision"],
-        "seed": setup["seed"],
-        "link": link,
-        "num_threads": setup["num_threads"],
-        "board": board,
-        "dram_budget_bytes": setup["dram_budget_bytes"],
-        "link_server": None if address is None else LinkClient(address, index),
-    }
-    file = open_device_file(setup["file"], interface, place_of(interface, index)[1])
-    if rehearsed:
-        return RehearsedSession(index, file, hardware, waits_s=setup["waits_s"], **options)
-    optimizer = None if setup["optimizer"] is None else OptimizerSpec.from_json(setup["optimizer"])
-    options |= {"ssd_dirs": setup["ssd_dirs"], "ssd_verify": setup["ssd_verify"]}
-    own, turns = hardware.devices[index], setup.get("turns")
-    if turns is not None and hardware.hosts[own.host].ordered_fetches:
-        options["turns"] = TurnClient(turns, own.root_complex)
-    for what in ("shared", "collective_s"):
-        options[what] = {name: dict(rows) for name, rows in setup.get(what, {}).items()}
-    return DeviceSession(index, file, hardware, optimizer=optimizer, **options)
-
-
-def describe_error(error: BaseException, session: DeviceSession | None) -> dict[str, Any]:
-    """An error as plain data: its type by name, what it knows beside its message, and for a failed op where it was and
-    whether it waited for another device (then that one is the likelier culprit)."""
-    fault = None if session is None else session.broken
-    label = None if fault is None else fault.label
-    return {
-        "type": type(error).__name__,
-        "message": str(error),
-        "details": {key: value for key, value in vars(error).items() if isinstance(value, (str, int))},
-        "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
-        "waited": label is not None and label.op in ("send", "recv", "all_reduce", "all_gather", "reduce_scatter"),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board)
 
 
 def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
@@ -131,14 +90,15 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
         answer: tuple[dict[str, Any], dict[str, Any]]
         try:
             if header["command"] == "set_up":
-                store = None if header["store"] is None else dist.FileStore(header["store"], header["num_devices"])
-                session = build_session(header, store, board)
-                answer = {"batch_names": session.batch_names, "stages": list(session.stores)}, {}
+                setup = DeviceSetup.from_json(header["setup"])
+                store = dist.FileStore(header["store"], setup.interface.world_size)
+                session = build_session(setup, store, board)
+                answer = {"batch_names": session.batch_names}, {}
             else:
                 assert session is not None
                 answer = COMMANDS[header["command"]](session, header, tensors)
         except Exception as error:
-            answer = {"error": describe_error(error, session)}, {}
+            answer = {"error": error_to_data(error), "waited": session is not None and session.waited}, {}
         del tensors
         try:
             send_message(channel, *answer)

@@ -51,9 +51,9 @@ def test_host_buffers_are_page_locked_where_a_gpu_copies() -> None:
     model, data = model_of(), batches(count=1)
     with swapped(model, data[0], precision="bf16") as job:
         job.step(data[0])
-        arena = session_of(job).memory.dram_arena.flat  # of gradients on their way
+        arena = session_of(job).state.memory.dram_arena.flat  # of gradients on their way
         assert arena.numel() > 0 and arena.is_pinned() == SETUP.on_gpu
-        for store in session_of(job).stores.values():
+        for store in session_of(job).state.stores.values():
             assert store.flat.device.type == "cpu" and store.flat.is_pinned() == SETUP.on_gpu
             assert not next(iter(store.masters.values())).is_pinned()
 
@@ -79,7 +79,7 @@ def test_more_than_the_budget_raises_before_anything_is_allocated() -> None:
     model, data = model_of(), batches(count=1)
     with compiled(model, data[0]) as job:
         job.step(data[0])
-        account = session_of(job).memory.accounts["device"]
+        account = session_of(job).state.memory.accounts["device"]
         account.budget_bytes = account.live_bytes + 1000
         before = torch.cuda.memory_allocated() if SETUP.on_gpu else 0
         with pytest.raises(BudgetExceeded, match=r"device 0 .*line \d+: .*missing"):

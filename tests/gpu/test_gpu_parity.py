@@ -128,11 +128,11 @@ def test_a_loss_scale_that_overflows_skips_the_step(kind: str) -> None:
         job.step(data[0])
         assert not job.last.skipped
         before = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
-        session_of(job).loss_scale.scale = 2.0**40
+        session_of(job).state.loss_scale.scale = 2.0**40
         job.step(data[1])
-        assert job.last.skipped and session_of(job).loss_scale.scale == 2.0**39
+        assert job.last.skipped and session_of(job).state.loss_scale.scale == 2.0**39
         assert all(torch.equal(value.cpu(), before[name]) for name, value in job.state_dict().items())
-        session_of(job).loss_scale.scale = 2.0**10
+        session_of(job).state.loss_scale.scale = 2.0**10
         job.step(data[2])
         assert not job.last.skipped
         assert not torch.equal(job.state_dict()["head.weight"].cpu(), before["head.weight"])

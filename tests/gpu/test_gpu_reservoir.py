@@ -15,9 +15,9 @@ from penstock.bench.peers import parity
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir import ops
 from penstock.runtime.device import transfers as device_transfers
-from penstock.runtime.device.file import open_device_file
-from penstock.runtime.device.pacing import TurnClient
+from penstock.runtime.device.pacing import Paces
 from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.device.setup import DeviceSetup
 from penstock.runtime.emulate.turn_server import TurnServer
 from penstock.runtime.measure.disks import disk_directories
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -134,7 +134,7 @@ def test_memory_in_dram_is_page_locked_and_peaks_are_predicted(line: str, disk: 
     with compiled(model, data[0], LINES[line], disk, precision="bf16") as job:
         for _ in range(2):
             job.step(data[0])
-        arena = session_of(job).memory.dram_arena.flat
+        arena = session_of(job).state.memory.dram_arena.flat
         assert arena.numel() > 0 and arena.device.type == "cpu" and arena.data_ptr() % 4096 == 0
         assert arena.is_pinned() == SETUP.on_gpu
         for memory, peak in job.last.peak_bytes.items():
@@ -161,13 +161,14 @@ def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path, monke
     with swapped(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
     interface, source = job.folder.interface, LiveWeights(model)
-    file = open_device_file(job.write(tmp_path / "files") / "device0.py", interface, 0)
+    path = job.write(tmp_path / "files") / "device0.py"
     server = TurnServer(str(tmp_path / "turns"))
-    options: dict[str, Any] = {"optimizer": OptimizerSpec.from_callable(parity.SGD)}
-    session = DeviceSession(0, file, job.hardware, turns=TurnClient(server.address, 0), **options)
+    optimizer, paces = OptimizerSpec.from_callable(parity.SGD), Paces(turns=server.address)
+    setup = DeviceSetup(0, path, interface, job.hardware, optimizer, paces=paces)
+    session = DeviceSession(setup, setup.open_file())
     try:
         for name, spec in interface.stages.items():
-            session.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
+            session.state.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
         losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for batch in data]
     finally:
         session.close()

@@ -104,11 +104,11 @@ def test_on_a_gpu_streams_are_cuda_streams_but_for_what_works_on_gradients_in_dr
     data = batches(count=1)
     with swapped(model_of(), data[0]) as job:
         job.step(data[0])
-        kinds = {name: isinstance(stream, CudaStream) for name, stream in session_of(job)._streams.items()}
+        kinds = {name: isinstance(stream, CudaStream) for name, stream in session_of(job).streams.made.items()}
         assert kinds.pop(ops.CPU) is kinds.pop(f"{ops.COMM} host") is False  # that one adds a tied weight's gradients
         assert set(kinds) >= {ops.HOST, ops.COMPUTE, ops.H2D, ops.D2H}
         assert all(kinds.values())
-        found = {stream.stream.cuda_stream for stream in session_of(job)._streams.values() if stream.is_cuda}
+        found = {stream.stream.cuda_stream for stream in session_of(job).streams.made.values() if stream.is_cuda}
         assert len(found) == len(kinds) and torch.cuda.default_stream().cuda_stream not in found
 
 

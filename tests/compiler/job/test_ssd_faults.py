@@ -41,7 +41,7 @@ STOP_S = 20.0  # within which a failure must have stopped everything
 def engine_of(job: Job) -> Engine:
     driver = job.driver
     assert isinstance(driver, InProcessDriver)
-    folder = driver.session.memory.folder
+    folder = driver.session.state.memory.folder
     assert folder is not None
     return folder._home.engine
 

@@ -16,7 +16,7 @@ import torch
 import penstock
 from penstock.compiler.job import together
 from penstock.compiler.job.together import planned_once
-from penstock.ir.errors import DoesNotFit, PassError, PlanError
+from penstock.ir.errors import DoesNotFit, HardwareError, PassError, PlanError, error_to_data
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.joint_hardware import combine
 from penstock.runtime.processes.ranks import Member
@@ -144,5 +144,5 @@ def test_a_cpu_is_divided_among_the_ranks_that_run_on_it() -> None:
         for d in combine([{"document": document, "network": None}, None], MEMBERS[:2]).devices
     }
     assert one == (6_000_000_000, 8)
-    with pytest.raises(penstock.errors.HardwareError, match="no disk"):
-        combine([{"error": "host0: no disk"}], MEMBERS[:1])
+    with pytest.raises(HardwareError, match=r"^rank 0 \(on host0, .*\): no disk"):
+        combine([{"error": error_to_data(HardwareError("no disk"))}], MEMBERS[:1])

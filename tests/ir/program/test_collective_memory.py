@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, place_frees, plan_arena, profile_memory
-from penstock.runtime.device.file import open_device_file
-from penstock.runtime.device.peers import LOOPBACK, PeerLink
-from penstock.runtime.device.session import DeviceSession, device_groups
+from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
+from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.device.setup import DeviceSetup
 from penstock.runtime.stage.shards import blocks_of, gathered
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.device.test_device import ADAMW, MICRO_BATCHES, ROWS, WIDTH, batch_of, weights_of
@@ -118,15 +118,18 @@ def test_places_are_planned_and_stay(tmp_path: Path) -> None:
     assert [node.target for node in plan.staging] == [ops.all_gather, ops.reduce_scatter] * 2
     assert len([node for node in plan.offsets if node.target is ops.reduce_scatter]) == 1  # the sum grows in place
     paths = write_chain(tmp_path, programs, WIDTH)
+    machine = Hardware.cpu(2, memory="8MB")
+    setups = [DeviceSetup(i, paths[i], programs[i].interface, machine, ADAMW) for i in range(2)]
+    files = [setup.open_file() for setup in setups]
     seen: dict[int, list[Any]] = {0: [], 1: []}
 
     def device(index: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        link = PeerLink(store, index, 2, device_groups(programs[0].interface), torch.device("cpu"), hostname=LOOPBACK)
-        file = open_device_file(paths[index], programs[index].interface, index)
-        session = DeviceSession(index, file, Hardware.cpu(2, memory="8MB"), link=link, optimizer=ADAMW)
-        session.load_weights(lambda name: ({"layer0.weight": weights_of(1)[0]}, {}))
-        arena = session.memory.device_arena
+        groups = group_members(programs[0].interface.groups)
+        link = PeerLink(store, index, 2, groups, torch.device("cpu"), hostname=LOOPBACK)
+        session = DeviceSession(setups[index], files[index], link)
+        session.state.load_weights(lambda name: ({"layer0.weight": weights_of(1)[0]}, {}))
+        arena = session.state.memory.device_arena
         for step in range(3):
             batch = {"x": torch.cat([batch_of(step)["x"], batch_of(step + 9)["x"]])}
             result = session.step(batch)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.device import streams
+from penstock.runtime.device.named_streams import Streams
 from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.ssd.file import SsdFile
@@ -173,7 +174,8 @@ class _Watch(TorchDispatchMode):
 class FakeCudaSession(DeviceSession):
     """A session for a CUDA device in the hardware document whose tensors lie on the CPU."""
 
-    device = property(lambda self: torch.device("cpu"), lambda self, value: None)  # type: ignore[assignment]
+    def _find_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -270,11 +272,11 @@ def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         return issue(stream, behind, waits, label)
 
     monkeypatch.setattr(streams.ThreadStream, "issue", issue_with_clock)
-    finish = DeviceSession._finish
+    finish = Streams.finish
 
-    def finish_with_clocks(session: DeviceSession, runtime: DeviceRuntime) -> None:
-        finish(session, runtime)  # has heard from every thread
+    def finish_with_clocks(made: Streams, used: Any) -> None:
+        finish(made, used)  # has heard from every thread
         for clock in list(cuda.clocks.values()):
             merge(cuda.host_clock(), clock)
 
-    monkeypatch.setattr(DeviceSession, "_finish", finish_with_clocks)
+    monkeypatch.setattr(Streams, "finish", finish_with_clocks)

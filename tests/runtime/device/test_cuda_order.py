@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
-from penstock.runtime.device.file import open_device_file
 from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.device.streams import CudaStream
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
@@ -44,12 +45,13 @@ def open_session(folder: Path, kind: str, **shape: Any) -> DeviceSession:
     folder.mkdir()
     (program,) = pipeline(1, STAGES, MICRO_BATCHES, width=WIDTH, rows=ROWS, **shape)
     (path,) = write_chain(folder, [program], WIDTH)
-    file = open_device_file(path, program.interface, 0)
     made_for = FakeCudaSession if kind == "cuda" else DeviceSession
-    session = made_for(0, file, gpu(kind), optimizer=ADAMW, ssd_dirs=[str(folder)])
+    share = HostShare(ssd_dirs=(str(folder),))
+    setup = DeviceSetup(0, path, program.interface, gpu(kind), ADAMW, share=share)
+    session = made_for(setup, setup.open_file())
     made = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(STAGES)]
-    session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
+    session.state.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
     return session
 
 
@@ -124,11 +126,12 @@ def test_compiled_plans_with_tied_weights_and_clipping(
         micro_batches=2, precision=precision, max_grad_norm=1.0,
     )  # fmt: skip
     interface = job.folder.interface
-    file = open_device_file(job.write(tmp_path / "files") / "device0.py", interface, 0)
-    session = FakeCudaSession(0, file, job.hardware, optimizer=ADAMW, precision=precision)
+    path = job.write(tmp_path / "files") / "device0.py"
+    setup = DeviceSetup(0, path, interface, job.hardware, ADAMW, precision)
+    session = FakeCudaSession(setup, setup.open_file())
     source = LiveWeights(model)
     for name, spec in interface.stages.items():
-        session.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
+        session.state.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
     losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for _ in range(STEPS)]
     session.evaluate(batch)
     session.close()
@@ -145,7 +148,7 @@ def test_where_memory_is_tight_issuing_waits_until_it_is_given_back(cuda: FakeCu
     peak_bytes = profile_memory(program).peak_bytes[ops.DEVICE]
     document = gpu("cuda").model_dump(mode="json")
     document["devices"][0] |= {"memory_bytes": peak_bytes}
-    tight = FakeCudaSession(0, roomy.file, Hardware.from_any(document), optimizer=ADAMW)
+    tight = FakeCudaSession(replace(roomy.setup, hardware=Hardware.from_any(document)), roomy.file)
     waiting = [issue for issue in tight.plans["step"].ops if issue.room]
     by_index = tight.plans["step"].ops
     assert waiting and all(by_index[i].stream != issue.stream for issue in waiting for i in issue.room)

@@ -20,8 +20,9 @@ from penstock.ir.errors import BatchError, BudgetExceeded, PlanError, VerifyErro
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, infer_all, profile_memory
 from penstock.runtime.device.file import DeviceFile, open_device_file
-from penstock.runtime.device.peers import LOOPBACK, PeerLink
-from penstock.runtime.device.session import DeviceSession, StepResult, device_groups
+from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
+from penstock.runtime.device.session import DeviceSession, StepResult
+from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
@@ -65,15 +66,25 @@ def eager(num_stages: int, max_norm: float | None = None) -> tuple[list[float], 
     return losses, [p.detach() for p in params], norm
 
 
-def open_session(path: Path, program: Program, hardware: Hardware, **options: Any) -> DeviceSession:
-    return start(open_device_file(path, program.interface, program.device), hardware, **options)
+def open_session(
+    path: Path,
+    program: Program,
+    hardware: Hardware,
+    *,
+    link: PeerLink | None = None,
+    precision: str = "fp32",
+    **share: Any,
+) -> DeviceSession:
+    setup = DeviceSetup(
+        program.device, path, program.interface, hardware, ADAMW, precision=precision, share=HostShare(**share)
+    )
+    return start(setup, setup.open_file(), link)
 
 
-def start(file: DeviceFile, hardware: Hardware, **options: Any) -> DeviceSession:
-    program = file.programs["step"]
-    session = DeviceSession(program.device, file, hardware, **{"optimizer": ADAMW, **options})
-    weights = weights_of(len(program.interface.stages))
-    session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
+def start(setup: DeviceSetup, file: DeviceFile, link: PeerLink | None) -> DeviceSession:
+    session = DeviceSession(setup, file, link)
+    weights = weights_of(len(setup.interface.stages))
+    session.state.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
     return session
 
 
@@ -97,11 +108,11 @@ def test_one_device_equals_eager_bit_for_bit(kind: dict[str, bool], tmp_path: Pa
     results = [session.step(batch_of(step)) for step in range(STEPS)]
     assert [v.item() for r in results for v in r.values["loss"]] == losses
     for i, want in enumerate(weights):
-        assert torch.equal(session.stage_state(f"stage{i}").weights[f"layer{i}.weight"], want)
+        assert torch.equal(session.state.stage_state(f"stage{i}").weights[f"layer{i}.weight"], want)
     planned = profile_memory(program).peak_bytes
     assert results[0].report["peak_bytes"] == {"cpu0": planned[ops.DEVICE], "dram0": planned[ops.DRAM]}
     if kind["kept"] or kind.get("split"):  # planned without measuring; from the second step on charged as measured
-        measured = {name: store.runner.kept_bytes for name, store in session.stores.items()}
+        measured = {name: store.runner.kept_bytes for name, store in session.state.stores.items()}
         stages = {name: replace(s, kept_bytes=measured[name]) for name, s in program.interface.stages.items()}
         infer_all(program.with_interface(stages=stages))
         assert profile_memory(program).peak_bytes[ops.DEVICE] != planned[ops.DEVICE]
@@ -112,18 +123,20 @@ def test_one_device_equals_eager_bit_for_bit(kind: dict[str, bool], tmp_path: Pa
 def run_devices(folder: Path, programs: list[Program]) -> tuple[list[list[StepResult]], list[Tensor]]:
     """All devices as threads of this process, with real connections: results per device and step, final weights."""
     count, paths = len(programs), write_chain(folder, programs, WIDTH)
-    files = [open_device_file(path, p.interface, p.device) for path, p in zip(paths, programs)]
+    machine = Hardware.cpu(count, memory="8MB")
+    setups = [DeviceSetup(p.device, path, p.interface, machine, ADAMW) for path, p in zip(paths, programs)]
+    files = [setup.open_file() for setup in setups]
     found: list[list[StepResult]] = [[] for _ in programs]
     weights: dict[str, Tensor] = {}
 
     def run(device: int) -> None:
         store = dist.FileStore(str(folder / "store"), count)
-        groups = device_groups(programs[0].interface)
+        groups = group_members(programs[0].interface.groups)
         link = PeerLink(store, device, count, groups, torch.device("cpu"), timeout_s=30, hostname=LOOPBACK)
-        session = start(files[device], Hardware.cpu(count, memory="8MB"), link=link)
+        session = start(setups[device], files[device], link)
         found[device] = [session.step(batch_of(step)) for step in range(STEPS)]
-        for stage in session.stores:
-            weights[stage] = session.stage_state(stage).weights[f"layer{stage[-1]}.weight"]
+        for stage in session.state.stores:
+            weights[stage] = session.state.stage_state(stage).weights[f"layer{stage[-1]}.weight"]
         session.close()
 
     threads = [threading.Thread(target=run, args=(device,)) for device in range(count)]
@@ -239,7 +252,7 @@ def test_bf16_trains_fp32_masters(tmp_path: Path) -> None:
     found = [v.item() for step in range(STEPS) for v in session.step(batch_of(step)).values["loss"]]
     torch.testing.assert_close(found, losses, rtol=0.05, atol=0)
     for i, want in enumerate(weights):
-        store = session.stores[f"stage{i}"]
+        store = session.state.stores[f"stage{i}"]
         (name,) = store.weights
         assert store.masters[name].dtype == torch.float32 and not torch.equal(store.masters[name], weights_of(2)[i])
         torch.testing.assert_close(store.masters[name], want, rtol=0.1, atol=0.01)
@@ -258,9 +271,9 @@ def test_a_state_moves_to_another_session_and_goes_on_bit_for_bit(tmp_path: Path
     first, second = sessions
     first.step(batch_of(0))
     for stage in ("stage0", "stage1"):
-        second.load_stage_state(stage, first.stage_state(stage))
-    second.load_counters(first.counters())
-    assert second.step_count == 1
+        second.state.load_stage_state(stage, first.state.stage_state(stage))
+    second.state.load_counters(first.state.counters())
+    assert second.state.step_count == 1
     losses = [[v.item() for v in s.step(batch_of(1)).values["loss"]] for s in sessions]
     losses += [[v.item() for v in s.step(batch_of(2)).values["loss"]] for s in sessions]
     assert losses[0] == losses[1] and losses[2] == losses[3] and losses[0] != losses[2]

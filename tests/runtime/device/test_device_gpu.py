@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ir.machine.hardware import Hardware
-from penstock.runtime.device.file import open_device_file
 from penstock.runtime.device.session import DeviceSession
+from penstock.runtime.device.setup import DeviceSetup
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
@@ -31,9 +31,10 @@ def gpu(memory: str = "4GB") -> Hardware:
 def open_session(folder: Path, width: int, rows: int, **kind: bool) -> DeviceSession:
     (program,) = pipeline(1, 4, MICRO_BATCHES, width=width, rows=rows, **kind)
     (path,) = write_chain(folder, [program], width)
-    session = DeviceSession(0, open_device_file(path, program.interface, 0), gpu(), optimizer=ADAMW)
+    setup = DeviceSetup(0, path, program.interface, gpu(), ADAMW)
+    session = DeviceSession(setup, setup.open_file())
     weights = weights_of(width)
-    session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
+    session.state.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
     return session
 
 
@@ -74,8 +75,8 @@ def test_one_gpu_equals_eager_bit_for_bit(fetched: bool, tmp_path: Path) -> None
     losses, weights = eager(256, 32, "cpu" if fetched else "cuda")
     assert [v.item() for r in results for v in r.values["loss"]] == losses
     for i, want in enumerate(weights):
-        assert torch.equal(session.stage_state(f"stage{i}").weights[f"layer{i}.weight"].cpu(), want)
-    assert session.stores["stage0"].flat.is_pinned() == fetched
+        assert torch.equal(session.state.stage_state(f"stage{i}").weights[f"layer{i}.weight"].cpu(), want)
+    assert session.state.stores["stage0"].flat.is_pinned() == fetched
     session.close()
 
 
@@ -93,7 +94,7 @@ def test_the_allocator_stays_within_the_accounted_peak(tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated()
     session = open_session(tmp_path, 2048, 2048)
     session.step(batch_of(0, 2048, 2048))
-    lasting = session.memory.accounts["device"].live_bytes
+    lasting = session.state.memory.accounts["device"].live_bytes
     libraries = torch.cuda.memory_allocated() - before - lasting  # workspaces of cuBLAS, taken once
     assert libraries <= 256 << 20
     torch.cuda.reset_peak_memory_stats()

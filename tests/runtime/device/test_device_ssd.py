@@ -13,10 +13,10 @@ from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, profile_memory
 from penstock.ir.verify import verify
-from penstock.runtime.device.file import open_device_file
 from penstock.runtime.device.session import DeviceSession
 from penstock.tests.ir.program.handmade import MAX_NORM, pipeline
-from penstock.tests.runtime.device.test_device import MICRO_BATCHES, ROWS, STEPS, WIDTH, batch_of, eager, start
+from penstock.tests.runtime.device import test_device
+from penstock.tests.runtime.device.test_device import MICRO_BATCHES, ROWS, STEPS, WIDTH, batch_of, eager
 from penstock.tests.runtime.generated_files import write_chain
 
 MACHINE = Hardware.cpu(1, memory="8MB", dram="8MB", ssd="64MB")
@@ -37,8 +37,7 @@ def program_of(**kind: Any) -> Program:
 
 def open_session(folder: Path, program: Program, disk: Path, **options: Any) -> DeviceSession:
     (path,) = write_chain(folder, [program], WIDTH)
-    file = open_device_file(path, program.interface, program.device)
-    return start(file, MACHINE, ssd_dirs=[str(disk)], **options)
+    return test_device.open_session(path, program, MACHINE, ssd_dirs=(str(disk),), **options)
 
 
 def run(session: DeviceSession) -> list[float]:
@@ -47,7 +46,7 @@ def run(session: DeviceSession) -> list[float]:
 
 def assert_weights(session: DeviceSession, wanted: list[torch.Tensor]) -> None:
     for i, want in enumerate(wanted):
-        assert torch.equal(session.stage_state(f"stage{i}").weights[f"layer{i}.weight"], want)
+        assert torch.equal(session.state.stage_state(f"stage{i}").weights[f"layer{i}.weight"], want)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -82,7 +81,7 @@ def test_a_speculative_step_is_undone_where_gradients_are_clipped(ssd: str, max_
                 node.kwargs = {"max_norm": max_norm}
         session = open_session(tmp_path, program, tmp_path)
         losses.append(run(session))
-        weights.append([session.stage_state(f"stage{i}").weights[f"layer{i}.weight"].clone() for i in range(3)])
+        weights.append([session.state.stage_state(f"stage{i}").weights[f"layer{i}.weight"].clone() for i in range(3)])
         session.close()
     assert losses[0] == losses[1]
     assert all(torch.equal(exact, undone) for exact, undone in zip(*weights))
@@ -95,9 +94,9 @@ def test_a_state_is_saved_and_taken_up_again(tmp_path: Path) -> None:
     first.step(batch_of(0))
     (tmp_path / "2").mkdir()
     second = open_session(tmp_path / "2", program, tmp_path)
-    for stage in first.stores:
-        second.load_stage_state(stage, first.stage_state(stage))
-    second.load_counters(first.counters())
+    for stage in first.state.stores:
+        second.state.load_stage_state(stage, first.state.stage_state(stage))
+    second.state.load_counters(first.state.counters())
     for session in (first, second):
         for step in range(1, STEPS):
             session.step(batch_of(step))
@@ -119,4 +118,4 @@ def test_a_plan_with_ssds_needs_a_directory(tmp_path: Path) -> None:
     program = program_of(ssd="states")
     (path,) = write_chain(tmp_path, [program], WIDTH)
     with pytest.raises(HardwareError, match=r'ssd_dirs=\["/mnt/nvme0"\]'):
-        start(open_device_file(path, program.interface, 0), MACHINE)
+        test_device.open_session(path, program, MACHINE)

@@ -19,7 +19,7 @@ from penstock.runtime.emulate.link_server import LinkServer
 from penstock.runtime.emulate.throttle import shared_transfers
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.local import LocalWorkers
-from penstock.runtime.processes.setup import Setup
+from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.simulate import simulate
 from penstock.runtime.simulate.sharing import Cost
 from penstock.tests.ir.program.handmade import pipeline
@@ -126,7 +126,7 @@ def test_a_narrow_root_complex_is_shared() -> None:
 def real_step_s(programs: list[Program], hardware: Hardware, width: int, folder: Path) -> float:
     """The fastest of three steps of real workers, as their spans say."""
     sgd = OptimizerSpec("torch.optim:SGD", {"lr": 0.0})
-    setup = Setup(write_chain(folder, programs, width), programs[0].interface, hardware, sgd)
+    setup = RunSetup(write_chain(folder, programs, width), programs[0].interface, hardware, sgd)
     found = []
     driver = LocalWorkers(setup)
     with driver:

@@ -12,8 +12,8 @@ import torch
 
 from penstock.ir.errors import WorkerError
 from penstock.runtime.device import transfers as device_transfers
-from penstock.runtime.device.file import open_device_file
-from penstock.runtime.device.pacing import TurnClient
+from penstock.runtime.device.pacing import Paces, TurnClient
+from penstock.runtime.device.setup import DeviceSetup
 from penstock.runtime.emulate.turn_server import Tokens, TurnServer
 from penstock.runtime.simulate.priority import LAST_TURN, is_weights_fetch, turn_of
 from penstock.tests.ir.program.handmade import pipeline
@@ -109,14 +109,15 @@ def test_weights_in_chunks_are_the_same_weights_without_a_race(
     (tmp_path / "turns_").mkdir()
     (path,) = write_chain(tmp_path / "turns_", [program], WIDTH)
     asked: list[int] = []
-    client = TurnClient(server.address, 0)
+    setup = DeviceSetup(0, path, program.interface, gpu("cuda"), ADAMW, paces=Paces(turns=server.address))
+    session = FakeCudaSession(setup, setup.open_file())
+    client = session.pacing.turns
+    assert client is not None
     hold = client.hold
     monkeypatch.setattr(client, "hold", lambda turn: (asked.append(turn), hold(turn))[1])
-    file = open_device_file(path, program.interface, 0)
-    session = FakeCudaSession(0, file, gpu("cuda"), optimizer=ADAMW, turns=client)
     made = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(STAGES)]
-    session.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
+    session.state.load_weights(lambda stage: ({f"layer{stage[-1]}.weight": weights[int(stage[-1])]}, {}))
     assert run(session) == plain
     assert cuda.races == [] and cuda.not_held == set()
     chunks = -(-WIDTH * WIDTH * 4 // 100)

@@ -16,7 +16,7 @@ from penstock.ir.program import PAGE
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.driver import InProcessDriver, without_waiting
 from penstock.runtime.processes.local import LocalWorkers, start_driver, worker_environment
-from penstock.runtime.processes.setup import Setup
+from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.simulate import Span
 from penstock.tests.ir.program.handmade import pipeline
@@ -46,7 +46,7 @@ def programs():
 def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorkers]:
     folder = tmp_path_factory.mktemp("files")
     files = write_files(folder, programs, HEAD, {"stage0": "First", "stage1": "Second"})
-    setup = Setup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), ADAMW, seed=5)
+    setup = RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), ADAMW, seed=5)
     driver = start_driver(setup)
     assert isinstance(driver, LocalWorkers)
     first, second = models(tied=True)
@@ -63,7 +63,7 @@ def workers(programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
 def test_an_order_of_fetches_that_nobody_keeps_is_refused(programs) -> None:
     machine = Hardware.cpu(2, memory="8MB").with_(ordered_fetches=True)
     with pytest.raises(HardwareError, match=r"ordered_fetches: True .* To run here"):
-        start_driver(Setup([], programs[0].interface, machine, ADAMW))
+        start_driver(RunSetup([], programs[0].interface, machine, ADAMW))
 
 
 def is_running(pid: int) -> bool:
@@ -141,7 +141,7 @@ def test_waiting_is_cut_from_both_sides_of_a_transfer() -> None:
 
 def test_one_device_runs_in_this_process(tmp_path: Path) -> None:
     (program,) = pipeline(1, 2, 2, width=16)
-    setup = Setup(write_chain(tmp_path, [program], 16), program.interface, Hardware.cpu(1, memory="8MB"), ADAMW)
+    setup = RunSetup(write_chain(tmp_path, [program], 16), program.interface, Hardware.cpu(1, memory="8MB"), ADAMW)
     with start_driver(setup) as driver:
         assert isinstance(driver, InProcessDriver)
         for i in range(2):
@@ -155,7 +155,9 @@ def test_one_device_runs_in_this_process(tmp_path: Path) -> None:
 
 def test_dram_is_shared_out_between_the_devices_of_a_host(tmp_path: Path) -> None:
     programs = pipeline(2, 4, 2, width=16)
-    setup = Setup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB", dram="1MB"))
+    setup = RunSetup(
+        write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.cpu(2, memory="8MB", dram="1MB")
+    )
     whole = setup.hardware.dram_budget_bytes(0)
     per_stage = 16 * 16 * (4 + 8) + PAGE  # weights, optimizer states; gradients in a page of the arena
     assert [setup.dram_budget_bytes(i) for i in range(2)] == [whole - 2 * per_stage] * 2
@@ -165,7 +167,7 @@ def test_gpus_of_several_hosts_need_torchrun(tmp_path: Path) -> None:
     programs = pipeline(2, 2, 2, width=16)
     document = Hardware.cpu(2, memory="8MB", hosts=2).model_dump(mode="json")
     document["devices"] = [{**device, "kind": "cuda"} for device in document["devices"]]
-    setup = Setup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.from_any(document), ADAMW)
+    setup = RunSetup(write_chain(tmp_path, programs, 16), programs[0].interface, Hardware.from_any(document), ADAMW)
     with pytest.raises(PlanError, match="torchrun --nnodes=2"):
         LocalWorkers(setup)
 
@@ -174,7 +176,7 @@ def test_cpu_devices_of_two_hosts_are_all_here_with_the_network_between_them(tmp
     programs = pipeline(2, 2, 2, width=64, rows=512)
     rate = 2e6
     hardware = Hardware.cpu(2, memory="8MB", hosts=2, network=rate)
-    setup = Setup(write_chain(tmp_path, programs, 64), programs[0].interface, hardware, ADAMW)
+    setup = RunSetup(write_chain(tmp_path, programs, 64), programs[0].interface, hardware, ADAMW)
     with LocalWorkers(setup) as driver:
         for stage in ("stage0", "stage1"):
             driver.load_stage(stage, {f"layer{stage[-1]}.weight": torch.eye(64)}, {})

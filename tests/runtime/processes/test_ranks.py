@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.ir.errors import WorkerError
-from penstock.runtime.processes.ranks import Failure, Ranks, Told, plain_error
+from penstock.ir.errors import WorkerError, error_to_data
+from penstock.runtime.processes.ranks import Failure, Ranks, Told
 from penstock.runtime.processes.store_thread import StoreLost, StoreThread
 
 TIMEOUT_S = 10.0
@@ -56,7 +56,7 @@ def test_all_get_what_all_give_round_after_round(server: dist.TCPStore) -> None:
 def test_what_an_earlier_attempt_left_counts_for_nothing(server: dist.TCPStore) -> None:
     """The second attempt has fewer ranks, and finds the arrivals, lists and failures of the first."""
     first = arrive(server, 3)
-    first[1].report(Failure(1, plain_error("an old failure")))
+    first[1].report(Failure(1, error_to_data(WorkerError("an old failure"))))
     second = arrive(server, 2)
     assert on_all(2, lambda rank: second[rank].exchange(rank)) == [[0, 1]] * 2
     assert second[0].told() is None and first[0].members[0].id != second[0].members[0].id
@@ -80,7 +80,7 @@ def test_a_failure_reaches_whoever_waits(server: dist.TCPStore) -> None:
     def run(rank: int) -> float:
         if rank == 1:
             time.sleep(0.2)
-            ranks[1].report(Failure(1, plain_error("the disk of rank 1 is full")))
+            ranks[1].report(Failure(1, error_to_data(WorkerError("the disk of rank 1 is full"))))
             return time.monotonic()
         with pytest.raises(Told, match="the disk of rank 1 is full"):
             ranks[rank].exchange({})
@@ -100,7 +100,7 @@ def test_leaving_matters_only_to_those_who_go_on(server: dist.TCPStore) -> None:
         time.sleep(0.01)
     with pytest.raises(Told, match=r"rank 1 \(on .*\) has left: ValueError: no such column"):
         ranks[0].exchange("one more")
-    behind = Failure(1, plain_error("left"), left_round=5)
+    behind = Failure(1, error_to_data(WorkerError("left")), left_round=5)
     ranks[0]._heard.failures[:] = [behind]  # rank 1 has finished rounds that this one is still in
     assert ranks[0].told() is None
 
@@ -110,7 +110,7 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     ranks = on_all(3, lambda rank: Ranks(client(server), rank, 3, TIMEOUT_S, node=str(rank), beat=lambda: "line 7"))
     time.sleep(0.3)
     ranks[2]._watch.close()  # its thread ends, nothing else is heard of it
-    lost_peer = Failure(0, plain_error("Connection closed by peer"), waited=True)
+    lost_peer = Failure(0, error_to_data(WorkerError("Connection closed by peer")), waited=True)
     found = ranks[0].cause(lost_peer)
     assert found.blamed == 2 and not found.waited
     assert "rank 2 (on " in found.error["message"] and "): no sign of life for" in found.error["message"]
@@ -125,7 +125,7 @@ def test_a_store_that_is_silent_is_to_blame(server: dist.TCPStore, monkeypatch: 
     ranks[1].beat = lambda: over.wait(30)
     ranks[1]._next_beat_s = 0.0
     time.sleep(0.3)
-    found = ranks[1].cause(Failure(1, plain_error("Timed out"), waited=True))
+    found = ranks[1].cause(Failure(1, error_to_data(WorkerError("Timed out")), waited=True))
     assert found.rank == 1 and "has given no answer for 0.5 s: the host of rank 0" in found.error["message"]
     over.set()
 
@@ -133,9 +133,9 @@ def test_a_store_that_is_silent_is_to_blame(server: dist.TCPStore, monkeypatch: 
 def test_of_own_node_the_process_is_looked_at(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = arrive(server, 2)
     monkeypatch.setattr("penstock.runtime.processes.ranks._process_state", lambda pid: "T")
-    found = ranks[0].cause(Failure(0, plain_error("Timed out"), waited=True))
+    found = ranks[0].cause(Failure(0, error_to_data(WorkerError("Timed out")), waited=True))
     assert found.blamed == 1 and "is stopped (SIGSTOP)" in found.error["message"]
-    own = Failure(0, plain_error("my own fault"))
+    own = Failure(0, error_to_data(WorkerError("my own fault")))
     assert ranks[0].cause(own) is own
 
 

@@ -13,7 +13,7 @@ from penstock.ir.errors import BudgetExceeded, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program
 from penstock.runtime.processes.rehearse import RehearsingWorkers, rehearse
-from penstock.runtime.processes.setup import Setup
+from penstock.runtime.processes.setup import RunSetup
 from penstock.runtime.simulate import Timeline, simulate
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
@@ -23,9 +23,9 @@ STEP_S = 1.5  # what a rehearsal is stretched to
 TOPOLOGIES = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3"]
 
 
-def setup_for(programs: Sequence[Program], hardware: Hardware, folder: Path) -> Setup:
+def setup_for(programs: Sequence[Program], hardware: Hardware, folder: Path) -> RunSetup:
     folder.mkdir(exist_ok=True)
-    return Setup(write_chain(folder, programs, WIDTH), programs[0].interface, hardware)
+    return RunSetup(write_chain(folder, programs, WIDTH), programs[0].interface, hardware)
 
 
 @dataclass
@@ -97,7 +97,7 @@ def test_agrees_on_the_machines_of_the_papers(name: str, fetched: bool, tmp_path
     hardware = Hardware.preset(name)
     count = hardware.num_devices
     programs = pipeline(count, (2 if fetched else 1) * count, 4, width=12_000, rows=2000, flops=1e12, fetched=fetched)
-    setup = Setup(write_chain(tmp_path, programs, 12_000), programs[0].interface, hardware)
+    setup = RunSetup(write_chain(tmp_path, programs, 12_000), programs[0].interface, hardware)
     simulated_s = simulate(programs, hardware).step_s
     found_s = min(rehearse(setup, 6.0 / simulated_s).step_s for _ in range(2))
     assert found_s == pytest.approx(simulated_s, rel=0.05)

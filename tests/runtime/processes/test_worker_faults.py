@@ -18,7 +18,7 @@ from penstock.ir.errors import VerifyError, WorkerError
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.local import LocalWorkers, worker_environment
-from penstock.runtime.processes.setup import Setup
+from penstock.runtime.processes.setup import RunSetup
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.processes.setup import Setup
+from penstock.runtime.processes.setup import RunSetup
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.local import LocalWorkers
 from penstock.tests.runtime.generated_files import write_chain
@@ -42,7 +42,7 @@ for node in programs[0].ops():
     if node.target.name == "step":
         programs[0].graph.erase_node(node)
 files = write_chain(Path(sys.argv[1]), programs, {WIDTH}, seconds=60.0)
-driver = LocalWorkers(Setup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
+driver = LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
 print(driver.process_ids[0], driver.scratch, flush=True)
 driver.step({{"x": torch.ones(8, {WIDTH})}})
 """
@@ -52,7 +52,7 @@ def workers_of(folder: Path, seconds: float = 0.0, failing: str = "") -> LocalWo
     programs = pipeline(2, 2, 2, width=WIDTH)
     files = write_chain(folder, programs, WIDTH, seconds, failing)
     adamw = OptimizerSpec.from_callable(torch.optim.AdamW)
-    driver = LocalWorkers(Setup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw))
+    driver = LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw))
     for i in range(2):
         driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.eye(WIDTH)}, {})
     return driver
@@ -117,7 +117,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     files = write_chain(tmp_path, programs, WIDTH)
     files[0].write_text("import penstock_has_no_such_module\n\n" + files[0].read_text())
     with pytest.raises(VerifyError, match=r"device0\.py:1: .*No module named 'penstock_has_no_such_module'"):
-        LocalWorkers(Setup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
+        LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(1, memory="8MB")))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""The streams of one device by name: which kind each is, and what becomes of the first fault of any of them.
+
+On a CPU device a stream is a thread; a program that uses no stream beside compute runs on the calling thread instead,
+as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, except for what works on host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, MutableSequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from ...ir import ops
+from .cores import available_cores, optimizer_cores
+from .peers import PeerLink
+from .prepare import Issues
+from .setup import DeviceSetup
+from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
+
+HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
+STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
+
+
+class Streams:
+    """Makes each stream at its first use. `board` is where they write the line they are at. `copies`: the CUDA stream
+    of the thread that copies to the device, where one does."""
+
+    def __init__(
+        self,
+        setup: DeviceSetup,
+        device: torch.device,
+        link: PeerLink | None = None,
+        board: MutableSequence[int] | None = None,
+    ):
+        self.spec, self.device, self.link = setup.spec, device, link
+        self.beside = [i for i, other in enumerate(setup.hardware.devices) if other.host == self.spec.host]
+        self.place = self.beside.index(setup.index)
+        self.num_threads = torch.get_num_threads() if setup.share.num_threads is None else setup.share.num_threads
+        self.board = [0] * len(STREAM_SLOTS) if board is None else board
+        self.copies: torch.cuda.Stream | None = None
+        self.made: dict[str, Stream] = {}
+        self._notices: SimpleQueue[Any] = SimpleQueue()
+
+    def name_of(self, work: ops.Work) -> str:
+        """The stream that an op really runs on here."""
+        if self.spec.kind == "cuda" and work.group:
+            on_device = work.source == ops.DEVICE and (self.link is None or self.link.on_device(work.group))
+            return ops.COMM if on_device else f"{ops.COMM} host"
+        return work.stream
+
+    def copy_by_thread(self) -> None:
+        """Where copies to a GPU wait for turns or for disks, a thread issues them: else these waits would hold up
+        computation."""
+        if self.spec.kind == "cuda" and self.device.type != "meta":
+            self.copies = torch.cuda.Stream(self.device)
+
+    def of(self, plan: Issues) -> dict[str, Stream]:
+        """Those that a program uses."""
+        alone = self.spec.kind == "cpu" and plan.streams <= {ops.HOST, ops.COMPUTE}
+        found = {}
+        for name in plan.streams:
+            inline = self.spec.kind == "cpu" and (name == ops.HOST or alone)
+            found[name] = self._stream(f"{name}/inline" if inline else name)
+        return found
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self.made:
+            key, _, inline = name.partition("/")
+            slot = STREAM_SLOTS.index(key)
+            if inline:
+                self.made[name] = InlineStream(key, self.board, slot)
+            elif self.spec.kind == "cuda" and key not in HOST_STREAMS and not (key == ops.H2D and self.copies):
+                self.made[name] = CudaStream(key, self.device, self.board, slot)
+            else:
+                self.made[name] = self._thread(key, slot)
+        return self.made[name]
+
+    def _thread(self, key: str, slot: int) -> Stream:
+        num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1
+        gpu = self.device if self.spec.kind == "cuda" else None
+        cores: list[int] = []
+        if gpu is not None and key == ops.CPU:
+            cores = optimizer_cores(available_cores(), self.place, len(self.beside))
+        return ThreadStream(key, self._notices, self.board, slot, len(cores) or num_threads, gpu, cores)
+
+    def finish(self, used: Collection[Stream]) -> None:
+        """Wait until all of these streams are done. Raises the `Fault` of one that has failed."""
+        for stream in sorted(used, key=lambda stream: stream.is_cuda):  # threads may still feed the GPU
+            stream.finish(self._notices)
+        for _ in used:
+            notice = self._notices.get()
+            if isinstance(notice, Fault):
+                raise notice
+
+    def interrupt(self, error: Exception) -> None:
+        """Called from another thread: the function that runs ends with this error, whatever its streams wait for."""
+        self._notices.put(Fault(None, error))
+
+    def raise_fault(self) -> None:
+        """Raise the `Fault` of a stream, if there is one."""
+        if not self._notices.empty():
+            notice = self._notices.get()
+            if isinstance(notice, Fault):
+                raise notice
+
+    def first_fault(self, fault: Fault) -> Fault:
+        """Of `fault` and those of other streams the first in time: the others follow from it."""
+        while not self._notices.empty():
+            notice = self._notices.get()
+            if isinstance(notice, Fault) and notice.time_s < fault.time_s:
+                fault = notice
+        return fault
+
+    def close(self) -> None:
+        for stream in self.made.values():
+            stream.close()
+        self.made.clear()

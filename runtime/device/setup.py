@@ -1,0 +1,83 @@
+"""What one device is told at its start: plain data, which crosses to its process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...ir.machine.hardware import Device, Hardware
+from ...ir.program import Interface, place_of
+from ..optimizer.spec import OptimizerSpec
+from .file import DeviceFile, open_device_file
+from .pacing import Paces
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What a device has of its host. `gpu`: its number among the host's GPUs; `num_threads` of a CPU device's
+    computation, None takes the calling thread's; `dram_budget_bytes`: None takes all of the DRAM; `ssd_dirs`: where
+    files go, one directory per SSD, and `ssd_verify` checks all that is read; `hostname`: see `PeerLink`.
+    """
+
+    gpu: int = 0
+    num_threads: int | None = None
+    dram_budget_bytes: int | None = None
+    ssd_dirs: tuple[str, ...] = ()
+    ssd_verify: bool = False
+    hostname: str | None = None
+
+
+@dataclass(frozen=True)
+class DeviceSetup:
+    """Everything that one device needs to start. `file`: its generated file, a program of `interface`."""
+
+    index: int
+    file: Path
+    interface: Interface
+    hardware: Hardware
+    optimizer: OptimizerSpec | None = None
+    precision: str = "fp32"
+    seed: int = 0
+    timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
+    share: HostShare = HostShare()
+    paces: Paces = field(default_factory=Paces)
+
+    @property
+    def spec(self) -> Device:
+        """The device in the hardware document."""
+        return self.hardware.devices[self.index]
+
+    @property
+    def dram_budget_bytes(self) -> int:
+        given = self.share.dram_budget_bytes
+        return self.hardware.dram_budget_bytes(self.spec.host) if given is None else given
+
+    def open_file(self) -> DeviceFile:
+        """See `open_device_file`."""
+        return open_device_file(self.file, self.interface, place_of(self.interface, self.index)[1])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "file": str(self.file),
+            "interface": self.interface.to_json(),
+            "hardware": self.hardware.model_dump(mode="json"),
+            "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
+            "share": asdict(self.share),
+            "paces": self.paces.to_json(),
+        }
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> DeviceSetup:
+        typed = {
+            "file": Path(raw["file"]),
+            "interface": Interface.from_json(raw["interface"]),
+            "hardware": Hardware.from_any(raw["hardware"]),
+            "optimizer": None if raw["optimizer"] is None else OptimizerSpec.from_json(raw["optimizer"]),
+            "share": HostShare(**{**raw["share"], "ssd_dirs": tuple(raw["share"]["ssd_dirs"])}),
+            "paces": Paces.from_json(raw["paces"]),
+        }
+        return DeviceSetup(**{**raw, **typed})

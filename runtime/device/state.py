@@ -1,0 +1,251 @@
+"""What one device keeps from step to step: memories with their accounts, arenas and files, the state of its stages, and
+the counters of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import ops
+from ...ir.errors import HardwareError, PlanError
+from ...ir.precision import PRECISIONS
+from ...ir.program import Account, Interface, StageHome
+from ..optimizer.gradients import LossScale
+from ..optimizer.stage_optimizer import Workspace
+from ..ssd.file import SsdFile
+from ..ssd.folder import SsdFolder
+from ..stage.arena import Arena, pages
+from ..stage.store import StagePart, StageStore
+from .file import DeviceFile
+from .prepare import Issues
+from .setup import DeviceSetup
+
+LASTING = "all steps' "  # no value of a program has such a name
+UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
+
+
+class SessionMemory:
+    """What the plans of a session's functions ("step", "evaluate") need, taken at the start.
+
+    `host_device` is where DRAM's arena lies. Raises `BudgetExceeded` where what persists is already too much.
+    """
+
+    def __init__(
+        self,
+        setup: DeviceSetup,
+        plans: Mapping[str, Issues],
+        device: torch.device,
+        host_device: torch.device | None = None,
+    ):
+        self.spec, self.hardware, self.plans, self.device = setup.spec, setup.hardware, plans, device
+        self.accounts = {
+            ops.DEVICE: Account(self.spec.name, self.spec.budget_bytes),
+            ops.DRAM: Account(f"dram{self.spec.host}", setup.dram_budget_bytes),
+        }
+        host_device = torch.device("cpu") if host_device is None else host_device
+        self.device_arena = Arena(device)
+        self.dram_arena = Arena(host_device, on_pages=True, pinned=device.type == "cuda")
+        self.folder: SsdFolder | None = None
+        self.ssd_arena: SsdFile | None = None
+        self._share_before: float | None = None  # of the GPU's memory
+        for memory in (ops.DEVICE, ops.DRAM):
+            for what, num_bytes in plans["step"].persistent.parts(memory).items():
+                if num_bytes:
+                    self.accounts[memory].take(f"{LASTING}{what}", num_bytes, "the start")
+        self.grow(ops.DEVICE, plans["step"].arenas[ops.DEVICE])
+        self.grow(ops.DRAM, max(plan.arenas[ops.DRAM] for plan in plans.values()))
+
+    def grow(self, memory: str, num_bytes: int) -> None:
+        """Let an arena be at least so large; only between steps."""
+        arena, account = (self.device_arena if memory == ops.DEVICE else self.dram_arena), self.accounts[memory]
+        if num_bytes > arena.bytes:
+            if arena.bytes:
+                account.give(f"{LASTING}arena")
+            account.take(f"{LASTING}arena", num_bytes, "the start")
+            arena.ensure(num_bytes)
+
+    def take_files(self, directories: Sequence[str], verify: bool) -> None:
+        """Take the space for activations on SSD, and open the folder in which each stage takes its own.
+
+        Raises `HardwareError` for directories that are missing or cannot be used, `DoesNotFit` for lack of room.
+        """
+        arena_bytes = max(plan.arenas[ops.SSD] for plan in self.plans.values())
+        kinds = self.plans["step"].persistent.ssd
+        lasting = {what: max(plan.persistent.ssd[what] for plan in self.plans.values()) for what in kinds}
+        if not arena_bytes and not any(lasting.values()):
+            return
+        name = f"ssd{self.spec.host}"
+        account = self.accounts[ops.SSD] = Account(name, self.hardware.budget_bytes(name))
+        for what, num_bytes in {**lasting, "arena": arena_bytes}.items():
+            if num_bytes:
+                account.take(f"{LASTING}{what}", num_bytes, "the start")
+        self.open_files(directories, verify, arena_bytes)
+
+    def open_files(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
+        if not directories:
+            raise HardwareError(
+                f"the plan keeps a part of the model on ssd{self.spec.host}, but no directory is known; "
+                'pass ssd_dirs=["/mnt/nvme0"], one directory per SSD, or name them in the hardware document'
+            )
+        self.folder = SsdFolder(directories, self.spec.name, verify=verify)
+        if arena_bytes:
+            self.ssd_arena = self.folder.reserve("activations", arena_bytes)
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """The first part of DRAM's arena, in which nothing lies between steps."""
+        if num_bytes > self.dram_arena.bytes:
+            return pages(num_bytes)
+        return self.dram_arena.range(0, num_bytes)
+
+    def hold_allocator(self) -> None:
+        """Hold torch's allocator to the GPU's memory as described, until `close`.
+
+        The account holds values to the budget, which leaves a part of that memory to what no account sees: workspaces
+        of cuBLAS, the allocator's rounding and gaps.
+        """
+        if self.device.type != "cuda":
+            return
+        self._share_before = torch.cuda.get_per_process_memory_fraction(self.device)
+        _, total_bytes = torch.cuda.mem_get_info(self.device)
+        most_bytes = max(self.spec.memory_bytes, self.spec.budget_bytes + UNSEEN_BYTES)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
+
+    def close(self) -> None:
+        """Remove the files, and let torch's allocator take what it could take before."""
+        if self.folder is not None:
+            self.folder.close()
+        if self._share_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._share_before, self.device)
+            self._share_before = None
+
+
+class DeviceState:
+    """The stages of one device in its memories, and how far its run is.
+
+    `resident`: per stage its weights where they lie; of shards, which are gathered first, the flat buffer.
+    Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be
+    used, `DoesNotFit` where the disks have not the room.
+    """
+
+    def __init__(
+        self,
+        setup: DeviceSetup,
+        file: DeviceFile,
+        interface: Interface,
+        plans: Mapping[str, Issues],
+        device: torch.device,
+    ):
+        self.index, self.interface, self.device = setup.index, interface, device
+        self.seed, self.step_count = setup.seed, 0
+        self.loss_scale = LossScale() if PRECISIONS[setup.precision].scales_loss else None
+        self.memory = self._take_memory(setup, plans)
+        self._workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
+        try:
+            self.memory.take_files(setup.share.ssd_dirs, setup.share.ssd_verify)
+            homes = self._find_homes(plans)
+            self.stores = {stage: self._make_store(stage, home, setup, file) for stage, home in homes.items()}
+        except BaseException:
+            self.memory.close()
+            raise
+        self.resident = {name: s.flat if homes[name].group else s.weights for name, s in self.stores.items()}
+        self.memory.hold_allocator()
+
+    def _take_memory(self, setup: DeviceSetup, plans: Mapping[str, Issues]) -> SessionMemory:
+        return SessionMemory(setup, plans, self.device)
+
+    def _find_homes(self, plans: Mapping[str, Issues]) -> dict[str, StageHome]:
+        homes: dict[str, StageHome] = {}
+        for plan in plans.values():
+            for stage, home in plan.homes.items():
+                if homes.setdefault(stage, home).weights != home.weights:
+                    raise PlanError(f"device {self.index}: {stage} lies in different memories in the file's functions")
+        return homes
+
+    def _make_store(self, stage: str, home: StageHome, setup: DeviceSetup, file: DeviceFile) -> StageStore:
+        module, trained = file.build(stage), home.states is not None
+        if trained and setup.optimizer is None:
+            raise PlanError(f"device {self.index}: the program updates {stage}, but there is no optimizer")
+        return StageStore(
+            self.interface.stages[stage],
+            module,
+            self.device,
+            home,
+            setup.precision,
+            self.interface,
+            optimizer=setup.optimizer if trained else None,
+            piece=self._piece(home.group),
+            folder=self.memory.folder,
+            staging=self.memory.staging,
+            workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
+        )
+
+    def _piece(self, group: str) -> tuple[int, int] | None:
+        """Which of how many shards is here of a stage that a group shares; None where it is whole."""
+        if not group:
+            return None
+        members = self.interface.members(group)
+        return members.index(self.index), len(members)
+
+    # --- loading and saving, between steps
+
+    def load_weights(self, source: Callable[[str], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]) -> None:
+        """Fill every stage with what `source(stage name)` gives: weights and buffers by name."""
+        for name in self.stores:
+            self.load_stage(name, *source(name))
+
+    def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Set a stage's weights and buffers to copies of these."""
+        self.stores[stage].load(weights, buffers)
+        self._settle()
+
+    def stage_state(self, stage: str) -> StagePart:
+        return self.stores[stage].state()
+
+    def load_stage_state(self, stage: str, state: StagePart) -> None:
+        self.stores[stage].load_state(state)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What was loaded on the default stream is in place before any other reads it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the stages."""
+        scale = None if self.loss_scale is None else [self.loss_scale.scale, self.loss_scale.good_steps]
+        return {"step": self.step_count, "seed": self.seed, "loss_scale": scale}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self.step_count, self.seed = counters["step"], counters["seed"]
+        if self.loss_scale is not None and counters.get("loss_scale"):
+            self.loss_scale.scale, self.loss_scale.good_steps = counters["loss_scale"]
+
+    # --- from step to step
+
+    def commit(self) -> None:
+        """A step is over."""
+        for store in self.stores.values():
+            store.commit()
+        self.step_count += 1
+
+    @property
+    def gradient_scale(self) -> float:
+        """By which losses, and so gradients, are multiplied."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def judge_norm(self, squares: float) -> tuple[float, bool]:
+        """The gradients' norm by their scaled sum of squares, and whether the step was skipped for it; the scale of
+        the next step follows from that."""
+        scale, finite = self.gradient_scale, squares < float("inf")
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
+        return squares**0.5 / scale, self.loss_scale is not None and not finite
+
+    def forget_values(self) -> None:
+        """Of the values of a step nothing is left."""
+        for account in self.memory.accounts.values():
+            for name in [name for name in account.live if not name.startswith(LASTING)]:
+                account.give(name)
