@@ -1,4 +1,4 @@
-"""What the reproductions of all papers share: a setup, a lab, models by the paper's names, words for the assumptions."""
+"""What the reproductions of all papers share: a setup with a lab, sizes of models, words for the assumptions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..compiler.models.named import find_model
 from ..ir.machine.hardware import Device, Hardware
 from ..passes.graph.blocks import Block
 from ..passes.graph.coarsen import Coarsen
-from .lab import Lab, ModelSource, SimulatedStep, Workload, num_params
+from .lab import Lab, ModelSource, Workload, num_params
 from .table import FigureTable
 
 LAYERS, OPERATORS = "coarsen", "coarsen{level=operator}"
 
 
 class Experiments:
-    """A paper's experiments. Class attributes are the paper's own setup; a subclass overrides them for a smaller one."""
+    """A paper's experiments. Class attributes are the paper's own setup; a smaller one is a subclass."""
 
     title: str
     left_out: Sequence[tuple[str, str]] = ()  # figure, why no simulation speaks of it
@@ -59,6 +59,12 @@ def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> Figur
     for model, name in models.items():
         table.add(model, "parameters", billions(name), " B", claim=claims.get(model))
     return table
+
+
+def step_flops(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """96 b s l h^2 (1 + s / 6h + V / 16lh) of Narayanan et al. 2021, which counts the recomputation of every block."""
+    whole = 96.0 * batch * sequence * layers * hidden**2
+    return whole * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
 
 
 def said_memory(device: Device) -> str:
