@@ -109,8 +109,8 @@ class FtPipe(Experiments):
             ),
             (
                 "links",
-                f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root complexes of 4 "
-                "GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
+                f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root complexes "
+                "of 4 GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
             ),
             ("bytes of a parameter", "4 for its weight, 4 for its gradient; Adafactor's states count as nothing"),
             ("lengths", f"tokens of question + answer, not given in the paper: {lengths}"),

@@ -133,7 +133,7 @@ class Lab:
     def trial(self, workload: Workload, hardware: Hardware, line: str) -> SimulatedStep:
         """Plan and simulate one step under a pipeline's text or a strategy's name.
 
-        A case that does not fit gives a trial without a timeline. Raises `PassError` for an unknown pipeline.
+        What does not fit gives a step without a timeline. Raises `PassError` for an unknown pipeline.
         """
         key = (workload, hardware.model_dump_json(), line)
         if key not in self.trials:
@@ -144,9 +144,7 @@ class Lab:
     def draft(self, workload: Workload, hardware: Hardware, coarsen: Pass) -> Draft:
         """A fresh draft with its blocks."""
         graph = self._graph(workload, hardware.devices[0].kind)
-        options = Options(
-            micro_batches=workload.micro_batches, precision=workload.precision, state_bytes_per_param=workload.state_bytes
-        )
+        options = Options(workload.micro_batches, workload.precision, state_bytes_per_param=workload.state_bytes)
         draft = Draft(graph, hardware, options)
         key = (id(graph), hardware.devices[0].kind, pipeline_text([coarsen]))
         if key not in self.coarsened:

@@ -78,8 +78,9 @@ class Mobius(Experiments):
             ("GPU memory", said_memory(device)),
             (
                 "GPU time",
-                f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), {said_traffic(device)}; "
-                f"together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of {self.scaled}",
+                f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), "
+                f"{said_traffic(device)}; together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
+                f"{self.scaled}",
             ),
             (
                 "links",
@@ -100,12 +101,14 @@ class Mobius(Experiments):
             ),
             (
                 "bytes of a parameter",
-                "2 for its weight and 2 for its gradient in fp16 on the GPU; 2 + 4 + 8 in DRAM (fp16, fp32 master, states)",
+                "2 for its weight and 2 for its gradient in fp16 on the GPU; 2 + 4 + 8 in DRAM (fp16, fp32 master, "
+                "states)",
             ),
-            ("batch", f"as many micro-batches as GPUs, of {self.sequence} tokens; every stage computed again in backward"),
+            ("batch", f"as many micro-batches as GPUs, of {self.sequence} tokens; every stage computed again in "
+             "backward"),
             ("Mobius", f"`{mobius()}`; stages always come from DRAM, also where all would fit the GPUs"),
-            ("ZeRO-3", f"`{ZERO3}`: each GPU one micro-batch, weights gathered per block forward and backward, gradients "
-             "reduced to shards, shards updated on the CPU, with the same links, rates and accounting"),
+            ("ZeRO-3", f"`{ZERO3}`: each GPU one micro-batch, weights gathered per block forward and backward, "
+             "gradients reduced to shards, shards updated on the CPU, with the same links, rates and accounting"),
         ]  # fmt: skip
 
 
@@ -238,7 +241,7 @@ def fig7(paper: Mobius) -> Finding:
     )
 
 
-def _cdf(trial: Trial) -> list[tuple[float, float]]:
+def _cdf(trial: SimulatedStep) -> list[tuple[float, float]]:
     """(GB/s, share of bytes at up to this rate), thinned to at most 200 points."""
     ranked = sorted(trial.transfers, key=lambda t: t.rate)
     total, seen, points = sum(t.moved_bytes for t in ranked), 0, []

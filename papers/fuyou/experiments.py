@@ -126,8 +126,8 @@ class Fuyou(Experiments):
             ),
             (
                 "GPU link",
-                f"{hardware.devices[0].h2d_bandwidth / 1e9:.0f} GB/s per direction (PCIe 4 x16 at 83% of its wire rate), "
-                "pinned memory everywhere",
+                f"{hardware.devices[0].h2d_bandwidth / 1e9:.0f} GB/s per direction (PCIe 4 x16 at 83% of its wire "
+                "rate), pinned memory everywhere",
             ),
             (
                 "SSDs",
@@ -137,13 +137,13 @@ class Fuyou(Experiments):
             (
                 "optimizer",
                 f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s "
-                f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9): 28 bytes a parameter at 48% of the rate "
-                "of 16 channels of DDR4-2933, as for all presets",
+                f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9): 28 bytes a parameter at 48% of the "
+                "rate of 16 channels of DDR4-2933, as for all presets",
             ),
             (
                 "precision",
-                "bf16 with fp32 masters: bytes and rates of fp16 without its loss scale, whose overflow check the paper "
-                "leaves out",
+                "bf16 with fp32 masters: bytes and rates of fp16 without its loss scale, whose overflow check the "
+                "paper leaves out",
             ),
             (
                 "bytes of a parameter",
@@ -151,8 +151,8 @@ class Fuyou(Experiments):
             ),
             (
                 "batch",
-                f"one step of so many rows of {self.sequence} tokens without accumulation; where the GPU does not hold a "
-                "block's activations at once, in equal pieces inside each stage, which move no more weights",
+                f"one step of so many rows of {self.sequence} tokens without accumulation; where the GPU does not hold "
+                "a block's activations at once, in equal pieces inside each stage, which move no more weights",
             ),
             ("Fuyou", f"`{FUYOU}`"),
             ("ZeRO-Infinity", f"`{ZERO_INFINITY}`. Missing: gradients by way of SSD, pageable memory for checkpoints"),

@@ -18,7 +18,20 @@ from ..experiments import Experiments, step_flops
 from ..lab import Lab, SimulatedStep
 from ..wide_resnet import NamedWideResNet
 from .programs import (
-    A100, FEW, FEW_HOSTS, GPUS, MICS, OURS, V100, ZERO3, ZERO3_LATE, Form, fits, hardware, period_s, spread,
+    A100,
+    FEW,
+    FEW_HOSTS,
+    GPUS,
+    MICS,
+    OURS,
+    V100,
+    ZERO3,
+    ZERO3_LATE,
+    Form,
+    fits,
+    hardware,
+    period_s,
+    spread,
 )  # fmt: skip
 
 _ROBERTA = "hidden_size=5120,intermediate_size=20480,num_hidden_layers=62,num_attention_heads=40"
@@ -176,11 +189,12 @@ class Mics(Experiments):
 
         def gpu(machine: Hardware, half: str) -> str:
             device, host = machine.devices[0], machine.hosts[0]
+            assert host.nvlink_bandwidth is not None
             return (
-                f"{half}: {device.peak_flops['fp16'] / 1e12:.0f} TFLOPS of fp16 at {device.achieved_fraction['fp16']:.0%} "
-                f"in large products, {device.memory_bandwidth / 1e9:.0f} GB/s of memory, "
-                f"{device.op_overhead_s * 1e6:.0f} us a torch call, NVLink {host.nvlink_bandwidth / 1e9:.0f} GB/s a GPU "
-                "and direction"
+                f"{half}: {device.peak_flops['fp16'] / 1e12:.0f} TFLOPS of fp16 at "
+                f"{device.achieved_fraction['fp16']:.0%} in large products, {device.memory_bandwidth / 1e9:.0f} GB/s "
+                f"of memory, {device.op_overhead_s * 1e6:.0f} us a torch call, NVLink "
+                f"{host.nvlink_bandwidth / 1e9:.0f} GB/s a GPU and direction"
             )
 
         assert old.network is not None and new.network is not None
@@ -189,20 +203,20 @@ class Mics(Experiments):
             ("GPUs", f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}"),
             (
                 "network",
-                f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and direction: the whole "
-                "wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
+                f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and direction: the "
+                "whole wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
             ),
             (
                 "collectives",
-                "rings host by host, one for each PCIe switch between hosts, so that each network card carries (n-1)/n of "
-                "the value once; a sum that all get is a scatter and a gather",
+                "rings host by host, one for each PCIe switch between hosts, so that each network card carries (n-1)/n "
+                "of the value once; a sum that all get is a scatter and a gather",
             ),
             (
                 "latency",
                 f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "
-                f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of PCIe "
-                f"on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All parameters of a "
-                "layer go in one call",
+                f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of "
+                f"PCIe on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
+                "parameters of a layer go in one call",
             ),
             (
                 "memory",
@@ -212,21 +226,21 @@ class Mics(Experiments):
             (
                 "models",
                 "table 1 as encoders with a classifier, without the output layer over the vocabulary; BERT 50B with 64 "
-                "heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and 80 of "
-                "10240 here",
+                "heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and 80 "
+                "of 10240 here",
             ),
             (
                 "batch",
-                f"{self.batch} rows of 512 in micro-batches of 8 a GPU; of those, {FEW} are simulated, and each further "
-                "one takes as long as the second began behind the first",
+                f"{self.batch} rows of 512 in micro-batches of 8 a GPU; of those, {FEW} are simulated, and each "
+                "further one takes as long as the second began behind the first",
             ),
             ("TFLOPS", "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh)"),
             (MICS.name, f"`{MICS.line(8)}`"),
             (ZERO3.name, f"the same with all GPUs in one group and plain gathers: `{ZERO3.line(128)}`"),
             (
                 ZERO3_LATE.name,
-                "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by section 4 makes its "
-                "streams wait for each other where it need not: it should lie between the two",
+                "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by section 4 makes "
+                "its streams wait for each other where it need not: it should lie between the two",
             ),
             (OURS.name, f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`"),
         ]
