@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ class Experiments:
     """A paper's experiments. Class attributes are the paper's own setup; a smaller one is a subclass."""
 
     title: str
-    left_out: Sequence[tuple[str, str]] = ()  # figure, why no simulation speaks of it
+    left_out: Mapping[str, str] = {}  # figure, why no simulation speaks of it
     models: Mapping[str, Any]  # by the paper's names
     precision = "fp16"
     state_bytes = 8.0  # of the optimizer, per parameter
@@ -31,7 +31,7 @@ class Experiments:
         self.lab = lab or Lab()
         self.lab.models |= self.unnamed
 
-    def assumptions(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> dict[str, str]:
         """The same for every figure; out of the machines and the setup, so that they say what was simulated."""
         raise NotImplementedError
 

@@ -47,14 +47,13 @@ class FtPipe(Experiments):
     """T5 fine-tuned on several tasks."""
 
     title = "FTPipe (ATC 2021) in simulation"
-    left_out = (
-        ("table 2 and 3, time to accuracy", "hangs on values, not on time; `bench/async_training.py` compares losses "
-         "of asynchronous and synchronous fine-tuning of small models."),
-        ("table 2, GPT-2 1.5B and BERT", "sequential partitions only; the tasks above show what asynchrony gains "
-         "there."),
-        ("figures 6, 7, 8", "time to accuracy: a matter of values, not of time. A synchronous plan trains as one "
-         "device does: `penstock check` compares losses and weights with plain PyTorch."),
-    )  # fmt: skip
+    left_out = {
+        "table 2 and 3, time to accuracy": "hangs on values, not on time; `bench/async_training.py` compares losses "
+        "of asynchronous and synchronous fine-tuning of small models.",
+        "table 2, GPT-2 1.5B and BERT": "sequential partitions only; the tasks above show what asynchrony gains there.",
+        "figures 6, 7, 8": "time to accuracy: a matter of values, not of time. A synchronous plan trains as one "
+        "device does: `penstock check` compares losses and weights with plain PyTorch.",
+    }
     model = "t5-3b"
     large = "t5-11b"
     shallow = "t5-11b:num_layers=1,num_decoder_layers=1"  # `large` with one layer in each half
@@ -96,29 +95,24 @@ class FtPipe(Experiments):
         work = self.workload(self.model, rows or task.batch // task.parts, self.passing, task.sequence, task.targets)
         return self.lab.trial(work, self.machine, f"{level}, {partition}, {FREE}")
 
-    def assumptions(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> dict[str, str]:
         """Out of the preset and the setup, so that they say what was simulated."""
         device = self.machine.devices[0]
         lengths = ", ".join(f"{name} {task.sequence} + {task.targets}" for name, task in self.tasks.items())
         batches = ", ".join(f"{name} {t.batch // t.micro_batch} x {t.micro_batch}" for name, t in self.tasks.items())
-        return [
-            ("GPU memory", said_memory(device)),
-            (
-                "GPU time",
-                f"matrix products at {device.achieved_flops('fp32') / 1e12:.1f} TFLOPS in fp32, {said_traffic(device)}",
-            ),
-            (
-                "links",
-                f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root complexes "
-                "of 4 GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
-            ),
-            ("bytes of a parameter", "4 for its weight, 4 for its gradient; Adafactor's states count as nothing"),
-            ("lengths", f"tokens of question + answer, not given in the paper: {lengths}"),
-            ("batches", f"micro-batches x rows, table 4 for GPipe: {batches}"),
-            ("Seq-pipe", f"one stage a GPU, the best of {', '.join(f'`{p}`' for p in SEQ)}; `{REST}`"),
-            ("Mixed-pipe", "`partition-mixed`, which chooses L itself unless figure 9 asks; the rest the same"),
-            ("asynchronous", f"`partition-mixed{{asynchronous=true}}`, {FREE}; {self.passing} micro-batches at a time"),
-        ]
+        return {
+            "GPU memory": said_memory(device),
+            "GPU time": f"matrix products at {device.achieved_flops('fp32') / 1e12:.1f} TFLOPS in fp32, "
+            f"{said_traffic(device)}",
+            "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root "
+            "complexes of 4 GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
+            "bytes of a parameter": "4 for its weight, 4 for its gradient; Adafactor's states count as nothing",
+            "lengths": f"tokens of question + answer, not given in the paper: {lengths}",
+            "batches": f"micro-batches x rows, table 4 for GPipe: {batches}",
+            "Seq-pipe": f"one stage a GPU, the best of {', '.join(f'`{p}`' for p in SEQ)}; `{REST}`",
+            "Mixed-pipe": "`partition-mixed`, which chooses L itself unless figure 9 asks; the rest the same",
+            "asynchronous": f"`partition-mixed{{asynchronous=true}}`, {FREE}; {self.passing} micro-batches at a time",
+        }
 
 
 def on_gpus(trial: SimulatedStep) -> bool:

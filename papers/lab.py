@@ -77,10 +77,8 @@ class SimulatedStep:
     misses: str = ""
     misses_in: str = ""  # the memory that lacks room
     stages: list[list[str]] = field(default_factory=list)  # stage -> its blocks
-    devices: list[int] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     planning_cpu_s: dict[str, float] = field(default_factory=dict)  # pass -> processor seconds of its planning
-    notes: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Any] = field(default_factory=dict)  # by field of a plan
     programs: list[Program] = field(default_factory=list)  # of a lane, where there are several
     specs: list[StageSpec] = field(default_factory=list)
@@ -184,7 +182,7 @@ class Lab:
             return made
         made.timeline = simulate(draft.programs, hardware, precision=workload.precision)
         made.programs = draft.programs
-        made.stages, made.devices, made.notes = draft.partition, draft.devices, draft.notes
+        made.stages = draft.partition
         made.specs = [stage.spec for stage in draft.stages]
         made.transfers = list(transfers(shown(draft.programs, hardware)[0], made.timeline))
         return made

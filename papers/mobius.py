@@ -39,11 +39,11 @@ class Mobius(Experiments):
     """Models by the paper's names: our name, and the micro-batch of table 3."""
 
     title = "Mobius (ASPLOS 2023) in simulation"
-    left_out = (
-        ("figure 13", "loss of GPT-2 on WikiText-2: a matter of values, not of time. A plan trains as one device does: "
-         "`penstock check` compares losses and weights with plain PyTorch."),
-        ("figure 16", "the bandwidth of figure 15's transfers; its text gives no number."),
-    )  # fmt: skip
+    left_out = {
+        "figure 13": "loss of GPT-2 on WikiText-2: a matter of values, not of time. A plan trains as one device does: "
+        "`penstock check` compares losses and weights with plain PyTorch.",
+        "figure 16": "the bandwidth of figure 15's transfers; its text gives no number.",
+    }
     models: Mapping[str, tuple[str, int]] = {
         "3B": ("mobius-3b", 2), "8B": ("mobius-8b", 2), "15B": ("mobius-15b", 1), "51B": ("mobius-51b", 1)
     }  # fmt: skip
@@ -69,47 +69,32 @@ class Mobius(Experiments):
     def rivals(self, model: str, hardware: Hardware) -> tuple[SimulatedStep, SimulatedStep]:
         return self.mobius(model, hardware), self.zero3(model, hardware)
 
-    def assumptions(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> dict[str, str]:
         """Out of the preset and the workload, so that they say what was simulated."""
         hardware = topology("2+2")
         device, host = hardware.devices[0], hardware.hosts[0]
         blocks = self.blocks(self.work(self.scaled, hardware), hardware)
-        return [
-            ("GPU memory", said_memory(device)),
-            (
-                "GPU time",
-                f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), "
-                f"{said_traffic(device)}; together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
-                f"{self.scaled}",
-            ),
-            (
-                "links",
-                f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each root complex, shared "
-                f"fairly; {device.link_latency_s * 1e6:.0f} us to begin a transfer; no P2P: from GPU to GPU through "
-                "DRAM, both links at the same time",
-            ),
-            (
-                "priority",
-                "messages and collectives before weights and offloaded gradients; weights by the turn of their stage "
-                "(section 3.3); the rest in fair shares",
-            ),
-            (
-                "optimizer",
-                f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s for the whole host "
-                f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9), once all gradients are "
-                "in DRAM and none has overflowed (fp16); the step ends when the last weight is updated",
-            ),
-            (
-                "bytes of a parameter",
-                "2 for its weight and 2 for its gradient in fp16 on the GPU; 2 + 4 + 8 in DRAM (fp16, fp32 master, "
-                "states)",
-            ),
-            ("batch", f"as many micro-batches as GPUs, of {self.sequence} tokens; every stage computed again in "
-             "backward"),
-            ("Mobius", f"`{mobius()}`; stages always come from DRAM, also where all would fit the GPUs"),
-            ("ZeRO-3", f"`{ZERO3}`: each GPU one micro-batch, weights gathered per block forward and backward, "
-             "gradients reduced to shards, shards updated on the CPU, with the same links, rates and accounting"),
-        ]  # fmt: skip
+        return {
+            "GPU memory": said_memory(device),
+            "GPU time": f"matrix products at {device.achieved_flops('fp16') / 1e12:.0f} TFLOPS (85% of 80), "
+            f"{said_traffic(device)}; together {_achieved(blocks, hardware) / 1e12:.0f} TFLOPS over the blocks of "
+            f"{self.scaled}",
+            "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each root complex, "
+            f"shared fairly; {device.link_latency_s * 1e6:.0f} us to begin a transfer; no P2P: from GPU to GPU through "
+            "DRAM, both links at the same time",
+            "priority": "messages and collectives before weights and offloaded gradients; weights by the turn of their "
+            "stage (section 3.3); the rest in fair shares",
+            "optimizer": f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s for the whole "
+            f"host ({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9), once all gradients are "
+            "in DRAM and none has overflowed (fp16); the step ends when the last weight is updated",
+            "bytes of a parameter": "2 for its weight and 2 for its gradient in fp16 on the GPU; 2 + 4 + 8 in DRAM "
+            "(fp16, fp32 master, states)",
+            "batch": f"as many micro-batches as GPUs, of {self.sequence} tokens; every stage computed again in "
+            "backward",
+            "Mobius": f"`{mobius()}`; stages always come from DRAM, also where all would fit the GPUs",
+            "ZeRO-3": f"`{ZERO3}`: each GPU one micro-batch, weights gathered per block forward and backward, "
+            "gradients reduced to shards, shards updated on the CPU, with the same links, rates and accounting",
+        }
 
 
 def _achieved(blocks: Sequence[Block], hardware: Hardware) -> float:

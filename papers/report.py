@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -43,14 +43,18 @@ class Finding:
     def differs(self) -> bool:
         return any(row.verdict == DIFFERS for row in self.rows)
 
+    @property
+    def reason_given(self) -> str:
+        return self.reason if self.differs else ""
+
 
 @dataclass(frozen=True)
 class Report:
     paper: str
     title: str
-    assumptions: Sequence[tuple[str, str]]
+    assumptions: Mapping[str, str]
     findings: Sequence[Finding]
-    left_out: Sequence[tuple[str, str]] = field(default_factory=list)  # figure, why no simulation speaks of it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # figure, why no simulation speaks of it
 
 
 class Paper(Protocol):
@@ -103,20 +107,18 @@ def tables(report: Report) -> Iterator[Table]:
     """For a terminal: the assumptions, then a table per finding."""
     from ..cli.tables import table
 
-    yield table(f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), report.assumptions)
+    yield table(
+        f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), [*report.assumptions.items()]
+    )
     for finding in report.findings:
-        rows = [(r.setting, r.quantity, r.paper, r.ours, r.verdict) for r in finding.rows]
+        rows = [row.cells for row in finding.rows]
         made = table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
-        made.caption = "\n".join(_caption(finding))
+        made.caption = f"The paper: {finding.claim}\nCounted: {finding.rule}"
+        made.caption += f"\nWhy ours differs: {finding.reason_given}" if finding.reason_given else ""
         made.caption_justify = "left"
         yield made
     if report.left_out:
-        yield table("not simulated", ("figure", "why"), report.left_out)
-
-
-def _caption(finding: Finding) -> list[str]:
-    lines = [f"The paper: {finding.claim}", f"Counted: {finding.rule}"]
-    return lines + [f"Why ours differs: {finding.reason}"] if finding.differs and finding.reason else lines
+        yield table("not simulated", ("figure", "why"), [*report.left_out.items()])
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -125,9 +127,9 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "paper": report.paper,
         "title": report.title,
-        "assumptions": dict(report.assumptions),
+        "assumptions": report.assumptions,
         "findings": findings,
-        "left_out": dict(report.left_out),
+        "left_out": report.left_out,
     }
 
 
@@ -157,19 +159,18 @@ def markdown(report: Report) -> str:
         "",
         "## Assumptions, the same for every figure",
         "",
-        *_markdown_table(("what", "assumed"), report.assumptions),
+        *_markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
     for finding in report.findings:
-        rows = [(r.setting, r.quantity, r.paper, r.ours, r.verdict) for r in finding.rows]
+        rows = [row.cells for row in finding.rows]
         lines += ["", f"## {finding.key}: {finding.title}", "", f"*The paper:* {finding.claim}", ""]
         lines += [f"*Counted:* {finding.rule}", ""]
         lines += _markdown_table(("setting", "number", "paper", "ours", "verdict"), rows)
-        if finding.differs and finding.reason:
-            lines += ["", f"*Why ours differs:* {finding.reason}"]
+        lines += ["", f"*Why ours differs:* {finding.reason_given}"] if finding.reason_given else []
         for chart in finding.charts:
             lines += ["", f"![{chart.title}]({chart.name}.svg)"]
     if report.left_out:
-        lines += ["", "## Not simulated", "", *_markdown_table(("figure", "why"), report.left_out)]
+        lines += ["", "## Not simulated", "", *_markdown_table(("figure", "why"), [*report.left_out.items()])]
     return "\n".join(lines) + "\n"
 
 

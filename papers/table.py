@@ -25,6 +25,10 @@ class FigureRow:
     verdict: str = NO_CLAIM
     value: float | None = None
 
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        return self.setting, self.quantity, self.paper, self.ours, self.verdict
+
 
 class FigureTable(list[FigureRow]):
     """The rows of a finding, and how they come about."""

@@ -28,10 +28,10 @@ class Fuyou(Experiments):
     """Models by the paper's names: our names. Batches are rows of one step."""
 
     title = "Fuyou (2024) in simulation"
-    left_out = (
-        ("table 1", "which systems have which mechanism: no number."),
-        ("figure 2", "a drawing of the three schedules; `penstock simulate --trace` draws ours."),
-    )
+    left_out = {
+        "table 1": "which systems have which mechanism: no number.",
+        "figure 2": "a drawing of the three schedules; `penstock simulate --trace` draws ours.",
+    }
     precision, sequence = PRECISION, 1024
     models: Mapping[str, str] = {f"{size}B": f"gpt3-{size}b" for size in (13, 33, 65, 135, 175, 276, 412, 805)}
     small = "13B"  # of figures 5b to 9
@@ -111,52 +111,32 @@ class Fuyou(Experiments):
             ],
         )
 
-    def assumptions(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> dict[str, str]:
         """Out of the preset, so that they say what was simulated."""
         hardware = machine("A100")
         host, ssd = hardware.hosts[0], hardware.hosts[0].ssds[0]
         rates = ", ".join(f"{flops / 1e12:.0f} TFLOPS on {gpu}" for gpu, flops in BLOCK_FLOPS.items())
         memory = ", ".join(f"{gpu} {said_memory(machine(gpu).devices[0])}" for gpu in BLOCK_FLOPS)
-        return [
-            ("GPU memory", memory),
-            (
-                "GPU time",
-                f"{rates}, memory traffic included: what the paper calls its peak, which it measures on a transformer "
-                "block (87 TFLOPS are 53% of it, 172 are 86%). The last finding shows the preset's own rates",
-            ),
-            (
-                "GPU link",
-                f"{hardware.devices[0].h2d_bandwidth / 1e9:.0f} GB/s per direction (PCIe 4 x16 at 83% of its wire "
-                "rate), pinned memory everywhere",
-            ),
-            (
-                "SSDs",
-                f"{len(host.ssds)} P5510, striped, simplex: {ssd.read_bandwidth / 1e9:.1f} GB/s read and "
-                f"{ssd.write_bandwidth / 1e9:.1f} GB/s write each (datasheet), nothing lost in sharing",
-            ),
-            (
-                "optimizer",
-                f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s "
-                f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9): 28 bytes a parameter at 48% of the "
-                "rate of 16 channels of DDR4-2933, as for all presets",
-            ),
-            (
-                "precision",
-                "bf16 with fp32 masters: bytes and rates of fp16 without its loss scale, whose overflow check the "
-                "paper leaves out",
-            ),
-            (
-                "bytes of a parameter",
-                "2 for its weight and 2 for its gradient on the GPU; on SSD 2 + 4 + 8 (weight, master, states)",
-            ),
-            (
-                "batch",
-                f"one step of so many rows of {self.sequence} tokens without accumulation; where the GPU does not hold "
-                "a block's activations at once, in equal pieces inside each stage, which move no more weights",
-            ),
-            ("Fuyou", f"`{FUYOU}`"),
-            ("ZeRO-Infinity", f"`{ZERO_INFINITY}`. Missing: gradients by way of SSD, pageable memory for checkpoints"),
-            ("ZeRO-Offload", f"`{ZERO_OFFLOAD}`. Missing: pageable memory for checkpoints"),
-            ("Colossal-AI", f"`{COLOSSAL}`. Missing: its memory manager, of which the paper says nothing"),
-            ("prices", "table 5; for Megatron-LM see figure 10"),
-        ]
+        return {
+            "GPU memory": memory,
+            "GPU time": f"{rates}, memory traffic included: what the paper calls its peak, which it measures on a "
+            "transformer block (87 TFLOPS are 53% of it, 172 are 86%). The last finding shows the preset's own rates",
+            "GPU link": f"{hardware.devices[0].h2d_bandwidth / 1e9:.0f} GB/s per direction (PCIe 4 x16 at 83% of its "
+            "wire rate), pinned memory everywhere",
+            "SSDs": f"{len(host.ssds)} P5510, striped, simplex: {ssd.read_bandwidth / 1e9:.1f} GB/s read and "
+            f"{ssd.write_bandwidth / 1e9:.1f} GB/s write each (datasheet), nothing lost in sharing",
+            "optimizer": f"AdamW on the CPU at {host.optimizer_params_per_s / 1e9:.1f} B parameters/s "
+            f"({format_seconds(1e9 / host.optimizer_params_per_s)} for 1e9): 28 bytes a parameter at 48% of the "
+            "rate of 16 channels of DDR4-2933, as for all presets",
+            "precision": "bf16 with fp32 masters: bytes and rates of fp16 without its loss scale, whose overflow check "
+            "the paper leaves out",
+            "bytes of a parameter": "2 for its weight and 2 for its gradient on the GPU; on SSD 2 + 4 + 8 (weight, "
+            "master, states)",
+            "batch": f"one step of so many rows of {self.sequence} tokens without accumulation; where the GPU does not "
+            "hold a block's activations at once, in equal pieces inside each stage, which move no more weights",
+            "Fuyou": f"`{FUYOU}`",
+            "ZeRO-Infinity": f"`{ZERO_INFINITY}`. Missing: gradients by way of SSD, pageable memory for checkpoints",
+            "ZeRO-Offload": f"`{ZERO_OFFLOAD}`. Missing: pageable memory for checkpoints",
+            "Colossal-AI": f"`{COLOSSAL}`. Missing: its memory manager, of which the paper says nothing",
+            "prices": "table 5; for Megatron-LM see figure 10",
+        }

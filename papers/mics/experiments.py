@@ -73,12 +73,12 @@ class Mics(Experiments):
     """Models by the paper's names."""
 
     title = "MiCS (VLDB 2022) in simulation"
-    left_out = (
-        ("figures 1, 3 to 6", "drawings of the mechanisms: groups, hierarchical gathers, sums in two hops."),
-        ("figure 7, ZeRO-2", "whole weights on every GPU; the paper finds it out of memory in most settings."),
-        ("figures 11a, 11b, table 2", "against Megatron-LM-3D, whose tensor parallelism these programs do not have."),
-        ("figure 16", "the loss of a run on real GPUs; here tests compare sharded steps with eager PyTorch's."),
-    )
+    left_out = {
+        "figures 1, 3 to 6": "drawings of the mechanisms: groups, hierarchical gathers, sums in two hops.",
+        "figure 7, ZeRO-2": "whole weights on every GPU; the paper finds it out of memory in most settings.",
+        "figures 11a, 11b, table 2": "against Megatron-LM-3D, whose tensor parallelism these programs do not have.",
+        "figure 16": "the loss of a run on real GPUs; here tests compare sharded steps with eager PyTorch's.",
+    }
     models: Mapping[str, MicsModel] = {
         "BERT 10B": MicsModel("mics-bert-10b", 8),
         "BERT 15B": MicsModel("mics-bert-15b", 16),
@@ -183,7 +183,7 @@ class Mics(Experiments):
         found = {count: self.run(model, form, count, shards, kind) for count in hosts}
         return {count: run for count, run in found.items() if run is not None}
 
-    def assumptions(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> dict[str, str]:
         """Out of the presets, so that they say what was simulated."""
         old, new = hardware(V100, 2), hardware(A100, 2)
 
@@ -199,48 +199,27 @@ class Mics(Experiments):
 
         assert old.network is not None and new.network is not None
         hop_s = old.network.latency_s + 2 * old.devices[0].link_latency_s
-        return [
-            ("GPUs", f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}"),
-            (
-                "network",
-                f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and direction: the "
-                "whole wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
-            ),
-            (
-                "collectives",
-                "rings host by host, one for each PCIe switch between hosts, so that each network card carries (n-1)/n "
-                "of the value once; a sum that all get is a scatter and a gather",
-            ),
-            (
-                "latency",
-                f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "
-                f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of "
-                f"PCIe on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
-                "parameters of a layer go in one call",
-            ),
-            (
-                "memory",
-                f"{old.devices[0].memory_bytes / 2**30:.0f} and {new.devices[0].memory_bytes / 2**30:.0f} GiB, "
-                f"{old.devices[0].usable_fraction:.0%} of it usable; 2 + 2 + 12 bytes a parameter over the group",
-            ),
-            (
-                "models",
-                "table 1 as encoders with a classifier, without the output layer over the vocabulary; BERT 50B with 64 "
-                "heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and 80 "
-                "of 10240 here",
-            ),
-            (
-                "batch",
-                f"{self.batch} rows of 512 in micro-batches of 8 a GPU; of those, {FEW} are simulated, and each "
-                "further one takes as long as the second began behind the first",
-            ),
-            ("TFLOPS", "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh)"),
-            (MICS.name, f"`{MICS.line(8)}`"),
-            (ZERO3.name, f"the same with all GPUs in one group and plain gathers: `{ZERO3.line(128)}`"),
-            (
-                ZERO3_LATE.name,
-                "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by section 4 makes "
-                "its streams wait for each other where it need not: it should lie between the two",
-            ),
-            (OURS.name, f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`"),
-        ]
+        return {
+            "GPUs": f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}",
+            "network": f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and "
+            "direction: the whole wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
+            "collectives": "rings host by host, one for each PCIe switch between hosts, so that each network card "
+            "carries (n-1)/n of the value once; a sum that all get is a scatter and a gather",
+            "latency": f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "
+            f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of "
+            f"PCIe on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
+            "parameters of a layer go in one call",
+            "memory": f"{old.devices[0].memory_bytes / 2**30:.0f} and {new.devices[0].memory_bytes / 2**30:.0f} GiB, "
+            f"{old.devices[0].usable_fraction:.0%} of it usable; 2 + 2 + 12 bytes a parameter over the group",
+            "models": "table 1 as encoders with a classifier, without the output layer over the vocabulary; BERT 50B "
+            "with 64 heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and "
+            "80 of 10240 here",
+            "batch": f"{self.batch} rows of 512 in micro-batches of 8 a GPU; of those, {FEW} are simulated, and each "
+            "further one takes as long as the second began behind the first",
+            "TFLOPS": "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh)",
+            MICS.name: f"`{MICS.line(8)}`",
+            ZERO3.name: f"the same with all GPUs in one group and plain gathers: `{ZERO3.line(128)}`",
+            ZERO3_LATE.name: "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by "
+            "section 4 makes its streams wait for each other where it need not: it should lie between the two",
+            OURS.name: f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`",
+        }

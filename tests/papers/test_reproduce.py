@@ -114,7 +114,7 @@ def test_a_ratio_names_both() -> None:
 
 def test_a_reason_is_given_only_where_something_differs() -> None:
     rows = {verdict: Finding("fig1", "a", "b", "c", [row], "because") for verdict, row in _rows().items()}
-    pages = {verdict: markdown(Report("mobius", "title", [], [finding])) for verdict, finding in rows.items()}
+    pages = {verdict: markdown(Report("mobius", "title", {}, [finding])) for verdict, finding in rows.items()}
     assert "because" in pages[DIFFERS]
     assert "because" not in pages[AGREES]
 
