@@ -8,30 +8,29 @@ for many mini-batches, and their last stage computes nothing again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_bytes
-from ..passes.graph.coarsen import Coarsen
+from .experiments import LAYERS, OPERATORS, Experiments, said_memory, said_traffic
 from .figures import Bars, Curves
-from .lab import Case, Lab, Trial
-from .report import Finding, Row, between, near, number, same
+from .lab import SimulatedStep, Workload
+from .report import Finding
+from .table import SECONDS, FigureRow, FigureTable
 
-TITLE = "FTPipe (ATC 2021) in simulation"
 REST = "map-round-robin, schedule-pipeline, insert-remat{always=true}, insert-fetch, insert-optimizer"
 FREE = "map-cross, schedule-async"
 SEQ = ("partition-pipedream", "partition-balanced{stages=devices}", "partition-acyclic")
-LAYERS, OPERATORS = "coarsen", "coarsen{level=operator}"
 
 
 @dataclass(frozen=True)
-class Task:
-    """A fine-tuning task: rows of the global batch and of a micro-batch (table 4), tokens in encoder and decoder.
+class FineTuning:
+    """A task: rows of the global batch and of a micro-batch (table 4), tokens in encoder and decoder.
 
     `speedup`: Mixed-pipe over Seq-pipe, synchronous (table 2); `more`: its bytes between GPUs over Seq-pipe's (5.3).
-    `asynchronous`: asynchronous Mixed-pipe over synchronous Seq-pipe (table 2), whose mini-batches come in so many
-    `parts` (table 4).
+    `asynchronous`: asynchronous Mixed-pipe over synchronous Seq-pipe (table 2); its mini-batches are the global batch
+    in `parts` (table 4).
     """
 
     batch: int
@@ -44,135 +43,123 @@ class Task:
     parts: int = 1
 
 
-@dataclass(frozen=True)
-class Setup:
-    model: str
-    large: str
-    shallow: str  # `large` with one layer in each half
-    tasks: Mapping[str, Task]
-    task: str  # of the single experiments
-    machine: str = "ftpipe-2080ti"
+class FtPipe(Experiments):
+    """T5 fine-tuned on several tasks."""
+
+    title = "FTPipe (ATC 2021) in simulation"
+    left_out = {
+        "table 2 and 3, time to accuracy": "hangs on values, not on time; `bench/async_training.py` compares losses "
+        "of asynchronous and synchronous fine-tuning of small models.",
+        "table 2, GPT-2 1.5B and BERT": "sequential partitions only; the tasks above show what asynchrony gains there.",
+        "figures 6, 7, 8": "time to accuracy: a matter of values, not of time. A synchronous plan trains as one "
+        "device does: `penstock check` compares losses and weights with plain PyTorch.",
+    }
+    model = "t5-3b"
+    large = "t5-11b"
+    shallow = "t5-11b:num_layers=1,num_decoder_layers=1"  # `large` with one layer in each half
+    precision, state_bytes = "fp32", 0.0
+    tasks: Mapping[str, FineTuning] = {
+        "WiC": FineTuning(128, 16, 64, 8, 1.19, 3.31, 2.48, 2),
+        "RTE": FineTuning(40, 4, 320, 8, 1.2, 2.5, 2.71, 5),
+        "BoolQ": FineTuning(20, 2, 512, 8, 1.08, 2.6, 2.13, 5),
+        "MultiRC": FineTuning(8, 1, 512, 8, 1.11, 2.6, 3.32, 2),
+    }
+    task = "BoolQ"  # of the single experiments
+    preset = "ftpipe-2080ti"
     stages: Sequence[int] = (8, 16, 24, 32)  # figure 9
-    batches: Sequence[tuple[int, int]] = (
-        (4, 1),
-        (8, 1),
-        (4, 2),
-        (8, 2),
-        (10, 2),
-        (5, 4),
-    )  # of the large model: count, rows
+    batches: Sequence[tuple[int, int]] = ((4, 1), (8, 1), (4, 2), (8, 2), (10, 2), (5, 4))  # of `large`: count, rows
     volume: tuple[int, Sequence[int]] = (4, (64, 320, 512))  # micro-batch and lengths for section 3.2's bytes
-    passing: int = 128  # micro-batches that go through an asynchronous pipeline between its filling and its draining
-
-
-FULL = Setup(
-    "t5-3b",
-    "t5-11b",
-    "t5-11b:num_layers=1,num_decoder_layers=1",
-    {
-        "WiC": Task(128, 16, 64, 8, 1.19, 3.31, 2.48, 2),
-        "RTE": Task(40, 4, 320, 8, 1.2, 2.5, 2.71, 5),
-        "BoolQ": Task(20, 2, 512, 8, 1.08, 2.6, 2.13, 5),
-        "MultiRC": Task(8, 1, 512, 8, 1.11, 2.6, 3.32, 2),
-    },
-    "BoolQ",
-)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Trials of one setup."""
-
-    lab: Lab
-    setup: Setup
+    passing = 128  # micro-batches that go through an asynchronous pipeline between its filling and its draining
 
     @property
     def machine(self) -> Hardware:
-        return Hardware.preset(self.setup.machine)
+        return Hardware.preset(self.preset)
 
-    def case(self, task: Task, model: str = "") -> Case:
+    def work(self, task: FineTuning, model: str = "") -> Workload:
         count = task.batch // task.micro_batch
-        return Case(
-            model or self.setup.model, task.micro_batch, count, task.sequence, task.targets, "fp32", state_bytes=0.0
-        )
+        return self.workload(model or self.model, task.micro_batch, count, task.sequence, task.targets)
 
-    def run(self, case: Case, hardware: Hardware, partition: str, level: str = LAYERS) -> Trial:
-        return self.lab.trial(case, hardware, f"{level}, {partition}, {REST}")
+    def run(self, work: Workload, hardware: Hardware, partition: str, level: str = LAYERS) -> SimulatedStep:
+        return self.lab.trial(work, hardware, f"{level}, {partition}, {REST}")
 
-    def seq(self, case: Case, hardware: Hardware) -> Trial:
+    def seq(self, work: Workload, hardware: Hardware) -> SimulatedStep:
         """The best of the contiguous partitioners with one stage a GPU; those that are on the GPUs entirely first."""
-        trials = [self.run(case, hardware, partition) for partition in SEQ]
-        return min(trials, key=_on_gpus_first)
+        return min((self.run(work, hardware, partition) for partition in SEQ), key=_on_gpus_first)
 
-    def mixed(self, case: Case, hardware: Hardware, stages: int = 0, level: str = LAYERS) -> Trial:
+    def mixed(self, work: Workload, hardware: Hardware, stages: int = 0, level: str = LAYERS) -> SimulatedStep:
         options = f"{{stages={stages}}}" if stages else ""
-        return self.run(case, hardware, f"partition-mixed{options}", level)
+        return self.run(work, hardware, f"partition-mixed{options}", level)
 
-    def asynchronous(self, task: Task, partition: str, level: str = LAYERS, rows: int = 0) -> Trial:
-        """Of a task with micro-batches as FTPipe has them, or of so many rows."""
-        micro_batch = rows or task.batch // task.parts
-        case = Case(
-            self.setup.model, micro_batch, self.setup.passing, task.sequence, task.targets, "fp32", state_bytes=0.0
-        )
-        return self.lab.trial(case, self.machine, f"{level}, {partition}, {FREE}")
+    def asynchronous(self, task: FineTuning, partition: str, level: str = LAYERS, rows: int = 0) -> SimulatedStep:
+        """Of a task with micro-batches as FTPipe has them, or of `rows` rows."""
+        work = self.workload(self.model, rows or task.batch // task.parts, self.passing, task.sequence, task.targets)
+        return self.lab.trial(work, self.machine, f"{level}, {partition}, {FREE}")
+
+    def assumptions(self) -> dict[str, str]:
+        """Out of the preset and the setup, so that they say what was simulated."""
+        device = self.machine.devices[0]
+        lengths = ", ".join(f"{name} {task.sequence} + {task.targets}" for name, task in self.tasks.items())
+        batches = ", ".join(f"{name} {t.batch // t.micro_batch} x {t.micro_batch}" for name, t in self.tasks.items())
+        return {
+            "GPU memory": said_memory(device),
+            "GPU time": f"matrix products at {device.achieved_flops('fp32') / 1e12:.1f} TFLOPS in fp32, "
+            f"{said_traffic(device)}",
+            "links": f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root "
+            "complexes of 4 GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
+            "bytes of a parameter": "4 for its weight, 4 for its gradient; Adafactor's states count as nothing",
+            "lengths": f"tokens of question + answer, not given in the paper: {lengths}",
+            "batches": f"micro-batches x rows, table 4 for GPipe: {batches}",
+            "Seq-pipe": f"one stage a GPU, the best of {', '.join(f'`{p}`' for p in SEQ)}; `{REST}`",
+            "Mixed-pipe": "`partition-mixed`, which chooses L itself unless figure 9 asks; the rest the same",
+            "asynchronous": f"`partition-mixed{{asynchronous=true}}`, {FREE}; {self.passing} micro-batches at a time",
+        }
 
 
-def on_gpus(trial: Trial) -> bool:
+def on_gpus(trial: SimulatedStep) -> bool:
     """Fits with everything on the GPUs, as FTPipe needs it."""
     return trial.timeline is not None and all(t.op != "fetch" for t in trial.transfers)
 
 
-def sent_bytes(trial: Trial) -> float:
+def sent_bytes(trial: SimulatedStep) -> float:
     """Bytes from GPU to GPU for one micro-batch, forward and backward."""
-    return sum(t.moved_bytes for t in trial.transfers if t.op == "send") / trial.case.micro_batches
+    return sum(t.moved_bytes for t in trial.transfers if t.op == "send") / trial.workload.micro_batches
 
 
-def slowest_s(trial: Trial) -> float:
+def slowest_s(trial: SimulatedStep) -> float:
     """Seconds that the busiest GPU computes for one micro-batch."""
-    return max(trial.compute_s()) / trial.case.micro_batches
+    return max(trial.compute_s()) / trial.workload.micro_batches
 
 
-def table2(lab: Lab, setup: Setup) -> Finding:
+def table2(paper: FtPipe) -> Finding:
     """Mixed-pipe over Seq-pipe, synchronous: with two stages a GPU as in the paper, and with L of its own choice."""
-    bench, rows = Bench(lab, setup), []
-    paper_stages = 2 * bench.machine.num_devices
+    table, paper_stages = FigureTable(), 2 * paper.machine.num_devices
     ways = {f"L = {paper_stages}": (OPERATORS, paper_stages), "layers": (LAYERS, paper_stages), "own L": (OPERATORS, 0)}
     bars: dict[str, list[float | None]] = {"paper": [], **{key: [] for key in ways}}
-    for name, task in setup.tasks.items():
-        case = bench.case(task)
-        seq = bench.seq(case, bench.machine)
+    for name, task in paper.tasks.items():
+        seq = paper.seq(paper.work(task), paper.machine)
         bars["paper"].append(task.speedup)
         gains = {}
         for key, (level, stages) in ways.items():
-            mixed = bench.mixed(case, bench.machine, stages, level)
-            gain = seq.step_s / mixed.step_s if seq.step_s and mixed.step_s else None
+            mixed = paper.mixed(paper.work(task), paper.machine, stages, level)
+            claims = (task.speedup, task.more) if level == OPERATORS and stages else (None, None)
+            said = f"{SECONDS}; {len(mixed.stages)} stages"
+            gain = table.ratio(name, f"Seq-pipe / Mixed-pipe, {key}", seq.step_s, mixed.step_s, claims[0], said)
             bars[key].append(gain)
-            if gain is None or seq.step_s is None or mixed.step_s is None:
-                rows.append(number(name, f"Seq-pipe / Mixed-pipe, {key}", None))
-                continue
-            gains[key] = gain
-            more = sent_bytes(mixed) / sent_bytes(seq)
-            steps = (
-                f"Seq-pipe / Mixed-pipe, {key} ({seq.step_s:.2f} s / {mixed.step_s:.2f} s; {len(mixed.stages)} stages)"
-            )
-            if level == OPERATORS and stages:
-                rows.append(near(name, steps, gain, task.speedup, "x"))
-                rows.append(near(name, f"the same, bytes between GPUs, {key}", more, task.more, "x"))
-            else:
-                rows.append(number(name, steps, gain, "x"))
-                rows.append(number(name, f"the same, bytes between GPUs, {key}", more, "x"))
+            if gain is not None:
+                gains[key], more = gain, sent_bytes(mixed) / sent_bytes(seq)
+                table.add(name, f"the same, bytes between GPUs, {key}", more, "x", claim=claims[1])
         if len(gains) == len(ways) and name == "WiC":
             fine = 100 * (gains[f"L = {paper_stages}"] / gains["layers"] - 1)
-            rows.append(number(name, "operators over layers (section 5.6: 1.6%)", fine, "%", 1))
-    chart = Bars("table2", "Mixed-pipe over Seq-pipe, synchronous", "times as fast", list(setup.tasks), bars)
+            table.add(name, "operators over layers (section 5.6: 1.6%)", fine, "%", 1)
+    chart = Bars("table2", "Mixed-pipe over Seq-pipe, synchronous", "times as fast", list(paper.tasks), bars)
     return Finding(
         "table2",
-        f"Mixed-pipe over Seq-pipe, {setup.model} on 8 GPUs, synchronous",
+        f"Mixed-pipe over Seq-pipe, {paper.model} on 8 GPUs, synchronous",
         "1.19x (WiC), 1.2x (RTE), 1.08x (BoolQ), 1.11x (MultiRC) the speed, at 2.5x to 3.3x the bytes between GPUs.",
         "simulated steps of one global batch as in table 4 for GPipe, the same micro-batches on both sides; Seq-pipe "
         "is the best of three contiguous partitioners. Mixed-pipe has two stages a GPU (L = 16), as in the paper, of "
         "operators or of layers, or its own choice of L. Bytes: of all messages of one micro-batch.",
-        rows,
+        table,
         "the paper does not give the lengths of its rows, on which the imbalance of encoder and decoder hangs. With "
         "one fill and drain a step, P GPUs idle for (P-1)/(M+P-1) of a Seq-pipe's step however even it is, and "
         "several stages a GPU shorten that: this is the larger part of the gain here, and messages are hidden as far "
@@ -183,52 +170,39 @@ def table2(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def table2_asynchronous(lab: Lab, setup: Setup) -> Finding:
+def table2_asynchronous(paper: FtPipe) -> Finding:
     """Asynchronous Mixed-pipe over synchronous Seq-pipe: time of an epoch."""
-    bench, rows = Bench(lab, setup), []
-    stages = 2 * bench.machine.num_devices
+    table, stages = FigureTable(), 2 * paper.machine.num_devices
+    mixed = f"L = {stages}"
     ways = {
-        f"L = {stages}": (f"partition-mixed{{stages={stages}, asynchronous=true}}", OPERATORS),
+        mixed: (f"partition-mixed{{stages={stages}, asynchronous=true}}", OPERATORS),
         "Seq-pipe": ("partition-balanced{stages=devices, asynchronous=true}", LAYERS),
     }
     bars: dict[str, list[float | None]] = {"paper": [], **{key: [] for key in ways}}
-    for name, task in setup.tasks.items():
-        seq = bench.seq(bench.case(task), bench.machine)
+    for name, task in paper.tasks.items():
+        seq = paper.seq(paper.work(task), paper.machine)
         bars["paper"].append(task.asynchronous)
-        row_s = seq.step_s / task.batch if seq.step_s else None
         for key, (partition, level) in ways.items():
-            trial = bench.asynchronous(task, partition, level)
-            if trial.step_s is None and row_s is not None:
-                trial = bench.asynchronous(task, partition, level, task.micro_batch)
-            own_s = _row_s(trial)
-            gain = row_s / own_s if row_s and own_s else None
-            bars[key].append(gain)
-            what = f"GPipe Seq-pipe / asynchronous, {key}"
-            if gain is None or row_s is None or own_s is None:
-                rows.append(Row(name, what, "", f"does not fit: {trial.misses}"[:110]))
-                continue
-            stale = max(trial.decisions["staleness"].values())
-            what += (
-                f" ({1e3 * row_s:.1f} ms / {1e3 * own_s:.1f} ms a row; {trial.case.micro_batch} rows, {stale} stale)"
-            )
-            is_paper = key == next(iter(ways))
-            rows.append(near(name, what, gain, task.asynchronous, "x") if is_paper else number(name, what, gain, "x"))
-            if is_paper:
-                bound = 1 + (bench.machine.num_devices - 1) / seq.case.micro_batches
-                rows.append(number(name, "no idle time of filling and draining, alone (by arithmetic)", bound, "x"))
+            trial = paper.asynchronous(task, partition, level)
+            if trial.step_s is None and seq.step_s is not None:
+                trial = paper.asynchronous(task, partition, level, task.micro_batch)
+            bars[key].append(_add_gain(table, name, key, seq, trial, task.asynchronous if key == mixed else None))
+            if key == mixed and bars[key][-1] is not None:
+                bound = 1 + (paper.machine.num_devices - 1) / seq.workload.micro_batches
+                table.add(name, "no idle time of filling and draining, alone (by arithmetic)", bound, "x")
                 busy = max(trial.compute_s()) / (trial.step_s or 1.0)
-                rows.append(number(name, "its busiest GPU computes", 100 * busy, "% of the time", 0))
-    chart = Bars("table2_asynchronous", "Asynchronous over GPipe's Seq-pipe", "times as fast", list(setup.tasks), bars)
+                table.add(name, "its busiest GPU computes", 100 * busy, "% of the time", 0)
+    chart = Bars("table2_asynchronous", "Asynchronous over GPipe's Seq-pipe", "times as fast", list(paper.tasks), bars)
     return Finding(
         "table2_asynchronous",
-        f"asynchronous Mixed-pipe over GPipe's Seq-pipe, {setup.model} on 8 GPUs, time of an epoch",
+        f"asynchronous Mixed-pipe over GPipe's Seq-pipe, {paper.model} on 8 GPUs, time of an epoch",
         "2.48x (WiC), 2.71x (RTE), 2.13x (BoolQ), 3.32x (MultiRC).",
         "simulated seconds of a row. GPipe: a global batch as in table 4, the best of three contiguous partitioners. "
-        f"Asynchronous: {setup.passing} micro-batches pass, filling and draining included, with the rows that table 4 "
+        f"Asynchronous: {paper.passing} micro-batches pass, filling and draining included, with the rows that table 4 "
         "has for FTPipe's Mixed-pipe (or, where these do not fit, GPipe's); an update for each; the paper adds up the "
         "gradients of 2 or 5. Mixed-pipe has two stages a GPU (L = 16), of operators, as in the paper; Seq-pipe one. "
         "Stale: updates that the first stage lacks.",
-        rows,
+        table,
         "what an asynchronous pipeline gains in a simulation is what a synchronous one loses: (P-1)/M of its time for "
         "filling and draining, the imbalance of its stages, and one stage in P that is computed again; these alone "
         "give less than the paper's figures. The rest of the paper's gain may lie in its rows, of which a micro-batch "
@@ -240,27 +214,41 @@ def table2_asynchronous(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def _row_s(trial: Trial) -> float | None:
+def _add_gain(
+    table: FigureTable, name: str, key: str, seq: SimulatedStep, trial: SimulatedStep, claim: float | None
+) -> float | None:
+    """Seconds of a row under GPipe's Seq-pipe over those of an asynchronous pipeline."""
+    what, row_s, own_s = f"GPipe Seq-pipe / asynchronous, {key}", _row_s(seq), _row_s(trial)
+    if row_s is None or own_s is None:
+        table.append(FigureRow(name, what, "", f"does not fit: {trial.misses}"[:110]))
+        return None
+    stale = max(trial.decisions["staleness"].values())
+    both = f"{1e3 * row_s:.1f} ms / {1e3 * own_s:.1f} ms a row"
+    what += f" ({both}; {trial.workload.micro_batch} rows, {stale} stale)"
+    return table.ratio(name, what, row_s, own_s, claim, said="")
+
+
+def _row_s(trial: SimulatedStep) -> float | None:
     """Seconds for one row of the batch."""
-    return trial.step_s / (trial.case.micro_batch * trial.case.micro_batches) if trial.step_s else None
+    work = trial.workload
+    return trial.step_s / (work.micro_batch * work.micro_batches) if trial.step_s else None
 
 
-def volume(lab: Lab, setup: Setup) -> Finding:
+def volume(paper: FtPipe) -> Finding:
     """Section 3.2: bytes of the whole pipe."""
-    bench, rows = Bench(lab, setup), []
-    rows_of, lengths = setup.volume
+    table = FigureTable()
+    rows, lengths = paper.volume
     for length in lengths:
-        task = Task(8 * rows_of, rows_of, length, 8, 1.0, 1.0)
-        trial = bench.seq(bench.case(task), bench.machine)
+        trial = paper.seq(paper.work(FineTuning(8 * rows, rows, length, 8, 1.0, 1.0)), paper.machine)
         if trial.timeline is not None:
             moved = sent_bytes(trial) / 1e6
-            rows.append(near(f"rows of {length} tokens", "bytes of one micro-batch", moved, 456.4, " MB", 1))
+            table.add(f"rows of {length} tokens", "bytes of one micro-batch", moved, " MB", 1, 456.4)
     return Finding(
         "volume",
-        f"bytes between GPUs for one micro-batch of {rows_of}, {setup.model}, 8 stages, fp32 (section 3.2)",
+        f"bytes between GPUs for one micro-batch of {rows}, {paper.model}, 8 stages, fp32 (section 3.2)",
         "456.4 MB for one forward and backward across the whole pipe.",
         "bytes of all messages of one micro-batch, activations and gradients, under the best Seq-pipe.",
-        rows,
+        table,
         "the paper does not say for how long a row. An activation of 4 rows is 16 KiB a token; the attention's "
         "position bias, 32 heads x length x length for the whole micro-batch, also passes every border of the "
         "encoder, so that the total grows with the square of the length; 456.4 MB lies between the lengths here. "
@@ -268,76 +256,69 @@ def volume(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def granularity(lab: Lab, setup: Setup) -> Finding:
+def granularity(paper: FtPipe) -> Finding:
     """Section 5.6: operators against layers on two GPUs."""
-    bench, rows = Bench(lab, setup), []
-    hardware = bench.machine.with_(num_devices=2)
-    case = bench.case(setup.tasks[setup.task], setup.shallow)
-    slowest = {}
+    table, hardware, slowest = FigureTable(), paper.machine.with_(num_devices=2), {}
+    work = paper.work(paper.tasks[paper.task], paper.shallow)
     for level, key in ((LAYERS, "layers"), (OPERATORS, "operators")):
-        trial = bench.mixed(case, hardware, level=level)
-        count = len(lab.draft(case, hardware, Coarsen(level="operator") if key == "operators" else Coarsen()).blocks)
+        trial = paper.mixed(work, hardware, level=level)
         if trial.timeline is not None:
             slowest[key] = slowest_s(trial)
+            count = len(paper.blocks(work, hardware, level))
             what = f"busiest GPU, {key} ({count} blocks, {len(trial.stages)} stages)"
-            rows.append(number(setup.shallow, what, 1e3 * slowest[key], " ms", 1))
+            table.add(paper.shallow, what, 1e3 * slowest[key], " ms", 1)
     if len(slowest) == 2:
         better = 100 * (slowest["layers"] / slowest["operators"] - 1)
-        rows.append(near(setup.shallow, "operators better by", better, 45, "%", 0))
+        table.add(paper.shallow, "operators better by", better, "%", 0, 45)
     return Finding(
         "granularity",
         "operator graph against layer graph, T5-11B cut to 1+1 layers on 2 GPUs (section 5.6)",
         "45% better min-max stage time; 535 M parameters.",
         "computation of the busiest GPU for one micro-batch, forward, forward again and backward; layers over "
         "operators, minus 1.",
-        rows,
+        table,
         "with blocks of layers the larger half decides, with operators both halves are nearly even: the gain is what "
         "the larger half is over the mean, which hangs on the lengths of question and answer and on how well the "
         "heuristic balances.",
     )
 
 
-def fig9(lab: Lab, setup: Setup) -> Finding:
+def fig9(paper: FtPipe) -> Finding:
     """Number of stages L."""
-    bench, points, rows = Bench(lab, setup), [], []
-    case = bench.case(setup.tasks[setup.task])
-    for stages in setup.stages:
-        trial = bench.mixed(case, bench.machine, stages, OPERATORS)
-        rows.append(number(f"L = {stages}", f"step, {len(trial.stages)} stages", trial.step_s, " s"))
-        if trial.step_s:
-            points.append((stages, trial.step_s))
+    table, points = FigureTable(), []
+    for stages in paper.stages:
+        trial = paper.mixed(paper.work(paper.tasks[paper.task]), paper.machine, stages, OPERATORS)
+        table.add(f"L = {stages}", f"step, {len(trial.stages)} stages", trial.step_s, " s")
+        points += [(stages, trial.step_s)] if trial.step_s else []
     if points:
         best = min(points, key=lambda point: point[1])[0]
-        rows.append(same(setup.task, "best L", "16", str(best)))
-    first = points[0][1] if points else 1.0
-    curve = {"simulated": [(stages, first / step_s) for stages, step_s in points]}
-    chart = Curves(
-        "fig9", f"Mixed-pipe by number of stages, {setup.task}", "L", f"speed over L = {setup.stages[0]}", curve, True
-    )
+        table.words(paper.task, "best L", "16", str(best))
+    curve = {"simulated": [(stages, points[0][1] / step_s) for stages, step_s in points]}
+    title, across = f"Mixed-pipe by number of stages, {paper.task}", f"speed over L = {paper.stages[0]}"
+    chart = Curves("fig9", title, "L", across, curve, True)
     return Finding(
         "fig9",
         "how many stages Mixed-pipe should have, 8 GPUs",
         "the sweet spot is L = 16, two a GPU.",
         "simulated steps with L asked for. The paper's own schedule is asynchronous; here the pipeline is synchronous.",
-        rows,
+        table,
         "a synchronous pipeline has no staleness that more stages would cost, only messages, and more stages a GPU "
         "shorten its fill and drain; the optimum may lie at more stages than for the asynchronous one.",
         [chart],
     )
 
 
-def large(lab: Lab, setup: Setup) -> Finding:
+def large(paper: FtPipe) -> Finding:
     """Section 5.8: T5-11B on four GPUs of 32 GB."""
-    bench, rows = Bench(lab, setup), []
-    hardware = Hardware.preset("mobius-v100", memory="32GiB")
-    for count, micro_batch in setup.batches:
-        task = replace(setup.tasks[setup.task], batch=count * micro_batch, micro_batch=micro_batch)
-        case = bench.case(task, setup.large)
-        seq = bench.seq(case, hardware)
-        mixed = min((bench.mixed(case, hardware, level=level) for level in (LAYERS, OPERATORS)), key=_on_gpus_first)
-        words = [f"{name} {'fits' if on_gpus(t) else 'does not'}" for name, t in (("Mixed", mixed), ("Seq", seq))]
-        rows.append(same(f"{count} x {micro_batch} rows", "which fits", "Mixed fits, Seq does not", ", ".join(words)))
-        rows += [_peak(f"{count} x {micro_batch} rows", name, t) for name, t in (("Mixed", mixed), ("Seq", seq))]
+    table, hardware = FigureTable(), Hardware.preset("mobius-v100", memory="32GiB")
+    for count, rows in paper.batches:
+        task = replace(paper.tasks[paper.task], batch=count * rows, micro_batch=rows)
+        work, where = paper.work(task, paper.large), f"{count} x {rows} rows"
+        ways = (paper.mixed(work, hardware, level=level) for level in (LAYERS, OPERATORS))
+        trials = {"Mixed": min(ways, key=_on_gpus_first), "Seq": paper.seq(work, hardware)}
+        words = [f"{name} {'fits' if on_gpus(trial) else 'does not'}" for name, trial in trials.items()]
+        table.words(where, "which fits", "Mixed fits, Seq does not", ", ".join(words))
+        table += [_peak(where, name, trial) for name, trial in trials.items()]
     return Finding(
         "large",
         "T5-11B on 4 GPUs of 32 GB (section 5.8)",
@@ -345,81 +326,43 @@ def large(lab: Lab, setup: Setup) -> Finding:
         "weights and gradients in fp32 (8 bytes a parameter, 90 GB in all) and Adafactor, whose states count as "
         "nothing, all on the GPUs; inputs of all micro-batches kept for recomputation; what would have to be swapped "
         "does not fit. Micro-batches x rows of the lengths of the task above.",
-        rows,
+        table,
         "90 of 129 usable GB leave room for contiguous stages, too, while there are few micro-batches: our contiguous "
         "partitioners know each GPU's memory. What decides is the position bias of 128 heads (134 MB in fp32 for each "
         "micro-batch), which is kept and sent, with its gradient, wherever a stage of the encoder lies.",
     )
 
 
-def _on_gpus_first(trial: Trial) -> tuple[bool, float]:
+def _on_gpus_first(trial: SimulatedStep) -> tuple[bool, float]:
     return not on_gpus(trial), trial.step_s or math.inf
 
 
-def _peak(setting: str, name: str, trial: Trial) -> Row:
+def _peak(setting: str, name: str, trial: SimulatedStep) -> FigureRow:
     what = f"fullest GPU and step, {name}"
     if trial.timeline is None or not on_gpus(trial):
-        return Row(setting, what, "", "does not fit")
+        return FigureRow(setting, what, "", "does not fit")
     peak = max(trial.timeline.peak_bytes[device] for device in trial.timeline.device_names)
-    return Row(setting, what, "", f"{format_bytes(peak)}, {trial.step_s:.2f} s", value=float(peak))
+    return FigureRow(setting, what, "", f"{format_bytes(peak)}, {trial.step_s:.2f} s", value=float(peak))
 
 
-def search(lab: Lab, setup: Setup) -> Finding:
+def search(paper: FtPipe) -> Finding:
     """Seconds of the partitioners."""
-    bench, rows = Bench(lab, setup), []
-    case = bench.case(setup.tasks[setup.task])
+    table, work = FigureTable(), paper.work(paper.tasks[paper.task])
     for level, key in ((LAYERS, "layers"), (OPERATORS, "operators")):
-        trial = bench.mixed(case, bench.machine, level=level)
-        blocks = lab.draft(case, bench.machine, Coarsen(level="operator") if key == "operators" else Coarsen()).blocks
-        took_s = trial.planning_cpu_s.get("partition-mixed", math.nan)
-        where = f"{len(blocks)} {key}"
-        rows.append(between(where, "Mixed-pipe, processor time", took_s, 0, 10, " s", 1))
-    took_s = bench.run(case, bench.machine, SEQ[0]).planning_cpu_s["partition-pipedream"]
-    rows.append(number("layers", "exhaustive Seq-pipe, processor time", took_s, " s", 1))
+        took_s = paper.mixed(work, paper.machine, level=level).planning_cpu_s.get("partition-mixed", math.nan)
+        where = f"{len(paper.blocks(work, paper.machine, level))} {key}"
+        table.add(where, "Mixed-pipe, processor time", took_s, " s", 1, (0, 10))
+    took_s = paper.run(work, paper.machine, SEQ[0]).planning_cpu_s["partition-pipedream"]
+    table.add("layers", "exhaustive Seq-pipe, processor time", took_s, " s", 1)
     return Finding(
         "search",
         "time to search",
         "Mixed-pipe takes a few seconds; an exhaustive search over Seq-pipes about 20 minutes at 2000 nodes.",
         "processor seconds of the pass on the machine that made this page, 10 s taken as the limit of 'a few'.",
-        rows,
+        table,
         "operators outnumber the paper's 2000 nodes, or share the machine with other work.",
     )
 
 
-FINDINGS: dict[str, Callable[[Lab, Setup], Finding]] = {
-    f.__name__: f for f in (table2, table2_asynchronous, volume, granularity, fig9, large, search)
-}
-LEFT_OUT = (
-    ("table 2 and 3, time to accuracy", "hangs on values, not on time; `bench/async_training.py` compares losses of "
-     "asynchronous and synchronous fine-tuning of small models."),
-    ("table 2, GPT-2 1.5B and BERT", "sequential partitions only; the tasks above show what asynchrony gains there."),
-    ("figures 6, 7, 8", "time to accuracy: a matter of values, not of time. A synchronous plan trains as one device "
-     "does: `penstock check` compares losses and weights with plain PyTorch."),
-)  # fmt: skip
-
-
-def assumptions(lab: Lab, setup: Setup) -> list[tuple[str, str]]:
-    """Out of the preset and the setup, so that they say what was simulated."""
-    hardware = Hardware.preset(setup.machine)
-    device = hardware.devices[0]
-    lengths = ", ".join(f"{name} {task.sequence} + {task.targets}" for name, task in setup.tasks.items())
-    batches = ", ".join(f"{name} {t.batch // t.micro_batch} x {t.micro_batch}" for name, t in setup.tasks.items())
-    return [
-        ("GPU memory", f"{device.memory_bytes / 2**30:.0f} GiB, {device.usable_fraction:.0%} of it usable"),
-        (
-            "GPU time",
-            f"matrix products at {device.achieved_flops('fp32') / 1e12:.1f} TFLOPS in fp32, plus every call's "
-            f"traffic at {device.memory_bandwidth / 1e9:.0f} GB/s, plus {device.op_overhead_s * 1e6:.0f} us a call",
-        ),
-        (
-            "links",
-            f"{device.h2d_bandwidth / 1e9:.1f} GB/s per direction for each GPU and for each of two root complexes of 4 "
-            "GPUs, no P2P: through DRAM. The paper says PCIe 3 and nothing else",
-        ),
-        ("bytes of a parameter", "4 for its weight, 4 for its gradient; Adafactor's states count as nothing"),
-        ("lengths", f"tokens of question + answer, not given in the paper: {lengths}"),
-        ("batches", f"micro-batches x rows, table 4 for GPipe: {batches}"),
-        ("Seq-pipe", f"one stage a GPU, the best of {', '.join(f'`{p}`' for p in SEQ)}; `{REST}`"),
-        ("Mixed-pipe", "`partition-mixed`, which chooses L itself unless figure 9 asks; the rest the same"),
-        ("asynchronous", f"`partition-mixed{{asynchronous=true}}`, {FREE}; {setup.passing} micro-batches at a time"),
-    ]
+EXPERIMENTS = FtPipe
+FINDINGS = (table2, table2_asynchronous, volume, granularity, fig9, large, search)

@@ -34,7 +34,7 @@ MOVES = (ops.H2D, ops.D2H, ops.SEND, ops.COMM)  # streams of transfers; a receiv
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """A model and its global batch: `micro_batches` of `micro_batch` rows.
 
     `sequence`: tokens in a row, `targets` in a row of an encoder-decoder's labels (None: as many). `state_bytes`: of
@@ -67,20 +67,18 @@ class Transfer:
 
 
 @dataclass
-class Trial:
+class SimulatedStep:
     """One planned and simulated step; without a timeline where it does not fit, and then `misses` says why."""
 
-    case: Case
+    workload: Workload
     hardware: Hardware
     params: int
     timeline: Timeline | None = None
     misses: str = ""
     misses_in: str = ""  # the memory that lacks room
     stages: list[list[str]] = field(default_factory=list)  # stage -> its blocks
-    devices: list[int] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     planning_cpu_s: dict[str, float] = field(default_factory=dict)  # pass -> processor seconds of its planning
-    notes: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, Any] = field(default_factory=dict)  # by field of a plan
     programs: list[Program] = field(default_factory=list)  # of a lane, where there are several
     specs: list[StageSpec] = field(default_factory=list)
@@ -112,7 +110,7 @@ class Trial:
         ]
 
 
-class Model(Protocol):
+class ModelSource(Protocol):
     """What a trial asks of a model: see `models.NamedModel`."""
 
     def on_meta(self) -> nn.Module: ...
@@ -125,29 +123,26 @@ class Lab:
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
         self.say = say
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, ModelSource] = {}
         self.graphs: dict[Any, OpGraph] = {}
         self.coarsened: dict[Any, tuple[list[Block], dict[str, str]]] = {}
-        self.trials: dict[Any, Trial] = {}
-        self.kept: dict[Any, Any] = {}  # what a paper's findings have in common besides
+        self.trials: dict[Any, SimulatedStep] = {}
 
-    def trial(self, case: Case, hardware: Hardware, line: str) -> Trial:
+    def trial(self, workload: Workload, hardware: Hardware, line: str) -> SimulatedStep:
         """Plan and simulate one step under a pipeline's text or a strategy's name.
 
-        A case that does not fit gives a trial without a timeline. Raises `PassError` for an unknown pipeline.
+        What does not fit gives a step without a timeline. Raises `PassError` for an unknown pipeline.
         """
-        key = (case, hardware.model_dump_json(), line)
+        key = (workload, hardware.model_dump_json(), line)
         if key not in self.trials:
-            self.say(f"{case.model}, {case.micro_batches} x {case.micro_batch}, {hardware.name}: {line}")
-            self.trials[key] = self._try(case, hardware, parse_pipeline(line, hardware.num_devices))
+            self.say(f"{workload.model}, {workload.micro_batches} x {workload.micro_batch}, {hardware.name}: {line}")
+            self.trials[key] = self._try(workload, hardware, parse_pipeline(line, hardware.num_devices))
         return self.trials[key]
 
-    def draft(self, case: Case, hardware: Hardware, coarsen: Pass) -> Draft:
+    def draft(self, workload: Workload, hardware: Hardware, coarsen: Pass) -> Draft:
         """A fresh draft with its blocks."""
-        graph = self._graph(case, hardware.devices[0].kind)
-        options = Options(
-            micro_batches=case.micro_batches, precision=case.precision, state_bytes_per_param=case.state_bytes
-        )
+        graph = self._graph(workload, hardware.devices[0].kind)
+        options = Options(workload.micro_batches, workload.precision, state_bytes_per_param=workload.state_bytes)
         draft = Draft(graph, hardware, options)
         key = (id(graph), hardware.devices[0].kind, pipeline_text([coarsen]))
         if key not in self.coarsened:
@@ -157,25 +152,25 @@ class Lab:
         draft.blocks, draft.notes = list(blocks), dict(notes)
         return draft
 
-    def _graph(self, case: Case, kind: str) -> OpGraph:
-        key = (case.model, case.micro_batch, case.sequence, case.targets, case.precision, kind)
+    def _graph(self, workload: Workload, kind: str) -> OpGraph:
+        key = (workload.model, workload.micro_batch, workload.sequence, workload.targets, workload.precision, kind)
         if key not in self.graphs:
-            named = self.models.get(case.model) or find_model(case.model)
-            low = PRECISIONS[case.precision].low_dtype
-            spec = named.batch_spec(case.micro_batch, case.sequence, case.targets)
+            named = self.models.get(workload.model) or find_model(workload.model)
+            low = PRECISIONS[workload.precision].low_dtype
+            spec = named.batch_spec(workload.micro_batch, workload.sequence, workload.targets)
             self.graphs[key] = trace(named.on_meta(), spec, autocast=low, device_kind=kind, param_dtype=low)
         return self.graphs[key]
 
-    def _try(self, case: Case, hardware: Hardware, passes: Sequence[Pass]) -> Trial:
-        draft = self.draft(case, hardware, passes[0])
-        made = Trial(case, hardware, num_params(draft.graph.model))
+    def _try(self, workload: Workload, hardware: Hardware, passes: Sequence[Pass]) -> SimulatedStep:
+        draft = self.draft(workload, hardware, passes[0])
+        made = SimulatedStep(workload, hardware, num_params(draft.graph.model))
         begin_s = time.process_time()
 
-        def behind(name: str, _: Draft) -> None:
+        def after(name: str, _: Draft) -> None:
             made.planning_cpu_s[name] = time.process_time() - begin_s - sum(made.planning_cpu_s.values())
 
         try:
-            made.decisions, _ = run_passes(draft, passes[1:], dump=behind, check=False)
+            made.decisions, _ = run_passes(draft, passes[1:], dump=after, check=False)
             check_fit(draft)
         except DoesNotFit as error:
             made.misses, made.misses_in = str(error).split("\n")[0], error.memory
@@ -185,9 +180,9 @@ class Lab:
         except VerifyError as error:
             made.misses = f"memories are so tight that devices would wait for each other for ever: {error}"
             return made
-        made.timeline = simulate(draft.programs, hardware, precision=case.precision)
+        made.timeline = simulate(draft.programs, hardware, precision=workload.precision)
         made.programs = draft.programs
-        made.stages, made.devices, made.notes = draft.partition, draft.devices, draft.notes
+        made.stages = draft.partition
         made.specs = [stage.spec for stage in draft.stages]
         made.transfers = list(transfers(shown(draft.programs, hardware)[0], made.timeline))
         return made
@@ -218,7 +213,7 @@ def _laps(program: Program, work: ops.Work) -> float:
     return work.rounds * (members - 1) / members
 
 
-def exposed_share(trial: Trial) -> float:
+def exposed_share(trial: SimulatedStep) -> float:
     """Share of the step in which a device moves something and computes nothing, the mean over devices.
 
     A device's transfers are its fetches, offloads, sends, receives and collectives.
@@ -233,7 +228,7 @@ def exposed_share(trial: Trial) -> float:
     return sum(shares) / len(shares) / trial.timeline.step_s
 
 
-def share_of_bytes(trial: Trial, low: float, high: float = float("inf")) -> float:
+def share_of_bytes(trial: SimulatedStep, low: float, high: float = float("inf")) -> float:
     """Share of a step's bytes in transfers that ran at `low` to `high` bytes/s."""
     total = sum(t.moved_bytes for t in trial.transfers)
     return sum(t.moved_bytes for t in trial.transfers if low <= t.rate < high) / total

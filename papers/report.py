@@ -1,8 +1,8 @@
 """`penstock reproduce`: a paper's tables and figures beside what the simulator says of our own programs.
 
-Each paper is a module that lists its findings: functions from a lab and a setup to rows "paper, ours, verdict" with the
-rule by which both count, the reason where they differ, and a chart. Assumptions are one table per paper. Nothing is
-fitted: a verdict is "agrees" where our number lies in the paper's range, or within 15% of its single number.
+Each paper is a module with its experiments and its findings: functions from the experiments to rows "paper, ours,
+verdict" with the rule by which both count, the reason where they differ, and a chart. Assumptions are one table per
+paper.
 """
 
 from __future__ import annotations
@@ -12,32 +12,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..ir.errors import PlanError
 from .figures import Chart, check_drawable, draw
+from .table import AGREES, DIFFERS, NEAR, NO_CLAIM, FigureRow
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .lab import Lab
+    from .experiments import Experiments
 
 __all__ = ["check_drawable", "reproduce", "tables", "to_json", "to_stderr", "write"]
 PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
-NEAR = 0.15  # of a single number of the paper
-AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number of a figure. `paper` is empty where the paper gives none; `value` is ours as a number."""
-
-    setting: str
-    quantity: str
-    paper: str
-    ours: str
-    verdict: str = NO_CLAIM
-    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Finding:
     title: str
     claim: str
     rule: str
-    rows: Sequence[Row]
+    rows: Sequence[FigureRow]
     reason: str = ""
     charts: Sequence[Chart] = ()
 
@@ -56,67 +43,39 @@ class Finding:
     def differs(self) -> bool:
         return any(row.verdict == DIFFERS for row in self.rows)
 
+    @property
+    def reason_given(self) -> str:
+        return self.reason if self.differs else ""
+
 
 @dataclass(frozen=True)
 class Report:
     paper: str
     title: str
-    assumptions: Sequence[tuple[str, str]]
+    assumptions: Mapping[str, str]
     findings: Sequence[Finding]
-    left_out: Sequence[tuple[str, str]] = field(default_factory=list)  # figure, why no simulation speaks of it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # figure, why no simulation speaks of it
 
 
 class Paper(Protocol):
     """What a paper's module gives."""
 
-    TITLE: str
-    FULL: Any  # its setup
-    FINDINGS: Mapping[str, Callable[[Lab, Any], Finding]]
-    LEFT_OUT: Sequence[tuple[str, str]]
-
-    def assumptions(self, lab: Lab, setup: Any) -> Sequence[tuple[str, str]]: ...
+    EXPERIMENTS: type[Experiments]
+    FINDINGS: Sequence[Callable[[Any], Finding]]  # their names are the keys
 
 
-def number(setting: str, quantity: str, value: float | None, unit: str = "", digits: int = 2) -> Row:
-    """A number of ours that the paper gives none for; None: it does not fit."""
-    return Row(setting, quantity, "", spell(value, unit, digits), NO_CLAIM, value)
-
-
-def between(setting: str, quantity: str, value: float, low: float, high: float, unit: str = "", digits: int = 2) -> Row:
-    """Agrees where low <= value <= high; an infinite bound means "more than" or "less than"."""
-    if high == float("inf"):
-        paper = f"> {low:g}{unit}"
-    elif low == float("-inf"):
-        paper = f"< {high:g}{unit}"
-    else:
-        paper = f"{low:g} to {high:g}{unit}"
-    return Row(setting, quantity, paper, spell(value, unit, digits), AGREES if low <= value <= high else DIFFERS, value)
-
-
-def near(setting: str, quantity: str, value: float, paper: float, unit: str = "", digits: int = 2) -> Row:
-    """Agrees within `NEAR` of the paper's number."""
-    verdict = AGREES if abs(value / paper - 1) <= NEAR else DIFFERS
-    return Row(setting, quantity, f"{paper:g}{unit}", spell(value, unit, digits), verdict, value)
-
-
-def same(setting: str, quantity: str, paper: str, ours: str) -> Row:
-    """Words that agree where they are the same."""
-    return Row(setting, quantity, paper, ours, AGREES if paper == ours else DIFFERS)
-
-
-def spell(value: float | None, unit: str = "", digits: int = 2) -> str:
-    return "does not fit" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def paper_module(name: str) -> Any:
+def paper_module(name: str) -> Paper:
     """Raises `PlanError` for a paper that is not there."""
     if name not in PAPERS:
         raise PlanError(f"no paper {name!r}; allowed are {', '.join(PAPERS)}")
-    return importlib.import_module(f"{__package__}.{name}")
+    return cast("Paper", importlib.import_module(f"{__package__}.{name}"))
 
 
 def reproduce(
-    name: str, only: Sequence[str] = (), setup: Any = None, say: Callable[[str], None] = lambda text: None
+    name: str,
+    only: Sequence[str] = (),
+    setup: type[Experiments] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """All findings of a paper, or those whose keys are in `only`. `say` is told of the progress.
 
@@ -124,16 +83,17 @@ def reproduce(
     """
     from .lab import Lab
 
-    module: Paper = paper_module(name)
-    unknown = [key for key in only if key not in module.FINDINGS]
+    paper = paper_module(name)
+    makers = {maker.__name__: maker for maker in paper.FINDINGS}
+    unknown = [key for key in only if key not in makers]
     if unknown:
-        raise PlanError(f"--only {unknown[0]!r}: {name} has {', '.join(module.FINDINGS)}")
-    lab, setup = Lab(say), setup or module.FULL
+        raise PlanError(f"--only {unknown[0]!r}: {name} has {', '.join(makers)}")
+    experiments = (setup or paper.EXPERIMENTS)(Lab(say))
     findings = []
-    for key in only or module.FINDINGS:
+    for key in only or makers:
         say(f"{key} ...")
-        findings.append(module.FINDINGS[key](lab, setup))
-    return Report(name, module.TITLE, module.assumptions(lab, setup), findings, module.LEFT_OUT)
+        findings.append(makers[key](experiments))
+    return Report(name, experiments.title, experiments.assumptions(), findings, experiments.left_out)
 
 
 def to_stderr(text: str) -> None:
@@ -147,20 +107,18 @@ def tables(report: Report) -> Iterator[Table]:
     """For a terminal: the assumptions, then a table per finding."""
     from ..cli.tables import table
 
-    yield table(f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), report.assumptions)
+    yield table(
+        f"{report.title}: assumptions, the same for every figure", ("what", "assumed"), [*report.assumptions.items()]
+    )
     for finding in report.findings:
-        rows = [(r.setting, r.quantity, r.paper, r.ours, r.verdict) for r in finding.rows]
+        rows = [row.cells for row in finding.rows]
         made = table(f"{finding.key}: {finding.title}", ("setting", "number", "paper", "ours", ""), rows)
-        made.caption = "\n".join(_caption(finding))
+        made.caption = f"The paper: {finding.claim}\nCounted: {finding.rule}"
+        made.caption += f"\nWhy ours differs: {finding.reason_given}" if finding.reason_given else ""
         made.caption_justify = "left"
         yield made
     if report.left_out:
-        yield table("not simulated", ("figure", "why"), report.left_out)
-
-
-def _caption(finding: Finding) -> list[str]:
-    lines = [f"The paper: {finding.claim}", f"Counted: {finding.rule}"]
-    return lines + [f"Why ours differs: {finding.reason}"] if finding.differs and finding.reason else lines
+        yield table("not simulated", ("figure", "why"), [*report.left_out.items()])
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -169,9 +127,9 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "paper": report.paper,
         "title": report.title,
-        "assumptions": dict(report.assumptions),
+        "assumptions": report.assumptions,
         "findings": findings,
-        "left_out": dict(report.left_out),
+        "left_out": report.left_out,
     }
 
 
@@ -201,19 +159,18 @@ def markdown(report: Report) -> str:
         "",
         "## Assumptions, the same for every figure",
         "",
-        *_markdown_table(("what", "assumed"), report.assumptions),
+        *_markdown_table(("what", "assumed"), [*report.assumptions.items()]),
     ]
     for finding in report.findings:
-        rows = [(r.setting, r.quantity, r.paper, r.ours, r.verdict) for r in finding.rows]
+        rows = [row.cells for row in finding.rows]
         lines += ["", f"## {finding.key}: {finding.title}", "", f"*The paper:* {finding.claim}", ""]
         lines += [f"*Counted:* {finding.rule}", ""]
         lines += _markdown_table(("setting", "number", "paper", "ours", "verdict"), rows)
-        if finding.differs and finding.reason:
-            lines += ["", f"*Why ours differs:* {finding.reason}"]
+        lines += ["", f"*Why ours differs:* {finding.reason_given}"] if finding.reason_given else []
         for chart in finding.charts:
             lines += ["", f"![{chart.title}]({chart.name}.svg)"]
     if report.left_out:
-        lines += ["", "## Not simulated", "", *_markdown_table(("figure", "why"), report.left_out)]
+        lines += ["", "## Not simulated", "", *_markdown_table(("figure", "why"), [*report.left_out.items()])]
     return "\n".join(lines) + "\n"
 
 

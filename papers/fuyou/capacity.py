@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ...passes.graph.coarsen import Coarsen
+from ..experiments import billions, sizes_table
 from ..figures import Bars
-from ..lab import Case, Lab
-from ..report import Finding, Row, near, number, same
-from .bench import FUYOU, PRECISION, ZERO_INFINITY, Bench, Setup, billions, lacks_device, machine, repeated_blocks
+from ..report import Finding
+from ..table import FigureTable
+from .experiments import Fuyou
+from .programs import FUYOU, ZERO_INFINITY, lacks_device, machine, repeated_blocks
 
 NONE = "none"
 TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by way of its ratios 5.96 and 2.04
@@ -23,57 +22,57 @@ TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by wa
 }
 
 
-def table2(lab: Lab, setup: Setup) -> Finding:
+def table2(paper: Fuyou) -> Finding:
     """Benefit of swapping each layer's output."""
-    case = Case(setup.models[setup.small], 8, 1, setup.sequence, precision=PRECISION)
-    block = repeated_blocks(lab.draft(case, machine("A100"), Coarsen()).blocks)[0]
-    calls = block.cost.calls or ()
+    work = paper.workload(paper.models[paper.small], 8, 1)
+    calls = repeated_blocks(paper.blocks(work, machine("A100")))[0].cost.calls or ()
     names = ("Linear_qkv", "Linear_htoh", "Linear_hto4h", "Linear_4htoh")
     unit, least = calls[1].bytes, min(call.flops / call.bytes for call in calls)
-    rows = []
+    table = FigureTable()
     for name, call, size, benefit in zip(names, calls, (3, 1, 4, 1), (1, 1, 1, 4)):
-        rows.append(near(name, "bytes of its output / those of Linear_htoh", call.bytes / unit, size, "", 2))
-        rows.append(near(name, "swap benefit, FLOPs per byte / the least", call.flops / call.bytes / least, benefit))
+        table.add(name, "bytes of its output / those of Linear_htoh", call.bytes / unit, claim=size)
+        table.add(name, "swap benefit, FLOPs per byte / the least", call.flops / call.bytes / least, claim=benefit)
     return Finding(
         "table2",
         "benefit of swapping, per layer of a block",
         "outputs of 3, 1, 4 and 1 times b s h, whose benefits are as 1 to 1 to 1 to 4.",
         "the costs of a traced block's calls, as the planner uses them; the paper prints h^3 where h^2 is meant.",
-        rows,
+        table,
         "the traced block makes other matrix products than the paper's four.",
     )
 
 
-def table4(lab: Lab, setup: Setup) -> Finding:
+def table4(paper: Fuyou) -> Finding:
     """Models."""
-    rows = []
-    for model, name in setup.models.items():
-        counted = billions(name)
-        is_named = model.endswith("B")  # after its size
-        row = near(model, "parameters", counted, float(model[:-1]), " B") if is_named else None
-        rows.append(row or number(model, "parameters", counted, " B"))
+    named = {model: float(model[:-1]) for model in paper.models if model.endswith("B")}  # after its size
+    table = sizes_table(paper.models, named)
     return Finding(
         "table4",
         "the models",
         "layers, heads and hidden sizes of GPT-3 from 13B to 805B.",
         "every parameter once, the output layer tied to the token embedding, vocabulary 50257, 2048 positions.",
-        rows,
+        table,
         "the paper's names are rounded.",
     )
 
 
-def fig4(lab: Lab, setup: Setup) -> Finding:
+def fig4(paper: Fuyou) -> Finding:
     """Largest trainable model."""
-    bench, rows = Bench(lab, setup), []
+    table = FigureTable()
     sizes: dict[str, list[float | None]] = {}
     for system, line in (("Fuyou", FUYOU), ("ZeRO-Infinity", ZERO_INFINITY)):
-        for gpu in setup.gpus:
-            found = largest_models(bench, gpu, line)
-            sizes[f"{system}, {gpu}"] = [billions(setup.models[name]) if name != NONE else None for name in found]
-            rows += [_row(system, gpu, dram, name) for dram, name in zip(setup.drams, found)]
-    if len(setup.gpus) == 2:
-        rows += _both_gpus(setup, sizes)
-    chart = Bars("fig4", "Largest trainable model", "B parameters", list(setup.drams), sizes, xlabel="DRAM")
+        for gpu in paper.gpus:
+            found = largest_models(paper, gpu, line)
+            sizes[f"{system}, {gpu}"] = [billions(paper.models[name]) if name != NONE else None for name in found]
+            for dram, name in zip(paper.drams, found):
+                claim = TRAINABLE.get((system, gpu, dram), "")
+                table.words(f"{gpu}, {dram}", f"largest model, {system}", claim, name)
+    if len(paper.gpus) == 2:
+        pairs = zip(paper.drams, *(sizes[f"Fuyou, {gpu}"] for gpu in paper.gpus))
+        more = [dram for dram, first, second in pairs if (first or 0) > (second or 0)]
+        claim = "384GB, 512GB, 640GB, 768GB"
+        table.words("Fuyou", "A100 trains larger models than 4090 at", claim, ", ".join(more) or NONE)
+    chart = Bars("fig4", "Largest trainable model", "B parameters", list(paper.drams), sizes, xlabel="DRAM")
     return Finding(
         "fig4",
         "the largest trainable model by DRAM size, batch 1",
@@ -83,7 +82,7 @@ def fig4(lab: Lab, setup: Setup) -> Finding:
         "the largest model of table 4 whose programs fit all memories, the smaller ones included: an exact count of "
         f"device, pinned DRAM and SSD bytes, {int(100 * machine('A100').hosts[0].dram_usable_fraction)}% of DRAM "
         "usable. ZeRO-Infinity: our program under its rules.",
-        rows,
+        table,
         "our programs hold the buffers of a few blocks in DRAM and nothing else, so both need less of it. DeepSpeed's "
         "limits imply 4 to 6 bytes of DRAM a parameter and over 100 GB besides (13B fails in 128 GB, 65B in 384 GB, "
         "175B in 768 GB), of which the paper names no source; our program under its rules holds the gradients until "
@@ -94,31 +93,17 @@ def fig4(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def largest_models(bench: Bench, gpu: str, line: str) -> list[str]:
+def largest_models(paper: Fuyou, gpu: str, line: str) -> list[str]:
     """Per DRAM size the largest model of which a step fits, and all smaller ones; neither size need be tried twice, as
     more DRAM holds what less does."""
-    names = list(bench.setup.models)
+    names = list(paper.models)
     found, count, stuck = [], 0, False
-    for dram in bench.setup.drams:
+    for dram in paper.drams:
         while count < len(names) and not stuck:
-            trial = bench.trial(names[count], 1, machine(gpu, dram), line)
+            trial = paper.trial(names[count], 1, machine(gpu, dram), line)
             if trial.timeline is None:
                 stuck = lacks_device(trial)
                 break
             count += 1
         found.append(names[count - 1] if count else NONE)
     return found
-
-
-def _row(system: str, gpu: str, dram: str, ours: str) -> Row:
-    where, what = f"{gpu}, {dram}", f"largest model, {system}"
-    paper = TRAINABLE.get((system, gpu, dram))
-    return Row(where, what, "", ours) if paper is None else same(where, what, paper, ours)
-
-
-def _both_gpus(setup: Setup, sizes: dict[str, list[float | None]]) -> list[Row]:
-    """Where the larger GPU trains larger models."""
-    pairs = zip(setup.drams, *(sizes[f"Fuyou, {gpu}"] for gpu in setup.gpus))
-    more = [dram for dram, first, second in pairs if (first or 0) > (second or 0)]
-    claimed: Sequence[str] = ("384GB", "512GB", "640GB", "768GB")
-    return [same("Fuyou", "A100 trains larger models than 4090 at", ", ".join(claimed), ", ".join(more) or NONE)]

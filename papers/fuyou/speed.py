@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..figures import Bars
-from ..lab import Lab, Trial
-from ..report import Finding, Row, between, near, number, same
-from .bench import (
+from ..report import Finding
+from ..table import AT_LEAST_ONE, TENTHS, FigureTable
+from .equations import apart_s, best, serial_s, step
+from .experiments import Fuyou
+from .programs import (
     APART,
     COLOSSAL,
     FUYOU,
     ZERO_INFINITY,
     ZERO_OFFLOAD,
-    Bench,
-    Setup,
     busy_share,
     machine,
     optimizer_share,
     rates,
-)
-from .equations import apart_s, best, serial_s, step
+)  # fmt: skip
 
 FASTEST = {("13B", "A100"): 202.0, ("13B", "4090"): 156.0, ("175B", "A100"): 173.0, ("175B", "4090"): 86.0}
 SYSTEMS = {"Fuyou": FUYOU, "ZeRO-Offload": ZERO_OFFLOAD, "ZeRO-Infinity": ZERO_INFINITY, "Colossal-AI": COLOSSAL}
@@ -48,31 +45,28 @@ WHY_FIG6 = (
 )
 
 
-def fig1(lab: Lab, setup: Setup) -> Finding:
+def fig1(paper: Fuyou) -> Finding:
     """What ZeRO-Infinity leaves idle."""
-    bench, rows = Bench(lab, setup), []
-    for batch in setup.batches[setup.small, "A100"]:
-        trial = bench.trial(setup.small, batch, machine("A100"), ZERO_INFINITY)
-        where = f"{setup.small}, A100, batch {batch}"
+    table = FigureTable()
+    for batch in paper.batches[paper.small, "A100"]:
+        trial = paper.trial(paper.small, batch, machine("A100"), ZERO_INFINITY)
+        where = f"{paper.small}, A100, batch {batch}"
         if trial.timeline is None:
-            rows.append(number(where, "step", None))
+            table.add(where, "step", None)
             continue
         share, busy = 100 * optimizer_share(trial), 100 * busy_share(trial)
-        claimed = batch <= 32  # figure 1 shows no larger batches
-        what = "share of the optimizer stage"
-        rows.append(between(where, what, share, 40, 70, "%", 0) if claimed else number(where, what, share, "%", 0))
+        claim = (40, 70) if batch <= 32 else None  # figure 1 shows no larger batches
+        table.add(where, "share of the optimizer stage", share, "%", 0, claim)
+        table.add(where, "GPU busy", busy, "%", 0, 28 if batch == 32 else None)
         if batch == 32:
-            rows.append(near(where, "GPU busy", busy, 28, "%", 0))
             implied_s = busy / 28 * (trial.step_s or 0)  # the same computation
-            rows.append(number(where, "step that the paper's 28% imply / ours", implied_s / (trial.step_s or 1), "x"))
-        else:
-            rows.append(number(where, "GPU busy", busy, "%", 0))
+            table.ratio(where, "step that the paper's 28% imply / ours", implied_s, trial.step_s, said="")
     return Finding(
         "fig1",
         "what ZeRO-Infinity leaves idle",
         "the optimizer stage takes 40% to 70% of a step; the GPU is busy 28% of it at batch 32.",
         "our program under ZeRO-Infinity's rules; the optimizer stage is what comes behind the last computation.",
-        rows,
+        table,
         "our program uses every link at its full rate, so that its step is less than half of the one that the paper's "
         "28% imply at the same computation. 40% of that step for the optimizer would be a third of the 12 disks' rate. "
         "Pageable memory at half the link's rate, which the paper names, would add half a second each way at batch 32: "
@@ -80,22 +74,24 @@ def fig1(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def fig5(lab: Lab, setup: Setup) -> Finding:
+def fig5(paper: Fuyou) -> Finding:
     """Throughput by batch."""
-    bench, rows, charts = Bench(lab, setup), [], []
-    for (model, gpu), batches in setup.batches.items():
-        systems = [name for name in SYSTEMS if model == setup.small or name == "Fuyou"]
-        bars = {name: _by_batch(bench, model, gpu, batches, name) for name in systems}
-        for batch, value in zip(batches, bars["Fuyou"]):
-            trial = bench.trial(model, batch, machine(gpu))
-            rows.append(number(f"{model}, {gpu}, batch {batch}", f"Fuyou{_pieces(trial)}", value, " TFLOPS", 0))
-            rows += _equations(bench, trial, f"{model}, {gpu}, batch {batch}") if trial.timeline else []
-        top = {name: max((v for v in values if v), default=None) for name, values in bars.items()}
-        rows += _highest(model, gpu, top)
+    table, charts = FigureTable(), []
+    for (model, gpu), batches in paper.batches.items():
+        systems = [name for name in SYSTEMS if model == paper.small or name == "Fuyou"]
+        bars = {
+            name: [paper.tflops(paper.trial(model, batch, machine(gpu), SYSTEMS[name])) for batch in batches]
+            for name in systems
+        }
+        for batch in batches:
+            _own(table, paper, model, gpu, batch)
+        _highest(
+            table, model, gpu, {name: max((v for v in values if v), default=None) for name, values in bars.items()}
+        )
         charts.append(Bars(f"fig5-{model}-{gpu}", f"Throughput, {model} on {gpu}", "TFLOPS", list(map(str, batches)),
                            bars, xlabel="batch"))  # fmt: skip
-    if setup.small == "13B":
-        rows += _on_a_larger_model(bench, setup)
+    if paper.small == "13B":
+        _on_a_larger_model(table, paper)
     return Finding(
         "fig5",
         "throughput by batch",
@@ -106,104 +102,84 @@ def fig5(lab: Lab, setup: Setup) -> Finding:
         "whether it is done or not. The paper does not say how it counts; 156 TFLOPS of useful work alone on a 4090, "
         "with every block computed again, would take 208 of its 165. 'eq. 1 to 8' beside it: the paper's own model "
         "with the same rates.",
-        rows,
+        table,
         WHY_FIG5,
         charts,
     )
 
 
-def _by_batch(bench: Bench, model: str, gpu: str, batches: Sequence[int], system: str) -> list[float | None]:
-    return [bench.tflops(bench.trial(model, batch, machine(gpu), SYSTEMS[system])) for batch in batches]
+def _own(
+    table: FigureTable, paper: Fuyou, model: str, gpu: str, batch: int, claim: float | None = None
+) -> float | None:
+    """Throughput of Fuyou, which is given back, and its step beside the paper's equations."""
+    trial = paper.trial(model, batch, machine(gpu))
+    where, pieces = f"{model}, {gpu}, batch {batch}", trial.workload.micro_batches
+    what, value = f"Fuyou, in {pieces} pieces" if pieces > 1 else "Fuyou", paper.tflops(trial)
+    table.add(where, what, value, " TFLOPS", 0, claim)
+    if trial.step_s is not None:
+        found = best(rates(trial.hardware), paper.load(trial))
+        what = f"its step / eq. 1 to 8, bound by {found.bound}"
+        table.ratio(where, what, trial.step_s, found.step_s, said=TENTHS)
+    return value
 
 
-def _pieces(trial: Trial) -> str:
-    return f", in {trial.case.micro_batches} pieces" if trial.case.micro_batches > 1 else ""
-
-
-def _equations(bench: Bench, trial: Trial, where: str) -> list[Row]:
-    load, speed = bench.load(trial), rates(trial.hardware)
-    found = best(speed, load)
-    assert trial.step_s is not None
-    what = f"its step / eq. 1 to 8, bound by {found.bound}"
-    return [number(where, f"{what} ({trial.step_s:.1f} s / {found.step_s:.1f} s)", trial.step_s / found.step_s, "x")]
-
-
-def _highest(model: str, gpu: str, top: dict[str, float | None]) -> list[Row]:
-    own, rows = top.pop("Fuyou"), []
-    where = f"{model}, {gpu}"
-    claim = FASTEST.get((model, gpu))
-    if own and claim:
-        rows.append(near(where, "Fuyou, highest", own, claim, " TFLOPS", 0))
+def _highest(table: FigureTable, model: str, gpu: str, top: dict[str, float | None]) -> None:
+    own, where = top.pop("Fuyou"), f"{model}, {gpu}"
+    if own and (model, gpu) in FASTEST:
+        table.add(where, "Fuyou, highest", own, " TFLOPS", 0, FASTEST[model, gpu])
     for name, value in top.items():
         gain = GAINS.get((name, gpu)) if model == "13B" else None
         if gain and own and value:
-            rows.append(near(where, f"Fuyou / {name} ({value:.0f} TFLOPS), highest of each", own / value, gain, "x"))
+            what = f"Fuyou / {name} ({value:.0f} TFLOPS), highest of each"
+            table.ratio(where, what, own, value, gain, said="")
         elif gain is None and model == "13B":
-            rows.append(same(where, name, "does not fit", "does not fit" if value is None else "fits"))
+            table.words(where, name, "does not fit", "does not fit" if value is None else "fits")
         else:
-            rows.append(number(where, f"{name}, highest", value, " TFLOPS", 0))
-    return rows
+            table.add(where, f"{name}, highest", value, " TFLOPS", 0)
 
 
-def _on_a_larger_model(bench: Bench, setup: Setup) -> list[Row]:
-    rows = []
-    for gpu in setup.gpus:
+def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
+    for gpu in paper.gpus:
         for name in ("ZeRO-Offload", "ZeRO-Infinity"):
-            trial = bench.trial(setup.large, 1, machine(gpu), SYSTEMS[name])
+            trial = paper.trial(paper.large, 1, machine(gpu), SYSTEMS[name])
             fits = "fits" if trial.timeline else "does not fit"
-            rows.append(same(f"{setup.large}, {gpu}, batch 1", name, "does not fit", fits))
-    slow, fast = (bench.trial(setup.small, 8, machine("A100"), line) for line in (ZERO_INFINITY, ZERO_OFFLOAD))
-    if slow.step_s and fast.step_s:
-        what = "ZeRO-Offload / ZeRO-Infinity, throughput"
-        rows.append(between(f"{setup.small}, A100, batch 8", what, slow.step_s / fast.step_s, 1, float("inf"), "x"))
-    return rows
+            table.words(f"{paper.large}, {gpu}, batch 1", name, "does not fit", fits)
+    slow, fast = (paper.trial(paper.small, 8, machine("A100"), line).step_s for line in (ZERO_INFINITY, ZERO_OFFLOAD))
+    what = "ZeRO-Offload / ZeRO-Infinity, throughput"
+    table.ratio(f"{paper.small}, A100, batch 8", what, slow, fast, AT_LEAST_ONE, said="")
 
 
-def fig6(lab: Lab, setup: Setup) -> Finding:
+def fig6(paper: Fuyou) -> Finding:
     """Extreme models."""
-    bench, rows = Bench(lab, setup), []
-    bars: list[float | None] = []
-    for model in setup.larger:
-        trial = bench.trial(model, setup.extreme_batch, machine("A100"))
-        value, claim = bench.tflops(trial), EXTREME.get(model)
-        bars.append(value)
-        where = f"{model}, A100, batch {setup.extreme_batch}"
-        what = f"Fuyou{_pieces(trial)}"
-        rows.append(near(where, what, value, claim, " TFLOPS", 0) if value and claim else number(where, what, value))
-        rows += _equations(bench, trial, where) if trial.timeline else []
-    claimed = [EXTREME.get(model) for model in setup.larger]
-    chart = Bars("fig6", "Throughput of the largest models, A100", "TFLOPS", list(setup.larger),
-                 {"paper": claimed, "ours": bars})  # fmt: skip
+    table, claims = FigureTable(), [EXTREME.get(model) for model in paper.larger]
+    bars = [_own(table, paper, model, "A100", paper.extreme_batch, claim) for model, claim in zip(paper.larger, claims)]
+    chart = Bars("fig6", "Throughput of the largest models, A100", "TFLOPS", list(paper.larger),
+                 {"paper": claims, "ours": bars})  # fmt: skip
     return Finding(
         "fig6",
         "throughput of extremely large models on A100",
         "168 TFLOPS for 276B and 163 for 412B at batch 64.",
         "as figure 5.",
-        rows,
+        table,
         WHY_FIG6,
         [chart],
     )
 
 
-def fig7(lab: Lab, setup: Setup) -> Finding:
+def fig7(paper: Fuyou) -> Finding:
     """Gain of overlapping optimizer and backward."""
-    bench, rows, groups = Bench(lab, setup), [], []
+    table, groups = FigureTable(), []
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
-    for model, claims in setup.overlapped.items():
+    for model, claims in paper.overlapped.items():
         for batch, claim in claims.items():
-            both = [bench.trial(model, batch, machine("4090"), line).step_s for line in (APART, FUYOU)]
-            gain = both[0] / both[1] if both[0] and both[1] else None
+            apart, ours = (paper.trial(model, batch, machine("4090"), line) for line in (APART, FUYOU))
+            where, what = f"{model}, 4090, batch {batch}", "step without / with overlap"
             groups.append(f"{model}\nx{batch}")
             bars["paper"].append(claim)
-            bars["ours"].append(gain)
-            what = "step without / with overlap"
-            if both[0] and both[1]:
-                what += f" ({both[0]:.1f} s / {both[1]:.1f} s)"
-            where = f"{model}, 4090, batch {batch}"
-            rows.append(near(where, what, gain, claim, "x") if gain else number(where, what, None))
-            speed, load = rates(machine("4090")), bench.load(bench.trial(model, batch, machine("4090")))
-            by_hand = apart_s(speed, load) / step(speed, load).step_s
-            rows.append(number(where, "the same by eq. 1 to 8, checkpoints alone swapped", by_hand, "x"))
+            bars["ours"].append(table.ratio(where, what, apart.step_s, ours.step_s, claim, TENTHS))
+            speed, load = rates(ours.hardware), paper.load(ours)
+            what = "the same by eq. 1 to 8, checkpoints alone swapped"
+            table.ratio(where, what, apart_s(speed, load), step(speed, load).step_s, said="")
     chart = Bars("fig7", "Gain of overlapping backward and optimizer, 4090", "times as fast", groups, bars)
     return Finding(
         "fig7",
@@ -212,7 +188,7 @@ def fig7(lab: Lab, setup: Setup) -> Finding:
         "backward or the optimizer takes much longer than the other.",
         "`overlap-optimizer{overlap=false}` steps every stage behind the last backward, gradients in DRAM until then; "
         "the paper's variant writes them to SSD and reads them again.",
-        rows,
+        table,
         "at small batches, and for 175B, the optimizer takes longer than the backward; hiding one under the other then "
         "saves the backward, a third or more of the step, in our programs as in the paper's own equations with the "
         "disks' datasheet rates. That the paper gains less means that its overlapped stage takes longer than equation "
@@ -223,27 +199,22 @@ def fig7(lab: Lab, setup: Setup) -> Finding:
     )
 
 
-def fig8(lab: Lab, setup: Setup) -> Finding:
+def fig8(paper: Fuyou) -> Finding:
     """Pipelined swapping alone."""
-    bench, rows, groups = Bench(lab, setup), [], []
+    table, groups = FigureTable(), []
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
-    for gpu, claims in setup.pipelined.items():
+    for gpu, claims in paper.pipelined.items():
         for batch, claim in claims.items():
-            theirs = bench.trial(setup.small, batch, machine(gpu), ZERO_INFINITY)
-            ours = bench.trial(setup.small, batch, machine(gpu), APART)
-            where = f"{setup.small}, {gpu}, batch {batch}"
+            theirs, ours = (paper.trial(paper.small, batch, machine(gpu), line) for line in (ZERO_INFINITY, APART))
+            where, what = f"{paper.small}, {gpu}, batch {batch}", "ZeRO-Infinity / Fuyou without overlap"
             groups.append(f"{gpu}\nx{batch}")
             bars["paper"].append(claim)
-            if theirs.step_s is None or ours.step_s is None:
-                bars["ours"].append(None)
-                rows.append(number(where, "ZeRO-Infinity / Fuyou without overlap", None))
-                continue
-            bars["ours"].append(theirs.step_s / ours.step_s)
-            what = f"ZeRO-Infinity / Fuyou without overlap ({theirs.step_s:.1f} s / {ours.step_s:.1f} s)"
-            rows.append(near(where, what, theirs.step_s / ours.step_s, claim, "x"))
-            least = serial_s(rates(theirs.hardware), bench.load(theirs))
-            rows.append(number(where, f"nothing overlapped ({least:.1f} s) / Fuyou w/o", least / ours.step_s, "x"))
-    title = f"Pipelined swap without optimizer overlap, {setup.small}"
+            bars["ours"].append(table.ratio(where, what, theirs.step_s, ours.step_s, claim, TENTHS))
+            if bars["ours"][-1] is not None:
+                least = serial_s(rates(theirs.hardware), paper.load(theirs))
+                what = f"nothing overlapped ({least:.1f} s) / Fuyou w/o"
+                table.ratio(where, what, least, ours.step_s, said="")
+    title = f"Pipelined swap without optimizer overlap, {paper.small}"
     chart = Bars("fig8", title, "times ZeRO-Infinity", groups, bars)
     return Finding(
         "fig8",
@@ -252,7 +223,7 @@ def fig8(lab: Lab, setup: Setup) -> Finding:
         "both are programs of ours. ZeRO-Infinity's reads and fetches the weights of a block when the block is due, "
         "keeps only checkpoints, in DRAM, and steps behind the backward. Below it a step in which nothing overlaps at "
         "all, gradients over SSD included, by arithmetic.",
-        rows,
+        table,
         "DeepSpeed gives up more than its rules ask for: checkpoints through pageable memory, gradients to SSD and "
         "back, and time between its calls. Our program under its rules still overlaps what goes from the GPU with what "
         "comes to it, and pins its memory.",

@@ -13,57 +13,55 @@ import pytest
 from penstock.cli.main import main
 from penstock.ir.errors import PlanError
 from penstock.ir.machine.hardware import Hardware
-from penstock.papers import ftpipe as reproduce_ftpipe
-from penstock.papers import mobius as reproduce_mobius
 from penstock.papers.figures import Bars, Curves, draw
-from penstock.papers.lab import Case, Lab, Transfer, Trial, exposed_share, profile_s, share_of_bytes
+from penstock.papers.ftpipe import FineTuning, FtPipe
+from penstock.papers.lab import Lab, SimulatedStep, Transfer, Workload, exposed_share, profile_s, share_of_bytes
+from penstock.papers.mobius import Mobius, mobius
 from penstock.papers.report import (
-    AGREES,
-    DIFFERS,
     Finding,
     Report,
-    between,
     markdown,
-    near,
-    number,
+    paper_module,
     reproduce,
     tables,
     to_json,
     write,
 )
+from penstock.papers.table import AGREES, AT_LEAST_ONE, DIFFERS, FigureRow, FigureTable
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.runtime.simulate import Span, Timeline
 
 GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
 T5 = "t5-small:d_model=32,d_kv=8,d_ff=64,num_layers=2,num_decoder_layers=2,num_heads=4,vocab_size=256"
-MOBIUS = reproduce_mobius.Setup(
-    {"toy": (GPT, 2)},
-    partitioned=("toy",),
-    mapped=("toy",),
-    scaled="toy",
-    rented=("toy",),
-    micro_batches=(1,),
-    sequence=32,
-    topologies=("2+2",),
-    scaling=("1+1", "2+1"),
-)
-FTPIPE = reproduce_ftpipe.Setup(
-    T5,
-    T5,
-    T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1"),
-    {"toy": reproduce_ftpipe.Task(4, 1, 16, 4, 1.1, 2.5, asynchronous=1.5, parts=2)},
-    "toy",
-    machine="rtx3090x2",
-    stages=(2, 4),
-    batches=((2, 1),),
-    volume=(1, (16,)),
-    passing=8,
-)
-LINE = reproduce_mobius.mobius("partition-balanced{stages=4}")
 
 
-def made_by_hand(transfers: list[Transfer], spans: list[Span]) -> Trial:
-    trial = Trial(Case(GPT, 1, 2), Hardware.preset("mobius-topo2+2"), params=1)
+class ToyMobius(Mobius):
+    models = {"toy": (GPT, 2)}
+    partitioned = mapped = rented = ("toy",)
+    scaled = "toy"
+    micro_batches = (1,)
+    sequence = 32
+    topologies = ("2+2",)
+    scaling = ("1+1", "2+1")
+
+
+class ToyFtPipe(FtPipe):
+    model = large = T5
+    shallow = T5.replace("num_layers=2", "num_layers=1").replace("num_decoder_layers=2", "num_decoder_layers=1")
+    tasks = {"toy": FineTuning(4, 1, 16, 4, 1.1, 2.5, asynchronous=1.5, parts=2)}
+    task = "toy"
+    preset = "rtx3090x2"
+    stages = (2, 4)
+    batches = ((2, 1),)
+    volume = (1, (16,))
+    passing = 8
+
+
+LINE = mobius("partition-balanced{stages=4}")
+
+
+def made_by_hand(transfers: list[Transfer], spans: list[Span]) -> SimulatedStep:
+    trial = SimulatedStep(Workload(GPT, 1, 2), Hardware.preset("mobius-topo2+2"), params=1)
     trial.timeline, trial.transfers = Timeline(spans, ["gpu0", "gpu1"]), transfers
     return trial
 
@@ -89,31 +87,47 @@ def test_bytes_count_by_the_rate_of_their_transfer() -> None:
     assert share_of_bytes(trial, 0.0, 6.0) == pytest.approx(8 / 40)
 
 
+def row(value: float | None, **how: Any) -> FigureRow:
+    table = FigureTable()
+    table.add("", "", value, **how)
+    return table[0]
+
+
 def test_verdicts() -> None:
-    assert between("", "", 3.8, 3.8, 5.1).verdict == AGREES
-    assert between("", "", 3.7, 3.8, 5.1).verdict == DIFFERS
-    assert between("", "", 2.0, 1.0, float("inf"), "x").paper == "> 1x"
-    assert near("", "", 1.14, 1.0).verdict == AGREES
-    assert near("", "", 0.84, 1.0).verdict == DIFFERS
-    assert (number("", "", None).ours, number("", "", 2.345, " s").ours) == ("does not fit", "2.35 s")
+    assert row(3.8, claim=(3.8, 5.1)).verdict == AGREES
+    assert row(3.7, claim=(3.8, 5.1)).verdict == DIFFERS
+    assert row(2.0, unit="x", claim=AT_LEAST_ONE).paper == "> 1x"
+    assert row(1.14, claim=1.0).verdict == AGREES
+    assert row(0.84, claim=1.0).verdict == DIFFERS
+    assert (row(None).ours, row(2.345, unit=" s").ours) == ("does not fit", "2.35 s")
+
+
+def test_a_ratio_names_both() -> None:
+    table = FigureTable()
+    assert table.ratio("", "theirs / ours", 3.0, 2.0, AT_LEAST_ONE) == 1.5
+    assert table.ratio("", "theirs / ours", None, 2.0, AT_LEAST_ONE) is None
+    assert [(r.quantity, r.paper, r.ours) for r in table] == [
+        ("theirs / ours (3.00 s / 2.00 s)", "> 1x", "1.50x"),
+        ("theirs / ours", "", "does not fit"),
+    ]
 
 
 def test_a_reason_is_given_only_where_something_differs() -> None:
     rows = {verdict: Finding("fig1", "a", "b", "c", [row], "because") for verdict, row in _rows().items()}
-    pages = {verdict: markdown(Report("mobius", "title", [], [finding])) for verdict, finding in rows.items()}
+    pages = {verdict: markdown(Report("mobius", "title", {}, [finding])) for verdict, finding in rows.items()}
     assert "because" in pages[DIFFERS]
     assert "because" not in pages[AGREES]
 
 
 def _rows() -> dict[str, Any]:
-    return {DIFFERS: near("s", "q", 2.0, 1.0), AGREES: near("s", "q", 1.0, 1.0)}
+    return {DIFFERS: row(2.0, claim=1.0), AGREES: row(1.0, claim=1.0)}
 
 
 def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
     """Equation 1 of Mobius, counted on a model that swapping needs not: two copies down, but for the stages that are
     still there when backward begins; one gradient up; everything else is messages."""
     hardware = Hardware.preset("mobius-topo2+2")
-    trial = Lab().trial(Case(GPT, 2, 4, sequence=32), hardware, LINE.replace("{stages=4}", "{stages=6}"))
+    trial = Lab().trial(Workload(GPT, 2, 4, sequence=32), hardware, LINE.replace("{stages=4}", "{stages=6}"))
     weights = 2 * trial.params
     fetched = sum(t.moved_bytes for t in trial.transfers if t.op == "fetch")
     offloaded = sum(t.moved_bytes for t in trial.transfers if t.op == "offload")
@@ -128,7 +142,7 @@ def test_swapped_weights_are_fetched_for_forward_and_backward() -> None:
 
 def test_what_does_not_fit_is_a_trial_without_a_timeline() -> None:
     small = Hardware.preset("mobius-topo2+2", memory="100kB")
-    trial = Lab().trial(Case(GPT, 2, 4, sequence=32), small, LINE)
+    trial = Lab().trial(Workload(GPT, 2, 4, sequence=32), small, LINE)
     assert trial.step_s is None
     assert "needs" in trial.misses
 
@@ -136,15 +150,15 @@ def test_what_does_not_fit_is_a_trial_without_a_timeline() -> None:
 def test_equal_trials_are_made_once() -> None:
     said: list[str] = []
     lab, hardware = Lab(said.append), Hardware.preset("mobius-topo2+2")
-    first = lab.trial(Case(GPT, 2, 4, sequence=32), hardware, LINE)
-    assert lab.trial(Case(GPT, 2, 4, sequence=32), hardware.model_copy(), LINE) is first
+    first = lab.trial(Workload(GPT, 2, 4, sequence=32), hardware, LINE)
+    assert lab.trial(Workload(GPT, 2, 4, sequence=32), hardware.model_copy(), LINE) is first
     assert len(said) == 1
 
 
 def test_profiling_costs_the_distinct_blocks() -> None:
     hardware = Hardware.preset("mobius-topo2+2")
     few, more = (
-        profile_s(Lab().draft(Case(name, 2, 4, sequence=32), hardware, Coarsen()).blocks, hardware, "fp16", 3)
+        profile_s(Lab().draft(Workload(name, 2, 4, sequence=32), hardware, Coarsen()).blocks, hardware, "fp16", 3)
         for name in (GPT, GPT.replace("n_layer=4", "n_layer=8"))
     )
     assert few[0] == pytest.approx(more[0])
@@ -153,13 +167,12 @@ def test_profiling_costs_the_distinct_blocks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("paper", "setup"), [("mobius", MOBIUS), pytest.param("ftpipe", FTPIPE, marks=pytest.mark.slow)]
+    ("paper", "setup"), [("mobius", ToyMobius), pytest.param("ftpipe", ToyFtPipe, marks=pytest.mark.slow)]
 )
 def test_every_finding_of_a_toy(paper: str, setup: Any, tmp_path: Path) -> None:
     said: list[str] = []
     report = reproduce(paper, setup=setup, say=said.append)
-    module = {"mobius": reproduce_mobius, "ftpipe": reproduce_ftpipe}[paper]
-    assert [finding.key for finding in report.findings] == list(module.FINDINGS)
+    assert [finding.key for finding in report.findings] == [f.__name__ for f in paper_module(paper).FINDINGS]
     assert all(finding.rows and finding.claim and finding.rule and finding.reason for finding in report.findings)
     assert said and len(list(tables(report))) == len(report.findings) + 2
     written = write(report, tmp_path)

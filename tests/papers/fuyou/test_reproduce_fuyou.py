@@ -10,59 +10,57 @@ import pytest
 from penstock.compiler.models.named import find_model
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.machine.hardware import Hardware
-from penstock.papers import fuyou as reproduce_fuyou
-from penstock.papers.fuyou.bench import (
+from penstock.papers.experiments import step_flops
+from penstock.papers.fuyou import FINDINGS, Fuyou
+from penstock.papers.fuyou.capacity import NONE, largest_models
+from penstock.papers.fuyou.programs import (
     APART,
     COLOSSAL,
     FUYOU,
     ZERO_INFINITY,
     ZERO_OFFLOAD,
-    Bench,
-    Setup,
     machine,
     optimizer_share,
     pipeline,
     repeated_blocks,
-    step_flops,
     swap_coefficient,
     with_rates,
 )
-from penstock.papers.fuyou.capacity import NONE, largest_models
 from penstock.papers.fuyou.tuning import megatron, price
-from penstock.papers.lab import Lab, Trial
-from penstock.papers.report import AGREES, DIFFERS, markdown, reproduce, to_json, write
-from penstock.passes.graph.coarsen import Coarsen
+from penstock.papers.lab import SimulatedStep
+from penstock.papers.report import markdown, reproduce, to_json, write
+from penstock.papers.table import AGREES, DIFFERS
 
 GPT = "gpt2:n_layer=4,n_embd=64,n_head=4,vocab_size=512,n_positions=64"
-TOY = Setup(
-    {"toy": GPT},
-    small="toy",
-    large="toy",
-    larger=("toy",),
-    batches={("toy", "A100"): (2,), ("toy", "4090"): (2,)},
-    overlapped={"toy": {2: 1.1}},
-    pipelined={"4090": {2: 1.5}},
-    swapped={2: True},
-    priced={"4090": 2, "A100": 2},
-    drams=("1MB", "768GB"),
-    shares=(0.0, 1.0),
-    ssds=(3, 6, 12),
-    extreme_batch=2,
-    sequence=32,
-)
+
+
+class Toy(Fuyou):
+    models = {"toy": GPT}
+    small = large = "toy"
+    larger = ("toy",)
+    batches = {("toy", "A100"): (2,), ("toy", "4090"): (2,)}
+    overlapped = {"toy": {2: 1.1}}
+    pipelined = {"4090": {2: 1.5}}
+    swapped = {2: True}
+    priced = {"4090": 2, "A100": 2}
+    drams = ("1MB", "768GB")
+    shares = (0.0, 1.0)
+    ssds = (3, 6, 12)
+    extreme_batch = 2
+    sequence = 32
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench(Lab(), TOY)
+def toy() -> Toy:
+    return Toy()
 
 
-def trial(bench: Bench, line: str) -> Trial:
+def trial(toy: Toy, line: str) -> SimulatedStep:
     """On a GPU so slow that a toy's computation is not lost between the latencies of its transfers."""
-    return bench.trial("toy", 4, machine("4090").with_(achieved_fraction=1e-5), line)
+    return toy.trial("toy", 4, machine("4090").with_(achieved_fraction=1e-5), line)
 
 
-def begins(found: Trial, op: str) -> list[float]:
+def begins(found: SimulatedStep, op: str) -> list[float]:
     assert found.timeline is not None
     return [span.start_s for span in found.timeline.spans if span.op == op]
 
@@ -88,9 +86,9 @@ def test_blocks_run_at_the_rate_that_the_paper_measured() -> None:
     assert half.hosts[0].optimizer_params_per_s == machine("A100").hosts[0].optimizer_params_per_s / 4
 
 
-def test_flops_are_those_of_every_block_computed_again(bench: Bench) -> None:
+def test_flops_are_those_of_every_block_computed_again(toy: Toy) -> None:
     """Against the costs of the traced blocks: four forwards of each, and three of the head, which is not one."""
-    blocks = bench.lab.draft(trial(bench, FUYOU).case, machine("4090"), Coarsen()).blocks
+    blocks = toy.blocks(trial(toy, FUYOU).workload, machine("4090"))
     own = sum(block.cost.forward_flops for block in repeated_blocks(blocks))
     whole = sum(block.cost.forward_flops for block in blocks)
     config = find_model(GPT).config
@@ -102,17 +100,17 @@ def test_the_strategy_is_the_one_that_is_reproduced() -> None:
     assert STRATEGIES["fuyou"] == FUYOU
 
 
-def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(bench: Bench) -> None:
-    found = trial(bench, FUYOU)
+def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(toy: Toy) -> None:
+    found = trial(toy, FUYOU)
     assert set(found.decisions["ssd"]["stages"].values()) == {"all"}
     assert min(begins(found, "step")) < max(begins(found, "backward"))
-    apart = trial(bench, APART)
+    apart = trial(toy, APART)
     assert min(begins(apart, "step")) > max(begins(apart, "backward"))
     assert apart.step_s is not None and found.step_s is not None and apart.step_s > found.step_s
 
 
-def test_zero_infinity_reads_and_fetches_what_is_due(bench: Bench) -> None:
-    found = trial(bench, ZERO_INFINITY)
+def test_zero_infinity_reads_and_fetches_what_is_due(toy: Toy) -> None:
+    found = trial(toy, ZERO_INFINITY)
     assert found.decisions["ssd"]["ahead"] == 0 and not any(found.decisions["fetch"].values())
     assert swap_coefficient(found) == 0
     assert {row["inputs_to"] for row in found.decisions["activations"].values()} == {"dram"}
@@ -120,8 +118,8 @@ def test_zero_infinity_reads_and_fetches_what_is_due(bench: Bench) -> None:
     assert 0 < optimizer_share(found) < 1
 
 
-def test_zero_offload_and_colossal_leave_disks_or_checkpoints_alone(bench: Bench) -> None:
-    offload, colossal = trial(bench, ZERO_OFFLOAD), trial(bench, COLOSSAL)
+def test_zero_offload_and_colossal_leave_disks_or_checkpoints_alone(toy: Toy) -> None:
+    offload, colossal = trial(toy, ZERO_OFFLOAD), trial(toy, COLOSSAL)
     assert not begins(offload, "read") and begins(offload, "fetch")
     assert offload.timeline is not None and "ssd0" not in offload.timeline.peak_bytes
     assert set(colossal.decisions["ssd"]["stages"].values()) == {"states"}
@@ -129,30 +127,30 @@ def test_zero_offload_and_colossal_leave_disks_or_checkpoints_alone(bench: Bench
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_swap_coefficient(bench: Bench, share: float) -> None:
-    assert swap_coefficient(trial(bench, pipeline(f"share={share}"))) == pytest.approx(share, abs=0.15)
+def test_swap_coefficient(toy: Toy, share: float) -> None:
+    assert swap_coefficient(trial(toy, pipeline(f"share={share}"))) == pytest.approx(share, abs=0.15)
 
 
-def test_a_step_takes_no_less_than_its_equations(bench: Bench) -> None:
+def test_a_step_takes_no_less_than_its_equations(toy: Toy) -> None:
     """The toy's transfers are so short that their latency, which the equations leave out, is most of its step."""
-    found = trial(bench, FUYOU)
-    load = bench.load(found)
+    found = trial(toy, FUYOU)
+    load = toy.load(found)
     assert found.step_s is not None
     assert load.params == found.params and load.boundary_bytes == 4 * 4 * 32 * 64 * 2
     assert len(load.swappable) == 4 * 4
 
 
-def test_rows_that_did_not_fit_are_not_tried_again(bench: Bench) -> None:
+def test_rows_that_did_not_fit_are_not_tried_again(toy: Toy) -> None:
     tight = machine("4090").with_(memory="1500kB")
-    found = bench.trial("toy", 8, tight)
-    assert found.case.micro_batches > 1 and found.timeline is not None
-    tried = set(bench.lab.trials)
-    assert bench.trial("toy", 16, tight).timeline is not None
-    assert max(case.micro_batch for case, _, _ in set(bench.lab.trials) - tried) <= found.case.micro_batch
+    found = toy.trial("toy", 8, tight)
+    assert found.workload.micro_batches > 1 and found.timeline is not None
+    tried = set(toy.lab.trials)
+    assert toy.trial("toy", 16, tight).timeline is not None
+    assert max(work.micro_batch for work, _, _ in set(toy.lab.trials) - tried) <= found.workload.micro_batch
 
 
-def test_the_largest_model_grows_with_dram(bench: Bench) -> None:
-    assert largest_models(bench, "4090", FUYOU) == [NONE, "toy"]
+def test_the_largest_model_grows_with_dram(toy: Toy) -> None:
+    assert largest_models(toy, "4090", FUYOU) == [NONE, "toy"]
 
 
 def test_prices() -> None:
@@ -165,11 +163,11 @@ def test_prices() -> None:
 
 def test_every_finding_of_a_toy() -> None:
     said: list[str] = []
-    report = reproduce("fuyou", setup=TOY, say=said.append)
-    assert [finding.key for finding in report.findings] == list(reproduce_fuyou.FINDINGS)
+    report = reproduce("fuyou", setup=Toy, say=said.append)
+    assert [finding.key for finding in report.findings] == [f.__name__ for f in FINDINGS]
     assert all(finding.rows and finding.claim and finding.rule and finding.reason for finding in report.findings)
     text = markdown(report)
-    assert "penstock reproduce fuyou" in text and all(f"## {key}:" in text for key in reproduce_fuyou.FINDINGS)
+    assert "penstock reproduce fuyou" in text and all(f"## {key}:" in text for key in (f.key for f in report.findings))
     assert json.dumps(to_json(report)) and said
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from penstock.compiler.models.named import find_model
 from penstock.ir import ops
-from penstock.papers import mics as reproduce_mics
-from penstock.papers.lab import Lab, num_params
-from penstock.papers.mics.bench import (
+from penstock.papers.lab import num_params
+from penstock.papers.mics import FINDINGS, Mics
+from penstock.papers.mics.experiments import FleetRun, MicsModel
+from penstock.papers.mics.programs import (
     FLAT,
     MICS,
     ONE_HOP,
@@ -19,55 +20,51 @@ from penstock.papers.mics.bench import (
     V100,
     ZERO3,
     ZERO3_LATE,
-    Bench,
-    Model,
-    Run,
-    Setup,
+    Form,
     collective_s,
     effective,
     fits,
     hardware,
     spread,
 )
-from penstock.papers.report import AGREES, DIFFERS, markdown, reproduce, to_json, write
+from penstock.papers.report import markdown, reproduce, to_json, write
+from penstock.papers.table import AGREES, DIFFERS
 from penstock.papers.wide_resnet import NamedWideResNet
 from penstock.runtime.simulate import simulate
 
 BERT = "bert-base:num_hidden_layers=4,hidden_size=256,intermediate_size=1024,num_attention_heads=4,vocab_size=512"
 IMAGES = NamedWideResNet((1, 1, 1, 1), 1, image=32)
-TOY = Setup(
-    models={
-        "BERT 10B": Model(BERT, 8, sequence=64),
-        "BERT 15B": Model(BERT, 16, sequence=64),
-        "BERT 20B": Model(BERT, 16, sequence=64),
-        "RoBERTa 20B": Model(BERT, 16, sequence=64),
-        "image": Model("tiny-images", 8, micro_batches=1, precision="fp32"),
-        "100B": Model(BERT, 16, 8, 4, sequence=64),
-    },
-    strong={"BERT 10B": (2, 4), "BERT 15B": (2, 4), "BERT 20B": (2,), "RoBERTa 20B": (2, 4)},
-    fast={"BERT 15B": (2, 4), "BERT 20B": (2,)},
-    small="BERT 10B",
-    two_hosts="BERT 15B",
-    hosts=(2, 4),
-    groups=(8, 32),
-    grouped=4,
-    image="image",
-    huge={"100B": (2, 4)},
-    scaled="BERT 10B",
-    scales=(1, 2, 4),
-    batch=1024,
-    sizes=(16e6, 128e6),
-    known={"tiny-images": IMAGES},
-)
+
+
+class Toy(Mics):
+    models = {
+        "BERT 10B": MicsModel(BERT, 8, sequence=64),
+        "BERT 15B": MicsModel(BERT, 16, sequence=64),
+        "BERT 20B": MicsModel(BERT, 16, sequence=64),
+        "RoBERTa 20B": MicsModel(BERT, 16, sequence=64),
+        "image": MicsModel("tiny-images", 8, micro_batches=1, precision="fp32"),
+        "100B": MicsModel(BERT, 16, 8, 4, sequence=64),
+    }
+    unnamed = {"tiny-images": IMAGES}
+    strong = {"BERT 10B": (2, 4), "BERT 15B": (2, 4), "BERT 20B": (2,), "RoBERTa 20B": (2, 4)}
+    fast = {"BERT 15B": (2, 4), "BERT 20B": (2,)}
+    hosts = (2, 4)
+    groups = (8, 32)
+    grouped = 4
+    image = "image"
+    huge = {"100B": (2, 4)}
+    scales = (1, 2, 4)
+    batch = 1024
+    sizes = (16e6, 128e6)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench(Lab(), TOY)
+def toy() -> Toy:
+    return Toy()
 
 
-def ran(bench: Bench, form: object = MICS, hosts: int = 4, shards: int | None = None, each: int | None = None) -> Run:
-    found = bench.run("BERT 10B", form, hosts, shards, each=each)  # type: ignore[arg-type]
+def ran(toy: Toy, form: Form = MICS, hosts: int = 4, shards: int | None = None, each: int | None = None) -> FleetRun:
+    found = toy.run("BERT 10B", form, hosts, shards, each=each)
     assert found is not None
     return found
 
@@ -75,30 +72,28 @@ def ran(bench: Bench, form: object = MICS, hosts: int = 4, shards: int | None = 
 @pytest.mark.slow
 def test_models_have_the_sizes_of_the_paper() -> None:
     for name, billions in (("BERT 10B", 10.1), ("BERT 15B", 15.0), ("BERT 20B", 20.3), ("BERT 50B", 50.2)):
-        found = num_params(find_model(reproduce_mics.FULL.models[name].name).on_meta()) / 1e9
+        found = num_params(find_model(Mics.models[name].name).on_meta()) / 1e9
         assert found == pytest.approx(billions, rel=0.01), name
-    assert num_params(find_model(reproduce_mics.FULL.models["100B"].name).on_meta()) / 1e9 == pytest.approx(
-        101, rel=0.01
-    )
-    images = reproduce_mics.FULL.known["wide-resnet-3b"]
+    assert num_params(find_model(Mics.models["100B"].name).on_meta()) / 1e9 == pytest.approx(101, rel=0.01)
+    images = Mics.unnamed["wide-resnet-3b"]
     assert isinstance(images, NamedWideResNet)
     assert num_params(images.on_meta()) / 1e9 == pytest.approx(3.0, rel=0.02)
 
 
-def test_forms_are_made_of_the_ops_that_the_paper_means(bench: Bench) -> None:
+def test_forms_are_made_of_the_ops_that_the_paper_means(toy: Toy) -> None:
     """Gathers for each stage and micro-batch, forward and backward; one scatter each; sums over groups once or each
     time; ZeRO-3 has one group and gathers in a ring."""
 
-    def counted(form: object, shards: int | None = None, model: str = "BERT 10B") -> dict[str, int]:
-        (program,) = bench.programs(model, form, 4, shards) or []  # type: ignore[arg-type]
-        assert program.interface.size(ops.SHARDS) == (32 if shards == 0 else bench.setup.models[model].shards)
+    def counted(form: Form, shards: int | None = None, model: str = "BERT 10B") -> dict[str, int]:
+        (program,) = toy.programs(model, form, 4, shards) or []
+        assert program.interface.size(ops.SHARDS) == (32 if shards == 0 else toy.models[model].shards)
         names = [node.target.name for node in program.ops()]
         plain = [n for n in program.ops() if n.target is ops.all_gather and not n.kwargs.get("hierarchical")]
         return {name: names.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce")} | {
             "ring": len(plain)
         }
 
-    (program,) = bench.programs("BERT 10B", MICS, 4) or []
+    (program,) = toy.programs("BERT 10B", MICS, 4) or []
     stages = sum(bool(spec.params) for spec in program.interface.stages.values())
     # With a loss scale the norm of all gradients is summed over the group.
     two, one, zero = counted(MICS), counted(ONE_HOP), counted(ZERO3, 0)
@@ -109,27 +104,27 @@ def test_forms_are_made_of_the_ops_that_the_paper_means(bench: Bench) -> None:
     assert counted(MICS, model="BERT 15B")["ring"] == 0 < counted(FLAT, model="BERT 15B")["ring"] == zero["ring"]
 
 
-def test_a_lane_stands_for_any_number_of_hosts(bench: Bench) -> None:
+def test_a_lane_stands_for_any_number_of_hosts(toy: Toy) -> None:
     """A text made for one fleet, spread over another, takes what one made for that takes."""
     machine = hardware(V100, 4)
-    made = bench.plan("BERT 10B", MICS, machine, 8)
-    moved = spread(bench.plan("BERT 10B", MICS, hardware(V100, 3), 8).programs, 32, 8)
+    made = toy.plan("BERT 10B", MICS, machine, 8)
+    moved = spread(toy.plan("BERT 10B", MICS, hardware(V100, 3), 8).programs, 32, 8)
     assert fits(moved, machine)
     assert simulate(moved, machine, precision="fp16").step_s == pytest.approx(made.step_s, rel=1e-9)
 
 
-def test_steps_of_many_micro_batches_are_those_of_few_made_longer(bench: Bench) -> None:
-    few, spec = ran(bench, each=6), TOY.models["BERT 10B"]
-    trial = bench.plan("BERT 10B", MICS, hardware(V100, 4), 8, 6)
+def test_steps_of_many_micro_batches_are_those_of_few_made_longer(toy: Toy) -> None:
+    few, spec = ran(toy, each=6), Toy.models["BERT 10B"]
+    trial = toy.plan("BERT 10B", MICS, hardware(V100, 4), 8, 6)
     assert few.step_s == pytest.approx(trial.step_s, rel=0.01)
     assert few.batch == 6 * 32 * spec.micro_batch and few.rows_s == few.batch / few.step_s
 
 
-def test_forms_rank_as_the_paper_says(bench: Bench) -> None:
+def test_forms_rank_as_the_paper_says(toy: Toy) -> None:
     """Small groups before one, gathers ahead before gathers that are due, and our own choice before all."""
-    mics, zero3, late = ran(bench), ran(bench, ZERO3, shards=0), ran(bench, ZERO3_LATE, shards=0)
+    mics, zero3, late = ran(toy), ran(toy, ZERO3, shards=0), ran(toy, ZERO3_LATE, shards=0)
     assert mics.step_s < zero3.step_s <= late.step_s
-    assert ran(bench, OURS).step_s <= mics.step_s <= ran(bench, ONE_HOP).step_s
+    assert ran(toy, OURS).step_s <= mics.step_s <= ran(toy, ONE_HOP).step_s
 
 
 def test_one_collective_alone() -> None:
@@ -147,8 +142,8 @@ def test_one_collective_alone() -> None:
 
 
 def test_every_finding_of_a_toy() -> None:
-    report = reproduce("mics", setup=TOY)
-    assert {f.key for f in report.findings} == set(reproduce_mics.FINDINGS)
+    report = reproduce("mics", setup=Toy)
+    assert {f.key for f in report.findings} == {f.__name__ for f in FINDINGS}
     for finding in report.findings:
         assert finding.rows, finding.key
         assert not finding.differs or finding.reason, f"{finding.key} differs and does not say why"

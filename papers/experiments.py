@@ -1,0 +1,79 @@
+"""What the reproductions of all papers share: a setup with a lab, sizes of models, words for the assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from ..compiler.models.named import find_model
+from ..ir.machine.hardware import Device, Hardware
+from ..passes.graph.blocks import Block
+from ..passes.graph.coarsen import Coarsen
+from .lab import Lab, ModelSource, Workload, num_params
+from .table import FigureTable
+
+LAYERS, OPERATORS = "coarsen", "coarsen{level=operator}"
+
+
+class Experiments:
+    """A paper's experiments. Class attributes are the paper's own setup; a smaller one is a subclass."""
+
+    title: str
+    left_out: Mapping[str, str] = {}  # figure, why no simulation speaks of it
+    models: Mapping[str, Any]  # by the paper's names
+    precision = "fp16"
+    state_bytes = 8.0  # of the optimizer, per parameter
+    sequence = 512
+    unnamed: Mapping[str, ModelSource] = {}  # models that `compiler/models` does not name
+
+    def __init__(self, lab: Lab | None = None):
+        self.lab = lab or Lab()
+        self.lab.models |= self.unnamed
+
+    def assumptions(self) -> dict[str, str]:
+        """The same for every figure; out of the machines and the setup, so that they say what was simulated."""
+        raise NotImplementedError
+
+    def workload(
+        self, model: str, rows: int, micro_batches: int, sequence: int | None = None, targets: int | None = None
+    ) -> Workload:
+        """Micro-batches of `rows` rows of one of our models, at the paper's precision."""
+        length = sequence or self.sequence
+        return Workload(model, rows, micro_batches, length, targets, self.precision, self.state_bytes)
+
+    def blocks(self, workload: Workload, hardware: Hardware, level: str = LAYERS) -> list[Block]:
+        coarsen = Coarsen(level="operator") if level == OPERATORS else Coarsen()
+        return self.lab.draft(workload, hardware, coarsen).blocks
+
+
+@lru_cache
+def billions(name: str) -> float:
+    """Parameters of one of our models."""
+    return num_params(find_model(name).on_meta()) / 1e9
+
+
+def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> FigureTable:
+    """Parameters of models: the paper's names to ours, and to the paper's numbers in billions."""
+    table = FigureTable()
+    for model, name in models.items():
+        table.add(model, "parameters", billions(name), " B", claim=claims.get(model))
+    return table
+
+
+def step_flops(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """96 b s l h^2 (1 + s / 6h + V / 16lh) of Narayanan et al. 2021, which counts the recomputation of every block."""
+    whole = 96.0 * batch * sequence * layers * hidden**2
+    return whole * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
+
+
+def said_memory(device: Device) -> str:
+    return f"{device.memory_bytes / 2**30:.0f} GiB, {device.usable_fraction:.0%} of it usable"
+
+
+def said_traffic(device: Device) -> str:
+    """What a call costs besides its matrix products."""
+    return (
+        f"plus every call's traffic at {device.memory_bandwidth / 1e9:.0f} GB/s, plus {device.op_overhead_s * 1e6:.0f} "
+        "us a call"
+    )

@@ -1,0 +1,225 @@
+"""MiCS's setup, and how a step of a whole fleet is simulated.
+
+Programs are planned for one lane with a few micro-batches, once per model and form, and simulated on as many hosts as a
+figure asks for: a lane's text does not say how many others there are. A step of more micro-batches takes as much longer
+as the last one began after the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...compiler.models.named import find_model
+from ...ir.machine.hardware import Hardware
+from ...ir.program import WRITTEN_OUT, Program
+from ...runtime.simulate import Timeline, simulate
+from ..experiments import Experiments, step_flops
+from ..lab import Lab, SimulatedStep
+from ..wide_resnet import NamedWideResNet
+from .programs import (
+    A100,
+    FEW,
+    FEW_HOSTS,
+    GPUS,
+    MICS,
+    OURS,
+    V100,
+    ZERO3,
+    ZERO3_LATE,
+    Form,
+    fits,
+    hardware,
+    period_s,
+    spread,
+)  # fmt: skip
+
+_ROBERTA = "hidden_size=5120,intermediate_size=20480,num_hidden_layers=62,num_attention_heads=40"
+_GPT2 = "n_embd=5120,n_layer=62,n_head=40,vocab_size=50265"
+_100B = "hidden_size=10240,intermediate_size=40960,num_hidden_layers=80,num_attention_heads=80"
+
+
+@dataclass(frozen=True)
+class MicsModel:
+    """`shards`: the paper's partition group on p3dn; `micro_batch`: rows; `micro_batches`: of a GPU, where the global
+    batch follows from it and not the other way round."""
+
+    name: str
+    shards: int
+    micro_batch: int = 8
+    micro_batches: int | None = None
+    precision: str = "fp16"
+    sequence: int = 512
+
+
+@dataclass(frozen=True)
+class FleetRun:
+    """One simulated step of a whole machine."""
+
+    hosts: int
+    gpus: int
+    batch: int
+    step_s: float
+    timeline: Timeline
+    tflops: float | None  # of a GPU, as the paper counts them
+
+    @property
+    def rows_s(self) -> float:
+        """Rows of the batch per second, of all GPUs."""
+        return self.batch / self.step_s
+
+
+class Mics(Experiments):
+    """Models by the paper's names."""
+
+    title = "MiCS (VLDB 2022) in simulation"
+    left_out = {
+        "figures 1, 3 to 6": "drawings of the mechanisms: groups, hierarchical gathers, sums in two hops.",
+        "figure 7, ZeRO-2": "whole weights on every GPU; the paper finds it out of memory in most settings.",
+        "figures 11a, 11b, table 2": "against Megatron-LM-3D, whose tensor parallelism these programs do not have.",
+        "figure 16": "the loss of a run on real GPUs; here tests compare sharded steps with eager PyTorch's.",
+    }
+    models: Mapping[str, MicsModel] = {
+        "BERT 10B": MicsModel("mics-bert-10b", 8),
+        "BERT 15B": MicsModel("mics-bert-15b", 16),
+        "BERT 20B": MicsModel("mics-bert-20b", 16),
+        "BERT 50B": MicsModel("mics-bert-50b", 64),
+        "RoBERTa 20B": MicsModel(f"roberta-large:{_ROBERTA}", 16),
+        "GPT2 20B": MicsModel(f"gpt2-xl:{_GPT2}", 16),
+        "WideResNet 3B": MicsModel("wide-resnet-3b", 8, micro_batches=1, precision="fp32"),
+        "52B": MicsModel("mics-bert-50b:num_hidden_layers=64", 64, 16, 4),
+        "100B": MicsModel(f"mics-bert-50b:{_100B}", 128, 8, 8),
+    }
+    unnamed = {"wide-resnet-3b": NamedWideResNet((6, 8, 46, 6), 8)}
+    strong: Mapping[str, Sequence[int]] = {  # figures 7 and 8: model -> hosts
+        "BERT 10B": (2, 4, 8, 16),
+        "BERT 15B": (2, 4, 8, 16),
+        "BERT 20B": (2, 4, 8, 16),
+        "BERT 50B": (8, 16),
+        "RoBERTa 20B": (2, 16),
+        "GPT2 20B": (2, 16),
+    }
+    fast: Mapping[str, Sequence[int]] = {"BERT 15B": (2, 4, 8), "BERT 20B": (2, 4, 8)}  # figure 10
+    small = "BERT 10B"  # of figures 2, 12, 14, 15
+    two_hosts = "BERT 15B"  # of figure 13
+    hosts: Sequence[int] = (2, 4, 8, 16)  # of figures 13 to 15
+    groups: Sequence[int] = (8, 16, 32, 64)  # figure 12: shards over `grouped` hosts
+    grouped = 8
+    image = "WideResNet 3B"
+    huge: Mapping[str, Sequence[int]] = {"52B": (16,), "100B": (16, 64)}  # section 5.1.5: model -> hosts
+    scaled = "BERT 10B"  # of our own scaling
+    scales: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)  # hosts
+    batch = 8192
+    sizes: Sequence[float] = (16e6, 32e6, 64e6, 128e6, 256e6)  # of figure 13's messages
+    weak = 8  # micro-batches of a GPU
+
+    def __init__(self, lab: Lab | None = None):
+        super().__init__(lab)
+        self.runs: dict[tuple[object, ...], FleetRun | None] = {}
+
+    def run(
+        self, model: str, form: Form, hosts: int, shards: int | None = None, kind: str = V100, each: int | None = None
+    ) -> FleetRun | None:
+        """None where it does not fit. `shards`: all GPUs where it is 0, the model's own number where it is None;
+        `each`: micro-batches of a GPU, else what the model or the setup's batch says."""
+        spec, machine = self.models[model], hardware(kind, hosts)
+        gpus = machine.num_devices
+        count = each or spec.micro_batches or max(1, self.batch // (spec.micro_batch * gpus))
+        key = (spec, form, machine.name, gpus if shards == 0 else shards, count)
+        if key not in self.runs:
+            programs = self.programs(model, form, hosts, shards, kind, min(count, FEW))
+            self.runs[key] = self._run(spec, programs, machine, hosts, count) if programs else None
+        return self.runs[key]
+
+    def programs(
+        self, model: str, form: Form, hosts: int, shards: int | None = None, kind: str = V100, few: int = FEW
+    ) -> list[Program] | None:
+        """Those of a lane with a few micro-batches; None where they do not fit."""
+        machine = hardware(kind, hosts)
+        group = machine.num_devices if shards == 0 else shards or self.models[model].shards
+        return self._programs(model, form, machine, group, few, kind) if group <= machine.num_devices else None
+
+    def _programs(
+        self, model: str, form: Form, machine: Hardware, shards: int, few: int, kind: str
+    ) -> list[Program] | None:
+        """Those of a lane, planned for a small machine with the same text, whose lanes are not written out: with
+        replicas, or, where a group of many GPUs is everything, with another that is; for the machine itself where that
+        does not fit, as a larger group has smaller parts."""
+        everything = shards == machine.num_devices > WRITTEN_OUT
+        small = FEW_HOSTS if everything else max(FEW_HOSTS, 2 * shards // GPUS)
+        for hosts in dict.fromkeys((small, len(machine.hosts)) if everything else (small,)):
+            planned = hardware(kind, hosts)
+            trial = self.plan(model, form, planned, planned.num_devices if everything else shards, few)
+            found = spread(trial.programs, machine.num_devices, shards)
+            if trial.timeline is not None and fits(found, machine):
+                return found
+        return None
+
+    def plan(self, model: str, form: Form, machine: Hardware, shards: int, few: int = FEW) -> SimulatedStep:
+        spec = self.models[model]
+        work = self.workload(spec.name, spec.micro_batch, few * machine.num_devices, spec.sequence)
+        return self.lab.trial(replace(work, precision=spec.precision), machine, form.line(shards))
+
+    def _run(self, spec: MicsModel, programs: list[Program], machine: Hardware, hosts: int, count: int) -> FleetRun:
+        timeline = simulate(programs, machine, precision=spec.precision, written_out=0)
+        few = programs[0].interface.micro_batches
+        step_s = timeline.step_s + (count - few) * period_s(programs, timeline)
+        batch = count * spec.micro_batch * machine.num_devices
+        flops = self.flops(spec, batch)
+        tflops = flops / step_s / machine.num_devices / 1e12 if flops else None
+        return FleetRun(hosts, machine.num_devices, batch, step_s, timeline, tflops)
+
+    def flops(self, spec: MicsModel, batch: int) -> float | None:
+        """Of a step of a language model as section 5.1.1 counts them, recomputation included."""
+        if spec.name in self.unnamed:
+            return None
+        config = find_model(spec.name).config
+        return step_flops(batch, spec.sequence, config.num_hidden_layers, config.hidden_size, config.vocab_size)
+
+    def swept(
+        self, model: str, form: Form, hosts: Sequence[int], kind: str = V100, shards: int | None = None
+    ) -> dict[int, FleetRun]:
+        """Hosts to runs, those that fit."""
+        found = {count: self.run(model, form, count, shards, kind) for count in hosts}
+        return {count: run for count, run in found.items() if run is not None}
+
+    def assumptions(self) -> dict[str, str]:
+        """Out of the presets, so that they say what was simulated."""
+        old, new = hardware(V100, 2), hardware(A100, 2)
+
+        def gpu(machine: Hardware, half: str) -> str:
+            device, host = machine.devices[0], machine.hosts[0]
+            assert host.nvlink_bandwidth is not None
+            return (
+                f"{half}: {device.peak_flops['fp16'] / 1e12:.0f} TFLOPS of fp16 at "
+                f"{device.achieved_fraction['fp16']:.0%} in large products, {device.memory_bandwidth / 1e9:.0f} GB/s "
+                f"of memory, {device.op_overhead_s * 1e6:.0f} us a torch call, NVLink "
+                f"{host.nvlink_bandwidth / 1e9:.0f} GB/s a GPU and direction"
+            )
+
+        assert old.network is not None and new.network is not None
+        hop_s = old.network.latency_s + 2 * old.devices[0].link_latency_s
+        return {
+            "GPUs": f"{gpu(old, 'p3dn, V100')}; {gpu(new, 'p4d, A100')}",
+            "network": f"{old.network.bandwidth / 1e9:g} and {new.network.bandwidth / 1e9:g} GB/s a host and "
+            "direction: the whole wire rate (100 and 400 Gb/s), nothing lost to protocol or to other tenants",
+            "collectives": "rings host by host, one for each PCIe switch between hosts, so that each network card "
+            "carries (n-1)/n of the value once; a sum that all get is a scatter and a gather",
+            "latency": f"a ring of n has n-1 rounds (section 2.3, footnote 1) of {hop_s * 1e6:.0f} us between hosts: "
+            f"{old.network.latency_s * 1e6:.0f} us of network and {old.devices[0].link_latency_s * 1e6:.0f} us of "
+            f"PCIe on either side, assumed; {old.hosts[0].nvlink_latency_s * 1e6:.0f} us inside a host. All "
+            "parameters of a layer go in one call",
+            "memory": f"{old.devices[0].memory_bytes / 2**30:.0f} and {new.devices[0].memory_bytes / 2**30:.0f} GiB, "
+            f"{old.devices[0].usable_fraction:.0%} of it usable; 2 + 2 + 12 bytes a parameter over the group",
+            "models": "table 1 as encoders with a classifier, without the output layer over the vocabulary; BERT 50B "
+            "with 64 heads, as 40 do not divide 8192. The paper does not describe 52B and 100B: 64 layers of 8192 and "
+            "80 of 10240 here",
+            "batch": f"{self.batch} rows of 512 in micro-batches of 8 a GPU; of those, {FEW} are simulated, and each "
+            "further one takes as long as the second began behind the first",
+            "TFLOPS": "the paper's formula, which counts recomputation: 96 T l L h^2 (1 + l / 6h + V / 16Lh)",
+            MICS.name: f"`{MICS.line(8)}`",
+            ZERO3.name: f"the same with all GPUs in one group and plain gathers: `{ZERO3.line(128)}`",
+            ZERO3_LATE.name: "the same, each layer gathered when it is due. DeepSpeed 0.5.6 fetches ahead, but by "
+            "section 4 makes its streams wait for each other where it need not: it should lie between the two",
+            OURS.name: f"what MiCS's passes choose when they may choose more: `{OURS.line(8)}`",
+        }

@@ -1,0 +1,100 @@
+"""The machines, programs and counting rules of MiCS's evaluation (VLDB 2022, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import WRITTEN_OUT, Program, infer_all, profile_memory
+from ...runtime.simulate import CostModel, Timeline
+from ...runtime.simulate.sharing import TasksUnderWay
+
+GPUS = 8  # of a host
+FEW_HOSTS = WRITTEN_OUT // GPUS + 1
+FEW = 2  # micro-batches of a lane that are simulated one by one
+V100, A100 = "mics-p3dn", "mics-p4d"
+# A micro-batch's inputs of all stages are there at a time, not those of all micro-batches.
+START = "coarsen, mesh{{shards={shards}}}, partition-min-stage{{inputs_leave=true}}, map-round-robin, schedule-1f1b, "
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to train. `remat`, `shard` and `sums`: options of the passes of these names."""
+
+    name: str
+    remat: str = "always=true"
+    shard: str = "tier=device, hold=false"
+    sums: str = "every=two-hop"
+
+    def line(self, shards: int) -> str:
+        named = (("insert-remat", self.remat), ("insert-shard", self.shard), ("insert-two-hop", self.sums))
+        parts = [f"{name}{{{options}}}" if options else name for name, options in named]
+        return START.format(shards=shards) + ", ".join([*parts, "insert-optimizer"])
+
+
+MICS = Form("MiCS")
+FLAT = Form("MiCS, plain gathers", shard="tier=device, hold=false, hierarchical=false")
+ONE_HOP = Form("MiCS, sums with every micro-batch", sums="every=micro-batch")
+ZERO3 = Form("ZeRO-3", shard="tier=device, hold=false, hierarchical=false")
+ZERO3_LATE = Form("ZeRO-3, nothing ahead", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
+OURS = Form("ours", remat="", shard="tier=device, prefetch=8", sums="")
+RIVALS = ((MICS, None), (ZERO3, 0), (ZERO3_LATE, 0))  # with the number of shards: the model's own, or all GPUs
+NO_REMAT = replace(MICS, remat=""), replace(ZERO3, remat=""), replace(ZERO3_LATE, remat="")
+
+
+def hardware(kind: str, hosts: int) -> Hardware:
+    return Hardware.preset(f"{kind}:{hosts}")
+
+
+def spread(programs: Sequence[Program], gpus: int, shards: int) -> list[Program]:
+    """A lane's programs among `gpus` lanes of one device, of which `shards` share their weights."""
+    found = []
+    for program in programs:
+        changed = program.copy().with_interface(lanes=tuple((device,) for device in range(gpus)), shards=shards)
+        infer_all(changed)
+        found.append(changed)
+    return found
+
+
+def fits(programs: Sequence[Program], machine: Hardware) -> bool:
+    """Whether the first devices' memories hold a lane."""
+    return all(profile_memory(p).peak_bytes[ops.DEVICE] <= machine.devices[p.device].budget_bytes for p in programs)
+
+
+def period_s(programs: Sequence[Program], timeline: Timeline) -> float:
+    """Seconds from the beginning of the last micro-batch but one of a lane to that of the last; 0 where there is only
+    one."""
+    (first,) = programs
+    nodes = [node for node in first.ops() if node.target not in (ops.free, ops.resident)]
+    begins: dict[int, float] = {}
+    for node, span in zip(nodes, timeline.spans, strict=True):
+        if node.target is ops.forward:
+            begins.setdefault(int(node.kwargs["micro_batch"]), span.start_s)  # type: ignore[arg-type]
+    ordered = sorted(begins.values())
+    return ordered[-1] - ordered[-2] if len(ordered) > 1 else 0.0
+
+
+def collective_s(
+    machine: Hardware, members: Sequence[int], num_bytes: float, times: int = 1, hierarchical: bool = False
+) -> float:
+    """Seconds of one collective that has the machine to itself."""
+    work = ops.Work(
+        ops.COMM, moved_bytes=round(num_bytes), source=ops.DEVICE, target=ops.DEVICE, group="all", rounds=times,
+        hierarchical=hierarchical,
+    )  # fmt: skip
+    model = CostModel(machine, "fp16")
+    progress = TasksUnderWay(model.links)
+    progress.begin(0, model.collective([(device, work) for device in members]), 0.0)
+    end_s = 0.0
+    while progress.events:
+        now_s, over = progress.pop()
+        end_s = now_s if over is not None else end_s
+    return end_s
+
+
+def effective(machine: Hardware, members: Sequence[int], num_bytes: float) -> float:
+    """Bytes/s of a plain gather as section 3.1 means it: what a member gets from the others, over its time."""
+    share = (len(members) - 1) / len(members)
+    return share * num_bytes / collective_s(machine, members, num_bytes)

@@ -1,0 +1,78 @@
+"""Rows "paper, ours, verdict". Nothing is fitted: a verdict is "agrees" where our number lies in the paper's range, or
+within 15% of its single number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEAR = 0.15  # of a single number of the paper
+AGREES, DIFFERS, NO_CLAIM = "agrees", "differs", ""
+INFINITE = float("inf")
+AT_LEAST_ONE = (1.0, INFINITE)
+SECONDS, TENTHS = "{:.2f} s / {:.2f} s", "{:.1f} s / {:.1f} s"
+
+Claim = float | tuple[float, float] | None  # a number, a range whose bounds may be infinite, or nothing
+
+
+@dataclass(frozen=True)
+class FigureRow:
+    """One number of a figure. `paper` is empty where the paper gives none; `value` is ours as a number."""
+
+    setting: str
+    quantity: str
+    paper: str
+    ours: str
+    verdict: str = NO_CLAIM
+    value: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        return self.setting, self.quantity, self.paper, self.ours, self.verdict
+
+
+class FigureTable(list[FigureRow]):
+    """The rows of a finding, and how they come about."""
+
+    def add(
+        self, setting: str, quantity: str, value: float | None, unit: str = "", digits: int = 2, claim: Claim = None
+    ) -> None:
+        """A number of ours beside the paper's; None: it does not fit, whatever the paper claims."""
+        if value is None:
+            self.append(FigureRow(setting, quantity, "", "does not fit"))
+            return
+        paper, agrees = _judged(value, claim, unit)
+        verdict = NO_CLAIM if agrees is None else AGREES if agrees else DIFFERS
+        self.append(FigureRow(setting, quantity, paper, f"{value:.{digits}f}{unit}", verdict, value))
+
+    def words(self, setting: str, quantity: str, paper: str, ours: str) -> None:
+        """Words that agree where they are the same; the paper's may be empty."""
+        verdict = NO_CLAIM if not paper else AGREES if paper == ours else DIFFERS
+        self.append(FigureRow(setting, quantity, paper, ours, verdict))
+
+    def ratio(
+        self, setting: str, quantity: str, over: float | None, under: float | None, claim: Claim = None,
+        said: str = SECONDS, digits: int = 2,
+    ) -> float | None:  # fmt: skip
+        """`over / under`, both named behind the quantity as `said` has it; without one of them it does not fit."""
+        if over is None or under is None:
+            self.add(setting, quantity, None)
+            return None
+        brackets = f" ({said.format(over, under)})" if said else ""
+        self.add(setting, quantity + brackets, over / under, "x", digits, claim)
+        return over / under
+
+
+def _judged(value: float, claim: Claim, unit: str) -> tuple[str, bool | None]:
+    """The paper's claim in words, and whether a value agrees with it."""
+    if claim is None:
+        return "", None
+    if not isinstance(claim, tuple):
+        return f"{claim:g}{unit}", abs(value / claim - 1) <= NEAR
+    low, high = claim
+    if high == INFINITE:
+        paper = f"> {low:g}{unit}"
+    elif low == -INFINITE:
+        paper = f"< {high:g}{unit}"
+    else:
+        paper = f"{low:g} to {high:g}{unit}"
+    return paper, low <= value <= high
