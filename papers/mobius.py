@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from ..ir.machine.hardware import Hardware
 from ..ir.units import format_seconds
 from ..passes.graph.blocks import Block
+from ..passes.stage_time import block_seconds
 from .experiments import Experiments, said_memory, said_traffic, sizes_table
 from .figures import Bars, Curves
 from .lab import SimulatedStep, Workload, exposed_share, profile_s, share_of_bytes

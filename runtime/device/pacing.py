@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...ir import ops
 from ...ir.errors import WorkerError
-from ...ir.machine.hardware import Hardware
+from ...ir.machine.hardware import Device, Hardware
 from .prepare import Issue, Issues
 
 CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: as long may what is urgent have to wait
@@ -82,16 +83,18 @@ class Pacing:
 
     def _transfer_s(self, issue: Issue) -> float:
         """What a transfer takes on the described hardware; a receive is held down by its send."""
-        own, dram, ssd = self.spec.name, f"dram{self.spec.host}", f"ssd{self.spec.host}"
-        routes = {"fetch": (dram, own), "offload": (own, dram)}
-        if issue.op in ("read", "write"):
-            routes |= {"read": (ssd, dram), "write": (dram, ssd)}
-        if issue.op == "send":
-            routes["send"] = (own, self.hardware.devices[issue.peer].name)
-        if issue.op not in routes:
+        if not ops.ALL[issue.op].transfers:
             return 0.0
-        route = routes[issue.op]
+        route = route_of(issue, self.hardware, self.spec)
         return issue.moved_bytes / self.hardware.bandwidth(*route) + self.hardware.latency_s(*route)
+
+
+def route_of(issue: Issue, hardware: Hardware, own: Device) -> tuple[str, str]:
+    """The machine's names of the memories between which the device `own` moves an op's bytes."""
+    names = {ops.DEVICE: own.name, ops.DRAM: f"dram{own.host}", ops.SSD: f"ssd{own.host}"}
+    names |= {f"device{i}": device.name for i, device in enumerate(hardware.devices)}
+    source, target = issue.route
+    return names[source], names[target]
 
 
 class TurnClient:

@@ -19,16 +19,13 @@ from ...ir.program import Program, bind_one, largest_values, place_of
 from ..simulate import Span
 from .file import DeviceFile
 from .named_streams import Streams
-from .pacing import Pacing
+from .pacing import Pacing, route_of
 from .peers import PeerLink, group_memories, message_orders
 from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
 from .state import DeviceState
 from .streams import Fault
-
-NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
-WAITING_OPS = ("send", *NOT_COUNTED)  # for other devices
 
 
 @dataclass
@@ -149,7 +146,7 @@ class DeviceSession:
     @property
     def waited(self) -> bool:
         """Whether the op that failed waited for another device: then that one is the likelier culprit."""
-        return self.broken is not None and self.broken.label is not None and self.broken.label.op in WAITING_OPS
+        return self.broken is not None and self.broken.label is not None and bool(ops.ALL[self.broken.label.op].meets)
 
     def _located(self, fault: Fault) -> Exception:
         """The error that the caller sees, with the place."""
@@ -196,8 +193,9 @@ class DeviceSession:
         names |= {f"device{i}": device.name for i, device in enumerate(self.setup.hardware.devices)}
         moved: dict[str, int] = {}
         for issue in plan.ops:
-            if issue.moved_bytes and issue.op not in NOT_COUNTED:
-                route = " -> ".join(names[end] for end in issue.route)
+            op = ops.ALL[issue.op]
+            if issue.moved_bytes and (op.transfers or not op.meets):
+                route = " -> ".join(route_of(issue, self.setup.hardware, self.spec))
                 moved[route] = moved.get(route, 0) + issue.moved_bytes
         return moved
 
