@@ -6,9 +6,8 @@ micro-batches wait for their backward at the same time, so less is kept. The ord
 whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest device while one
 goes from the stage to the loss and back; with equal stages, one on each device, stage s of S holds S - s.
 
-Every device's messages leave in the order in which their producers end in that schedule, and all devices receive in
-that same order, so no two streams wait for each other. Backwards of a device follow the reverse order of stages within
-each micro-batch, so gradients are added as by `schedule-pipeline`: training is bit for bit the same.
+Backwards of a device follow the reverse order of stages within each micro-batch, so gradients are added as by
+`schedule-pipeline`: training is bit for bit the same.
 """
 
 from __future__ import annotations
