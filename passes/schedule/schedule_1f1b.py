@@ -40,7 +40,7 @@ class BackwardFirst(Timetable):
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)
-        self.on_device_s = [sum(sum(self.took_s[s.name]) for s in flow.on(d)) for d in flow.devices]
+        self.on_device_s = [sum(self.took_s[s.name].both_s for s in flow.on(d)) for d in flow.devices]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
         self.behind: dict[str, str | None] = {}  # whose backward comes just before a stage's own on its device
         behind: dict[int, str] = {}
@@ -57,7 +57,7 @@ class BackwardFirst(Timetable):
         """Micro-batches that a stage may hold: enough to keep the slowest device busy until the first comes back."""
         later = self.flow.specs[self.flow.specs.index(spec) :]
         slowest_s = max(self.on_device_s)
-        round_trip_s = sum(sum(self.took_s[s.name]) for s in later)
+        round_trip_s = sum(self.took_s[s.name].both_s for s in later)
         return max(1, math.ceil(round_trip_s / slowest_s - ROUNDING)) if slowest_s > 0 else len(later)
 
     def able(self) -> Iterator[Able]:
