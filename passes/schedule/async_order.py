@@ -113,7 +113,7 @@ class Alternating(Timetable):
     def lasts_s(self, action: StageAction) -> float:
         """All but the last stages compute their forward again in backward."""
         again = isinstance(action, Turn) and action.is_backward and action.stage in self.recomputed
-        return super().lasts_s(action) + (self.took_s[action.stage][False] if again else 0.0)
+        return super().lasts_s(action) + (self.took_s[action.stage].forward_s if again else 0.0)
 
     def summed_s(self, m: int) -> float:
         """When a micro-batch's gradients of all stages that share parameters are there."""

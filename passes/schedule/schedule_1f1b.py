@@ -6,9 +6,8 @@ micro-batches wait for their backward at the same time, so less is kept. The ord
 whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest device while one
 goes from the stage to the loss and back; with equal stages, one on each device, stage s of S holds S - s.
 
-Every device's messages leave in the order in which their producers end in that schedule, and all devices receive in
-that same order, so no two streams wait for each other. Backwards of a device follow the reverse order of stages within
-each micro-batch, so gradients are added as by `schedule-pipeline`: training is bit for bit the same.
+Backwards of a device follow the reverse order of stages within each micro-batch, so gradients are added as by
+`schedule-pipeline`: training is bit for bit the same.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class BackwardFirst(Timetable):
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)
-        self.on_device_s = [sum(sum(self.took_s[s.name]) for s in flow.on(d)) for d in flow.devices]
+        self.on_device_s = [sum(self.took_s[s.name].both_s for s in flow.on(d)) for d in flow.devices]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
         self.behind: dict[str, str | None] = {}  # whose backward comes just before a stage's own on its device
         behind: dict[int, str] = {}
@@ -58,7 +57,7 @@ class BackwardFirst(Timetable):
         """Micro-batches that a stage may hold: enough to keep the slowest device busy until the first comes back."""
         later = self.flow.specs[self.flow.specs.index(spec) :]
         slowest_s = max(self.on_device_s)
-        round_trip_s = sum(sum(self.took_s[s.name]) for s in later)
+        round_trip_s = sum(self.took_s[s.name].both_s for s in later)
         return max(1, math.ceil(round_trip_s / slowest_s - ROUNDING)) if slowest_s > 0 else len(later)
 
     def able(self) -> Iterator[Able]:

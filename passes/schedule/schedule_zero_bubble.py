@@ -85,7 +85,7 @@ class WeightsLast(BackwardFirst):
         whole_s = super().lasts_s(action)
         if not isinstance(action, Turn) or action.stage not in self.split:
             return whole_s
-        late_s = self.flow.interface.stages[action.stage].weight_share * self.took_s[action.stage][True]
+        late_s = self.flow.interface.stages[action.stage].weight_share * self.took_s[action.stage].backward_s
         return late_s if action.is_weight else whole_s - late_s if action.is_backward else whole_s
 
     def waits_s(self, turn: Turn) -> list[float]:

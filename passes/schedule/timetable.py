@@ -7,18 +7,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..draft import Draft
-from .durations import Durations
+from ..stage_time import MessageTimes, stage_seconds
 from .flow import Flow, Placed, StageAction, Turn
 
 Able = tuple[float, int, int, StageAction]  # when it can begin, rank among those that begin then, micro-batch
 
 
-class Timetable(Durations):
+class Timetable:
     """A step under way: which turns have ended, and when. A subclass says what can be next (`able`), and what a turn
     waits for besides its device and its inputs (`waits_s`)."""
 
     def __init__(self, flow: Flow, draft: Draft):
-        super().__init__(flow, draft.hardware, draft.options.precision)
+        self.flow, self.messages = flow, MessageTimes(draft.hardware)
+        self.took_s = {
+            spec.name: stage_seconds(spec, device, draft.options.precision, spec.name in flow.trained)
+            for spec in flow.specs
+            for device in [draft.hardware.devices[flow.device_of[spec.name]]]
+        }
         self.ended_s: dict[StageAction, float] = {}
         self.free_s = [0.0] * flow.interface.num_devices
         self.ends: list[tuple[float, Placed]] = []
@@ -53,12 +58,15 @@ class Timetable(Durations):
         device_of = self.flow.device_of
         here = device_of[turn.stage]
         return [
-            self.ended_s.get(made, math.inf) + self.moving_s(device_of[made.stage], here, value)
+            self.ended_s.get(made, math.inf) + self.messages.seconds(device_of[made.stage], here, value.bytes)
             for made, value in self.flow.needed(turn)
         ]
 
     def lasts_s(self, action: StageAction) -> float:
-        return self.took_s[action.stage][action.is_backward] if isinstance(action, Turn) else 0.0
+        if not isinstance(action, Turn):
+            return 0.0
+        took = self.took_s[action.stage]
+        return took.backward_s if action.is_backward else took.forward_s
 
 
 def ended_in_turn(flow: Flow, draft: Draft, turns: Mapping[int, Sequence[Turn]]) -> list[Placed]:
