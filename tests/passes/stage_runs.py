@@ -91,8 +91,8 @@ def stages_of(
 
 def one_device(graph: Any, stages: int) -> Draft:
     """All stages on one device, in their order."""
-    draft = draft_of(graph, Hardware.cpu(num_devices=1), stages=stages)
-    return apply(draft, *all_passes()[:4])
+    draft = draft_of(graph, Hardware.cpu(num_devices=1))
+    return apply(draft, *all_passes(stages)[:4])
 
 
 def assert_close(predicted: int, real: int, where: str) -> None:

@@ -57,8 +57,8 @@ def test_the_message_says_which_pass_to_move() -> None:
 
 @pytest.mark.parametrize("hardware", [Hardware.cpu(num_devices=2), tight()], ids=["roomy", "tight"])
 def test_plans_change_nothing_and_survive_json(hardware: Hardware) -> None:
-    draft = draft_of(chain(), hardware, micro_batches=2, stages=4)
-    for p in all_passes():
+    draft = draft_of(chain(), hardware, micro_batches=2)
+    for p in all_passes(4):
         before = state_of(draft)
         decision = p.plan(draft)
         assert p.plan(draft) == decision
@@ -68,13 +68,13 @@ def test_plans_change_nothing_and_survive_json(hardware: Hardware) -> None:
 
 
 def test_the_same_decisions_give_the_same_programs() -> None:
-    first = draft_of(chain(), tight(), micro_batches=2, stages=4)
+    first = draft_of(chain(), tight(), micro_batches=2)
     decisions = {}
-    for p in all_passes():
+    for p in all_passes(4):
         decisions[p.decides] = p.plan(first)
         apply(first, p, decisions=decisions)
-    second = draft_of(chain(), Hardware.cpu(num_devices=2), micro_batches=2, stages=4)
-    apply(second, *all_passes(), decisions=decisions)
+    second = draft_of(chain(), Hardware.cpu(num_devices=2), micro_batches=2)
+    apply(second, *all_passes(4), decisions=decisions)
     assert text_of(first) == text_of(second)
 
 
@@ -101,8 +101,8 @@ BAD: list[tuple[Pass, object, str]] = [
 
 @pytest.mark.parametrize(("p", "decision", "message"), BAD, ids=[f"{p.name}-{i}" for i, (p, _, _) in enumerate(BAD)])
 def test_decisions_that_cannot_be_carried_out(p: Pass, decision: object, message: str) -> None:
-    draft = draft_of(chain(), micro_batches=2, stages=4)
-    before = all_passes()
+    draft = draft_of(chain(), micro_batches=2)
+    before = all_passes(4)
     apply(draft, *before[: [q.name for q in before].index(p.name)])
     with pytest.raises(PassError, match=message):
         p.rewrite(draft, decision)

@@ -52,11 +52,11 @@ def test_every_block_a_stage_swapped_and_rematerialised(name: str) -> None:
     """The most that a plan can do to a model, on three devices."""
     graph, batches, tolerance = case(name)
     names = names_of_blocks(graph)
-    draft = draft_of(graph, Hardware.cpu(num_devices=3), micro_batches=2, stages=len(names))
-    apply(draft, *all_passes()[:4])
+    draft = draft_of(graph, Hardware.cpu(num_devices=3), micro_batches=2)
+    apply(draft, *all_passes(len(names))[:4])
     able = [s.spec.name for s in draft.stages if s.spec.rematerialisable]
     fetch = early_fetches(draft, {s.spec.name: {"forward": 99, "backward": 1} for s in draft.stages})
-    apply(draft, *all_passes()[4:], decisions={"rematerialise": able, "fetch": fetch})
+    apply(draft, *all_passes(len(names))[4:], decisions={"rematerialise": able, "fetch": fetch})
     assert_trains_like_eager(draft, batches[:2], tolerance)
 
 
@@ -125,8 +125,8 @@ def test_many_plans_train_like_eager(plan: tuple[str, dict[str, Any]]) -> None:
 
 def test_gradients_are_clipped_by_their_norm_over_all_devices() -> None:
     graph, batches = traced("gpt2", double=True)
-    draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2, stages=4, max_grad_norm=0.01)
-    apply(draft, *all_passes(), decisions={"fetch": {"stage0": {}, "stage2": {}}})
+    draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2, max_grad_norm=0.01)
+    apply(draft, *all_passes(4), decisions={"fetch": {"stage0": {}, "stage2": {}}})
     assert_trains_like_eager(draft, batches[:2], 1e-8)  # torch adds 1e-6 to the norm
     for program in draft.programs:
         assert [n.kwargs["max_norm"] for n in program.ops() if n.target.name == "clip"] == [0.01, 0.01]  # type: ignore
@@ -171,8 +171,8 @@ def early_loss_batches() -> list[dict[str, torch.Tensor]]:
 
 def test_stages_behind_the_loss_get_no_gradient() -> None:
     graph, batches = traced_model(EarlyLoss(), early_loss_batches())
-    draft = draft_of(graph, micro_batches=2, stages=3)
-    apply(draft, *all_passes())
+    draft = draft_of(graph, micro_batches=2)
+    apply(draft, *all_passes(3))
     assert [s.spec.loss is not None for s in draft.stages] == [False, True, False]
     assert not any(i.requires_grad for i in draft.stages[2].spec.inputs)
     assert "unused" not in draft.programs[0].interface.batch
@@ -184,9 +184,9 @@ def test_stages_behind_the_loss_get_no_gradient() -> None:
 def test_evaluation_gives_every_output_of_the_model(name: str, swapped: bool) -> None:
     """Also those that are sent between stages, and those that no parameter touches."""
     graph, batches = traced_model(EarlyLoss(), early_loss_batches()) if name == "early_loss" else traced(name)
-    draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2, stages=3)
+    draft = draft_of(graph, Hardware.cpu(num_devices=2), micro_batches=2)
     fetch = {"stage0": {"forward": 1}, "stage2": {}} if swapped else {}
-    apply(draft, *all_passes(), decisions={"fetch": fetch})
+    apply(draft, *all_passes(3), decisions={"fetch": fetch})
     evaluation = evaluation_programs(draft, fetch)
     verify(evaluation, draft.hardware)
     fetched = {n.args[0] for p in evaluation for n in p.ops() if n.target.name == "fetch"}  # type: ignore
@@ -222,9 +222,9 @@ def test_a_layer_that_all_depths_share_is_tied_across_stages() -> None:
     names = names_of_blocks(graph)
     layer = "albert.encoder.albert_layer_groups.0"
     assert [n for n in names if n.startswith(layer)] == [layer, *(f"{layer}#{i}" for i in (2, 3, 4))]
-    draft = draft_of(graph, micro_batches=2, stages=0)
+    draft = draft_of(graph, micro_batches=2)
     first = names.index(layer)
-    apply(draft, *all_passes(), decisions={"stages": cut(names, [first + 1, first + 2, first + 3])})
+    apply(draft, *all_passes(0), decisions={"stages": cut(names, [first + 1, first + 2, first + 3])})
     groups = draft.programs[0].interface.groups
     weight = f"{layer}.albert_layers.0.ffn.weight"
     assert groups[f"tie.{weight}"] == tuple((i % 2, f"stage{i}", weight) for i in range(4))
@@ -252,10 +252,10 @@ def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -
     """Every value is charged with the bytes that it really has: within 5% per device, in tight budgets too. Of DRAM,
     all devices' peaks are foreseen at once, which need not happen."""
     graph, batches, _ = case(name)
-    roomy = apply(draft_of(graph, micro_batches=2, stages=4), *all_passes())
+    roomy = apply(draft_of(graph, micro_batches=2), *all_passes(4))
     peaks = [profile_memory(p).peak_bytes[ops.DEVICE] for p in roomy.programs]
     hardware = Hardware.cpu(num_devices=2, memory=max(peaks) * 2 // 3) if tight else roomy.hardware
-    draft = apply(draft_of(graph, hardware, micro_batches=2, stages=4), *all_passes(), memory=True)
+    draft = apply(draft_of(graph, hardware, micro_batches=2), *all_passes(4), memory=True)
     machine = reference(draft)
     machine.step(joined(batches[:2]))
     for program in draft.programs:

@@ -15,8 +15,8 @@ from penstock.tests.passes.running import apply, draft_of, to_schedule, traced
 
 @functools.cache
 def programs(weights: str) -> tuple[Program, ...]:
-    draft = draft_of(traced("gpt2")[0], micro_batches=3, stages=2)
-    return tuple(apply(draft, *to_schedule()[:3], ScheduleAsync(weights=weights)).programs)
+    draft = draft_of(traced("gpt2")[0], micro_batches=3)
+    return tuple(apply(draft, *to_schedule(2)[:3], ScheduleAsync(weights=weights)).programs)
 
 
 def edited(weights: str, device: int, old: str, new: str) -> list[Program]:

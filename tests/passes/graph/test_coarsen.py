@@ -178,8 +178,8 @@ def test_names_that_python_or_the_program_uses() -> None:
     torch.manual_seed(0)
     batches = [{n: torch.randn(2, 4) for n in ("batch", "rt", "lambda_", "d_x", "x")} for _ in range(2)]
     graph, batches = traced_model(Odd(), batches)
-    draft = draft_of(graph, micro_batches=2, stages=3)
-    apply(draft, *all_passes())
+    draft = draft_of(graph, micro_batches=2)
+    apply(draft, *all_passes(3))
     assert_trains_like_eager(draft, batches)
 
 

@@ -202,7 +202,7 @@ def test_plans_are_checked(names: list[str], data: dict[str, Any], message: str)
 
 
 def test_a_stage_that_reads_what_it_writes_keeps_everything() -> None:
-    draft = apply(draft_of(traced("in_place")[0], stages=2), *to_schedule())
+    draft = apply(draft_of(traced("in_place")[0]), *to_schedule(2))
     assert ChooseActivations(to="dram", share=1.0).plan(draft)["rematerialise"] == ["stage1"]
 
 

@@ -20,8 +20,8 @@ from penstock.tests.passes.running import all_passes, apply, chain, draft_of, te
 
 
 def ready(hardware: Hardware, depth: int = 7, remat: bool = True, **sizes: int) -> Draft:
-    draft = draft_of(chain(depth, **sizes), hardware, micro_batches=2, stages=depth + 1)
-    apply(draft, *to_schedule())
+    draft = draft_of(chain(depth, **sizes), hardware, micro_batches=2)
+    apply(draft, *to_schedule(depth + 1))
     names = [s.spec.name for s in draft.stages]
     return apply(draft, InsertRemat(), decisions={"rematerialise": names if remat else []})
 
@@ -31,8 +31,8 @@ def swapping(memory: str = "21kB", num_devices: int = 2, **links: str) -> Hardwa
 
 
 def test_text(golden: Golden) -> None:
-    draft = draft_of(chain(depth=3), Hardware.cpu(num_devices=2), micro_batches=2, stages=4)
-    apply(draft, *to_schedule())
+    draft = draft_of(chain(depth=3), Hardware.cpu(num_devices=2), micro_batches=2)
+    apply(draft, *to_schedule(4))
     whole = len(draft.stages[0].spec.params)
     fetch = {"stage0": {"backward": whole}, "stage1": {}, "stage2": {"forward": 1}, "stage3": {}}
     remat = {"rematerialise": ["stage0", "stage1", "stage2"]}
@@ -95,8 +95,8 @@ def test_a_kept_stage_keeps_its_weights() -> None:
 def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
     """`arena_bytes` on phases equals the arena of the rewritten program, for any early fetches and kept stages."""
     depth = data.draw(st.integers(2, 6))
-    draft = draft_of(chain(depth), Hardware.cpu(num_devices=1), micro_batches=2, stages=depth + 1)
-    apply(draft, *to_schedule())
+    draft = draft_of(chain(depth), Hardware.cpu(num_devices=1), micro_batches=2)
+    apply(draft, *to_schedule(depth + 1))
     names = [s.spec.name for s in draft.stages]
     remat = sorted(data.draw(st.sets(st.sampled_from(names))))
     stages = sorted(data.draw(st.sets(st.sampled_from(names), min_size=1)))

@@ -21,7 +21,7 @@ def scheduled(memory: str = "64MB", stages: int = 2) -> Draft:
     """Saved tensors are most of what this takes."""
     hardware = Hardware.cpu(num_devices=1, memory=memory)
     graph = chain(depth=5, width=16, rows=ROWS)
-    return apply(draft_of(graph, hardware, micro_batches=4, stages=stages), *to_schedule())
+    return apply(draft_of(graph, hardware, micro_batches=4), *to_schedule(stages))
 
 
 def peak(draft: Draft) -> int:
@@ -29,8 +29,8 @@ def peak(draft: Draft) -> int:
 
 
 def test_text(golden: Golden) -> None:
-    draft = draft_of(chain(depth=2), micro_batches=2, stages=3)
-    apply(draft, *to_schedule(), InsertRemat(), decisions={"rematerialise": ["stage0", "stage1"]})
+    draft = draft_of(chain(depth=2), micro_batches=2)
+    apply(draft, *to_schedule(3), InsertRemat(), decisions={"rematerialise": ["stage0", "stage1"]})
     golden(text_of(draft), "two-of-three")
 
 
@@ -69,18 +69,18 @@ def test_swapped_stages_are_rematerialised_but_the_last_may_keep() -> None:
     graph = chain(depth=7, rows=ROWS)
     lasts = []
     for memory in (140_000, 180_000, 220_000):
-        draft = draft_of(graph, Hardware.cpu(num_devices=1, memory=memory), micro_batches=4, stages=4)
-        apply(draft, *to_schedule())
+        draft = draft_of(graph, Hardware.cpu(num_devices=1, memory=memory), micro_batches=4)
+        apply(draft, *to_schedule(4))
         decision = InsertRemat().plan(draft)
         assert decision[:3] == ["stage0", "stage1", "stage2"]
         lasts.append("stage3" in decision)
-        apply(draft, *all_passes()[4:], memory=True)
+        apply(draft, *all_passes(4)[4:], memory=True)
         assert any(n.target is ops.fetch for n in draft.programs[0].ops())
     assert lasts == [True, True, False]
 
 
 def test_a_stage_that_reads_what_it_writes_cannot() -> None:
-    draft = apply(draft_of(traced("in_place")[0], stages=2), *to_schedule())
+    draft = apply(draft_of(traced("in_place")[0]), *to_schedule(2))
     assert [s.spec.rematerialisable for s in draft.stages] == [False, True]
     with pytest.raises(PassError, match="stage0 writes a buffer that its forward reads"):
         InsertRemat().rewrite(draft, ["stage0"])

@@ -137,8 +137,8 @@ def test_no_disks() -> None:
 
 
 def test_resident_stages_stay_on_their_device() -> None:
-    draft = draft_of(chain(), machine(), micro_batches=2, stages=4)
-    apply(draft, *to_schedule(), InsertRemat(), InsertFetch())
+    draft = draft_of(chain(), machine(), micro_batches=2)
+    apply(draft, *to_schedule(4), InsertRemat(), InsertFetch())
     assert InsertSsd(tier="all").plan(draft)["stages"] == {}
 
 
@@ -193,8 +193,8 @@ def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | 
     graph = chain(3, 16) if name == "chain" else traced(name, dropout=0.0)[0]
     for level in (0, 3, 5, 8):
         for timing in TIMINGS[1:4]:
-            draft = draft_of(graph, machine(num_devices=2), stages=4, precision=precision, max_grad_norm=clip)
-            apply(draft, *to_schedule(), InsertRemat(), InsertFetch(swap=True))
+            draft = draft_of(graph, machine(num_devices=2), precision=precision, max_grad_norm=clip)
+            apply(draft, *to_schedule(4), InsertRemat(), InsertFetch(swap=True))
             room = SsdRoom(draft)
             names = room.stages_of([0])
             tiers = {s: "states" for s in names[:level]} | {s: "all" for s in names[: max(0, level - 4)]}
@@ -212,8 +212,8 @@ def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | 
 
 @pytest.mark.parametrize("to", ["dram", "ssd"])
 def test_activations_in_dram_are_counted_with_the_rest(to: str) -> None:
-    draft = draft_of(traced("gpt2", dropout=0.0)[0], machine(), stages=4, micro_batches=2)
-    apply(draft, *to_schedule(), ChooseActivations(to=to, swap=True, tier="all"), InsertFetch(swap=True))
+    draft = draft_of(traced("gpt2", dropout=0.0)[0], machine(), micro_batches=2)
+    apply(draft, *to_schedule(4), ChooseActivations(to=to, swap=True, tier="all"), InsertFetch(swap=True))
     assert any(n.target is ops.offload for n in draft.programs[0].ops())
     room = SsdRoom(draft)
     tiers = tiers_at(room.specs, room.stages_of([0]), 6)

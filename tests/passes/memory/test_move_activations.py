@@ -105,7 +105,7 @@ def test_a_tensor_that_several_stages_read_moves_once() -> None:
 
     with torch.device("meta"):
         graph = trace(Skip(), {"x": {"shape": [ROWS, 16], "dtype": "float32"}})
-    draft = apply(draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=1, stages=5), *to_schedule())
+    draft = apply(draft_of(graph, Hardware.cpu(num_devices=1), micro_batches=1), *to_schedule(5))
     choices = everywhere(draft, "dram", classes=False)
     (program,) = moved(draft, choices, Ahead(0, 0)).programs
     sources = [node.args[0] for node in program.ops() if node.target is ops.offload]

@@ -57,10 +57,10 @@ def test_gradients_of_one_stage_at_a_time_where_dram_has_no_room_for_two() -> No
 
 
 def swapped_chain(hardware: Hardware) -> Draft:
-    draft = draft_of(chain(7, 128, 32), hardware, micro_batches=2, stages=8)
+    draft = draft_of(chain(7, 128, 32), hardware, micro_batches=2)
     names = [f"stage{i}" for i in range(8)]
     decisions = {"rematerialise": names, "fetch": {name: {} for name in names}}
-    return apply(draft, *all_passes()[:6], decisions=decisions)
+    return apply(draft, *all_passes(8)[:6], decisions=decisions)
 
 
 def test_updates_overlap_with_the_backward_of_earlier_stages() -> None:
@@ -116,7 +116,7 @@ def test_fp16_unscales_and_may_skip() -> None:
 
 
 def test_ties_are_summed_in_every_stage_that_has_them() -> None:
-    draft = apply(draft_of(traced("t5")[0], Hardware.cpu(num_devices=2), stages=5), *all_passes())
+    draft = apply(draft_of(traced("t5")[0], Hardware.cpu(num_devices=2)), *all_passes(5))
     groups = tie_groups(draft)
     assert list(groups) == ["tie.shared.weight"]
     rows = groups["tie.shared.weight"]
@@ -127,7 +127,7 @@ def test_ties_are_summed_in_every_stage_that_has_them() -> None:
 
 
 def test_owners_are_the_first_stages() -> None:
-    draft = apply(draft_of(traced("gpt2")[0], stages=4), *all_passes())
+    draft = apply(draft_of(traced("gpt2")[0]), *all_passes(4))
     tied = ("transformer.wte.weight", "lm_head.weight")
     owners = [(s.spec.name, p.owner) for s in draft.stages for p in s.spec.params if p.name in tied]
     assert owners == [("stage0", True), ("stage3", False)]

@@ -223,8 +223,8 @@ def test_replicas_step_their_own_copies() -> None:
 
 @pytest.mark.parametrize("kind", [InsertSsd, OverlapOptimizer])
 def test_plans_change_no_program_and_survive_json(kind: type[Pass]) -> None:
-    draft = draft_of(chain(3, 16), machine(), micro_batches=2, stages=4, max_grad_norm=1.0)
-    before: list[Pass] = [*to_schedule(), InsertRemat(), InsertFetch(swap=True), InsertSsd(tier="all")]
+    draft = draft_of(chain(3, 16), machine(), micro_batches=2, max_grad_norm=1.0)
+    before: list[Pass] = [*to_schedule(4), InsertRemat(), InsertFetch(swap=True), InsertSsd(tier="all")]
     apply(draft, *(before[:-1] if kind is InsertSsd else before))
     text, p = text_of(draft), kind()
     decision = p.plan(draft)

@@ -62,11 +62,11 @@ def test_no_other_contiguous_partition_is_faster(case: tuple[Given, int]) -> Non
 def test_needs_are_those_of_the_built_stages() -> None:
     """What the partition counts for a slice is what the program of that stage takes in backward, on every model."""
     for name in ("gpt2", "t5", "wide_resnet", "llama"):
-        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=1), micro_batches=2, stages=3)
-        apply(draft, *all_passes()[:4])
+        draft = draft_of(traced(name)[0], Hardware.cpu(num_devices=1), micro_batches=2)
+        apply(draft, *all_passes(3)[:4])
         able = [s.spec.name for s in draft.stages if s.spec.rematerialisable]
         fetch = {s.spec.name: {} for s in draft.stages}
-        apply(draft, *all_passes()[4:], decisions={"rematerialise": able, "fetch": fetch})
+        apply(draft, *all_passes(3)[4:], decisions={"rematerialise": able, "fetch": fetch})
         counted, start = [], 0
         for names in draft.partition:
             counted.append(Slices(draft).need_bytes(start, start + len(names), 3))
@@ -102,14 +102,14 @@ def test_more_devices_than_blocks_get_a_block_each() -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(PassError, match="stages=9, but 5 blocks allow at most 5"):
-        apply(draft_of(chain(), stages=9), *all_passes()[:2])
+        apply(draft_of(chain()), *all_passes(9)[:2])
     tiny = Hardware.cpu(num_devices=2, memory="20kB")
     with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs .* the largest has 19.5 KiB") as raised:
         apply(draft_of(chain(width=32), tiny), *all_passes()[:2])
     assert raised.value.memory == "device" and raised.value.missing_bytes > 0
     small = Hardware.cpu(num_devices=2, memory="100kB")
     with pytest.raises(DoesNotFit, match=r"no contiguous partition into 2 stages fits.*Nearest that fits: stages=8"):
-        apply(draft_of(chain(depth=7, width=32), small, stages=2), *all_passes()[:2])
+        apply(draft_of(chain(depth=7, width=32), small), *all_passes(2)[:2])
 
 
 def test_a_shared_layer_is_counted_once() -> None:
@@ -122,8 +122,8 @@ def test_a_shared_layer_is_counted_once() -> None:
     assert sum(parameters.values()) + saved < whole.work_bytes < 1.5 * (sum(parameters.values()) + saved)
 
 
-def test_its_option_comes_before_the_drafts() -> None:
-    draft = draft_of(chain(), stages=2)
+def test_its_option_says_how_many_and_else_the_number_of_devices() -> None:
+    draft = draft_of(chain(), Hardware.cpu(num_devices=2))
     apply(draft, Coarsen())
     assert len(PartitionBalanced(stages=3).plan(draft)["stages"]) == 3
     assert len(PartitionBalanced().plan(draft)["stages"]) == 2

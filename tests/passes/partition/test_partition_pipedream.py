@@ -71,8 +71,8 @@ def test_devices_come_again_where_a_stage_each_does_not_fit() -> None:
 
 
 def test_as_many_stages_as_asked() -> None:
-    draft = apply(draft_of(chain(), Hardware.cpu(num_devices=2), stages=3), Coarsen())
-    assert PartitionPipedream().plan(draft)["planned_for"] == [0, 1, 0]
+    draft = apply(draft_of(chain(), Hardware.cpu(num_devices=2)), Coarsen())
+    assert PartitionPipedream(stages=3).plan(draft)["planned_for"] == [0, 1, 0]
     assert len(PartitionPipedream(stages=5).plan(draft)["stages"]) == 5
     with pytest.raises(PassError, match="stages=9, but 5 blocks allow at most 5"):
         PartitionPipedream(stages=9).plan(draft)
@@ -89,6 +89,6 @@ def test_what_does_not_fit_is_said() -> None:
     draft = apply(draft_of(chain(width=32), Hardware.cpu(num_devices=2, memory="20kB")), Coarsen())
     with pytest.raises(DoesNotFit, match=r"block 'layers.0' alone needs"):
         PartitionPipedream().plan(draft)
-    draft = apply(draft_of(chain(depth=7, width=32), Hardware.cpu(num_devices=2, memory="90kB"), stages=2), Coarsen())
+    draft = apply(draft_of(chain(depth=7, width=32), Hardware.cpu(num_devices=2, memory="90kB")), Coarsen())
     with pytest.raises(DoesNotFit, match="no contiguous partition into 2 stages fits"):
-        PartitionPipedream().plan(draft)
+        PartitionPipedream(stages=2).plan(draft)

@@ -106,5 +106,5 @@ def test_no_cut_and_no_mapping_deadlocks(data: st.DataObject) -> None:
 
 def test_one_device_does_one_micro_batch_after_the_other() -> None:
     hardware = Hardware.cpu(num_devices=1)
-    draft = apply(draft_of(chain(), hardware, micro_batches=3, stages=1), *one_forward_one_backward(1))
+    draft = apply(draft_of(chain(), hardware, micro_batches=3), *one_forward_one_backward(1))
     assert turns(draft.programs[0]) == "F0 B0 F1 B1 F2 B2"

@@ -37,21 +37,21 @@ def test_two_stages_two_micro_batches(golden: Golden) -> None:
 
 
 def test_stages_alternate_on_their_device(golden: Golden) -> None:
-    draft = apply(draft_of(chain(depth=3), micro_batches=2, stages=4), *to_schedule())
+    draft = apply(draft_of(chain(depth=3), micro_batches=2), *to_schedule(4))
     golden(text_of(draft), "four-stages")
 
 
 def test_a_value_with_readers_on_several_devices_is_sent_to_each_once(golden: Golden) -> None:
     """T5's encoder output: gradients are added where they are made, sent back once, and added again."""
     hardware = Hardware.cpu(num_devices=3)
-    draft = apply(draft_of(traced("t5")[0], hardware, stages=6), *to_schedule())
+    draft = apply(draft_of(traced("t5")[0], hardware), *to_schedule(6))
     golden(text_of(draft), "t5")
     sends = [n.kwargs["tag"] for p in draft.programs for n in p.ops() if n.target is ops.send]
     assert all(sends.count(tag) <= 2 for tag in sends)  # one per other device
 
 
 def test_evaluation(golden: Golden) -> None:
-    draft = apply(draft_of(chain(depth=2), micro_batches=2, stages=3), *all_passes())
+    draft = apply(draft_of(chain(depth=2), micro_batches=2), *all_passes(3))
     draft.programs = evaluation_programs(draft)
     golden(text_of(draft), "evaluation")
     draft.programs = evaluation_programs(draft, {"stage0": [], "stage2": []})
@@ -61,7 +61,7 @@ def test_evaluation(golden: Golden) -> None:
 def test_evaluation_of_swapped_stages_keeps_the_budget() -> None:
     """Stages that training swaps do not fit together; nor do they in evaluation."""
     hardware = Hardware.cpu(num_devices=1, memory="20kB")
-    draft = apply(draft_of(chain(depth=7), hardware, micro_batches=2, stages=8), *all_passes(), memory=True)
+    draft = apply(draft_of(chain(depth=7), hardware, micro_batches=2), *all_passes(8), memory=True)
     fetch = {s.spec.name: {} for s in draft.stages}
     assert all(n.target is not ops.resident for n in draft.programs[0].ops())
     texts = []
@@ -126,7 +126,7 @@ def test_no_two_messages_share_a_tag() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_losses_come_out_in_the_order_of_micro_batches(stages: int) -> None:
-    draft = apply(draft_of(chain(), micro_batches=3, stages=stages), *to_schedule())
+    draft = apply(draft_of(chain(), micro_batches=3), *to_schedule(stages))
     losses = [n for p in draft.programs for n in p.results().get("loss", [])]
     assert [n.args[0].kwargs["micro_batch"] for n in losses] == [0, 1, 2]  # type: ignore[union-attr]
 
@@ -151,7 +151,7 @@ class Fed(nn.Module):
 def test_gradients_of_two_values_from_many_devices_are_no_deadlock(depth: int, num_devices: int) -> None:
     """They come to their makers while these wait for other messages: all devices must agree on what comes first."""
     graph, _ = traced_model(Fed(depth), [{"x": torch.randn(2, 4)}])
-    draft = draft_of(graph, Hardware.cpu(num_devices=num_devices), micro_batches=2, stages=depth + 1)
-    apply(draft, *to_schedule())
+    draft = draft_of(graph, Hardware.cpu(num_devices=num_devices), micro_batches=2)
+    apply(draft, *to_schedule(depth + 1))
     verify(draft.programs, draft.hardware)
     verify(evaluation_programs(draft), draft.hardware)
