@@ -21,12 +21,3 @@ class Layout:
         options = [f"{name}={value}" for name, value in (("shards", self.shards), ("depth", self.depth)) if value > 1]
         options += [f"nearest={self.nearest}"] if self.nearest != "shards" else []
         return f"mesh{{{', '.join(options)}}}" if options else "mesh"
-
-    def describe(self, devices: int) -> str:
-        """In words: "64 replicas of 8 shards", "8 replicas of 2 shards of pipelines of 4"."""
-        depth = self.depth or devices
-        replicas = devices // (self.shards * depth)
-        parts = [f"{replicas} replicas"] if replicas > 1 else []
-        parts += [f"{self.shards} shards"] if self.shards > 1 else []
-        parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
-        return " of ".join(parts)

@@ -119,7 +119,7 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
 
     The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
     """
-    devices, blocks = draft.hardware.num_devices, len(draft.blocks)
+    devices, blocks = draft.lane_hardware.num_devices, len(draft.blocks)
     try:
         fewest = len(PartitionBalanced(inputs_leave=inputs_leave).plan(draft)["stages"])
     except DoesNotFit:
@@ -151,7 +151,7 @@ def scouts(draft: Draft, base: Recipe = Recipe()) -> list[Recipe]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
     found = [base.but(partition=balanced(count, base)) for count in stage_counts(draft, base.activations)]
     if base.reservoir:
-        found += [base.but(partition=balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
+        found += [base.but(partition=balanced(len(draft.blocks), base, order)) for order in fewer(draft.lane_hardware)]
     return found
 
 
@@ -177,7 +177,7 @@ def partitions(draft: Draft, base: Recipe = Recipe()) -> Iterator[str]:
         if kind.decides == "stages" and kind is not PartitionBalanced:
             can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
             yield _with_options(name, ["inputs_leave=true"] if base.activations and can_leave else [])
-    orders = device_orders(draft.hardware)
+    orders = device_orders(draft.lane_hardware)
     for count, order in itertools.product(stage_counts(draft, base.activations), orders):
         yield balanced(count, base, order)
 

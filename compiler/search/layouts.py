@@ -79,7 +79,7 @@ class Yardstick:
     """What a model takes of a machine's devices, as far as it depends on no layout. `draft`: with blocks."""
 
     def __init__(self, draft: Draft):
-        self.draft, self.hardware = draft, draft.hardware
+        self.draft, self.hardware = draft, draft.machine
         options, graph = draft.options, draft.graph
         params = {id(p): p for p in graph.parameters().values()}.values()
         trained = [p for p in params if p.requires_grad]
@@ -105,7 +105,7 @@ class Yardstick:
     def outlook(self, layout: Layout, count: int) -> Outlook | None:
         """With `count` micro-batches, of which those of the draft may be a divisor; None where the lanes cannot share
         them out, or a lane would be longer than what is planned in a second or two."""
-        lanes = Mesh(layout.shards, layout.depth, layout.nearest).plan(self.draft)["lanes"]
+        lanes = Mesh(layout.shards, layout.depth, layout.nearest).plan(self.draft).lanes
         if count % len(lanes):
             return None
         each, smaller = count // len(lanes), self.draft.options.micro_batches / count
@@ -171,7 +171,7 @@ class Yardstick:
 
 def outlooks(draft: Draft, counts: Sequence[int]) -> list[Outlook]:
     """What layouts of a draft with blocks promise with these numbers of micro-batches, the best first."""
-    yardstick, shapes = Yardstick(draft), layouts(draft.hardware, len(draft.blocks))
+    yardstick, shapes = Yardstick(draft), layouts(draft.machine, len(draft.blocks))
     rows = [yardstick.outlook(layout, count) for count in counts for layout in shapes]
     return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
 

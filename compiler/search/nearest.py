@@ -120,7 +120,7 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 def _dram_needs(candidate: Candidate) -> dict[int, int]:
     """Bytes by host."""
-    needs = host_needs(*shown(candidate.draft.programs, candidate.draft.whole))
+    needs = host_needs(*shown(candidate.draft.programs, candidate.draft.machine))
     return {host_of(need.memory): need.peak_bytes for need in needs if need.memory.startswith(ops.DRAM)}
 
 

@@ -237,7 +237,7 @@ class Sweep:
         named strategies, every partitioner, every mapping, schedules and tiers; then what is between. Where the base
         has a layout of several lanes, of that alone."""
         lane = self.bench(count).lane(self.base.layout)
-        cuts, maps = list(partitions(lane, self.base)), mappings(lane.hardware)
+        cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
         usual = [self.base.but(partition=cut, mapping=maps[0]) for cut in cuts]
         named = [Recipe(named=name) for name in STRATEGIES if is_synchronous(name) and not self.base.layout.depth]
         self.look(count, [r for r in named if not r.is_slow and (r.uses_ssd or not self.base.reservoir)])
@@ -251,7 +251,7 @@ class Sweep:
         self.look(count, [*usual, *named])
         for row in self.leaders(count):
             swaps = (False,) if row.all_swapped and row.recipe.layout.shards == 1 else (False, True)
-            options = itertools.product(schedules(lane.hardware.num_devices), swaps)
+            options = itertools.product(schedules(lane.lane_hardware.num_devices), swaps)
             self.look(count, [row.recipe.but(schedule=schedule, swap=swap) for schedule, swap in options])
         best = self.best_recipe
         is_here = best.layout == self.base.layout and not best.named
@@ -302,7 +302,7 @@ class Sweep:
     def bench(self, count: int) -> Bench:
         if count not in self.benches:
             options = dataclasses.replace(self.wishes.options, micro_batches=count)
-            decided = self.wishes.decided.decisions.model_dump() if self.wishes.decided else None
+            decided = dict(self.wishes.decided.decisions.model_copy(deep=True)) if self.wishes.decided else None
             self.benches[count] = Bench(self.trace(count), self.hardware, options, decided, self.wishes.dump)
         return self.benches[count]
 

@@ -156,7 +156,7 @@ class Bench:
         decisions, records = self._run(draft, started.todo)
         check_fit(draft)
         try:
-            timeline = simulate(draft.programs, draft.whole, precision=draft.options.precision)
+            timeline = simulate(draft.programs, draft.machine, precision=draft.options.precision)
         except VerifyError as error:
             raise _waits_for_ever(error) from error
         decisions, records = {**started.decisions, **decisions}, [*started.records, *records]
@@ -175,15 +175,15 @@ def _copy(draft: Draft) -> Draft:
 def prove(candidate: Candidate) -> Candidate:
     """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
     draft = candidate.draft
-    verify(draft.programs, draft.hardware, memory=False)
+    verify(draft.programs, draft.lane_hardware, memory=False)
     try:
-        verify(draft.programs, draft.hardware)
+        verify(draft.programs, draft.lane_hardware)
     except VerifyError as error:
         raise _waits_for_ever(error) from error
     candidate.evaluation, candidate.no_evaluation = [], draft.graph.eval_error
     if candidate.no_evaluation is None:
-        evaluation = evaluation_programs(draft, candidate.decisions["fetch"], candidate.decisions.get("ssd"))
-        missing = evaluation_lacks(draft.programs, evaluation, draft.hardware)
+        evaluation = evaluation_programs(draft, candidate.decisions["fetch"])
+        missing = evaluation_lacks(draft.programs, evaluation, draft.lane_hardware)
         if missing:
             candidate.no_evaluation = f"its results lack {format_bytes(missing)} of DRAM beside what training takes"
         else:

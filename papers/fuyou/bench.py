@@ -12,6 +12,7 @@ from functools import lru_cache
 from ...compiler.models.named import find_model
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
+from ...passes.decisions import Activations
 from ...passes.graph.blocks import Block
 from ...passes.graph.coarsen import Coarsen
 from ..lab import Case, Lab, Trial, num_params
@@ -182,7 +183,7 @@ def swap_coefficient(trial: Trial) -> float:
     kept = whole = 0
     for spec in trial.specs:
         names = [saved.name for saved in spec.saved]
-        chosen = moved.get(spec.name, {}).get("classes", []) if spec.name in again else names
+        chosen = moved.get(spec.name, Activations()).classes if spec.name in again else names
         whole += sum(saved.bytes for saved in spec.saved)
         kept += sum(saved.bytes for saved in spec.saved if saved.name in chosen)
     return kept / whole

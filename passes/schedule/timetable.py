@@ -18,7 +18,7 @@ class Timetable(Durations):
     waits for besides its device and its inputs (`waits_s`)."""
 
     def __init__(self, flow: Flow, draft: Draft):
-        super().__init__(flow, draft.hardware, draft.options.precision)
+        super().__init__(flow, draft.lane_hardware, draft.options.precision)
         self.ended_s: dict[StageAction, float] = {}
         self.free_s = [0.0] * flow.interface.num_devices
         self.ends: list[tuple[float, Placed]] = []

@@ -15,13 +15,13 @@ import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
-from penstock.compiler.plan import Mesh, Plan
+from penstock.compiler.plan import Plan
 from penstock.compiler.plan_layout import Layout
 from penstock.compiler.search.layouts import layouts, outlooks, varied
 from penstock.compiler.search.trial import Bench
 from penstock.ir.errors import PlanError
+from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
-from penstock.passes.sharding.mesh import regular_lanes
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
@@ -38,11 +38,16 @@ def test_layouts_divide_the_devices() -> None:
     assert layouts(penstock.Hardware.cpu(num_devices=1), 10) == []
 
 
-def test_words_for_layouts() -> None:
-    assert Layout(8, 1).describe(512) == "64 replicas of 8 shards"
-    assert Layout(1, 8).describe(512) == "64 replicas of pipelines of 8"
-    assert Layout(2, 4).describe(16) == "2 replicas of 2 shards of pipelines of 4"
-    assert Layout().describe(4) == "a pipeline of 4" and Layout(1, 1).describe(4) == "4 replicas"
+@pytest.mark.parametrize(
+    ("count", "shards", "depth", "words"),
+    [
+        (512, 8, 1, "64 replicas of 8 shards"), (512, 1, 8, "64 replicas of pipelines of 8"),
+        (16, 2, 4, "2 replicas of 2 shards of pipelines of 4"), (4, 1, 4, "a pipeline of 4"), (4, 1, 1, "4 replicas"),
+    ],
+)  # fmt: skip
+def test_words_for_lanes(count: int, shards: int, depth: int, words: str) -> None:
+    lanes = Lanes(lanes=regular_lanes(count, shards, depth), shards=shards)
+    assert lanes.describe() == f"{count} devices: {words}"
 
 
 @pytest.mark.parametrize("machine", ["mics-p4d:2", "mobius-topo2+2"])
@@ -66,13 +71,13 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
 
 def test_a_mesh_is_a_line_of_a_document_and_comes_back() -> None:
     for shards, depth, nearest in ((8, 1, "shards"), (1, 8, "shards"), (2, 4, "pipeline"), (2, 4, "shards")):
-        mesh = Mesh(lanes=regular_lanes(512, shards, depth, nearest), shards=shards)
+        mesh = Lanes(lanes=regular_lanes(512, shards, depth, nearest), shards=shards)
         text = mesh.model_dump_json()
-        assert len(text) < 80 and Mesh.model_validate_json(text) == mesh
-    odd = Mesh(lanes=[[0, 3], [1, 2]])
-    assert Mesh.model_validate_json(odd.model_dump_json()) == odd and "lanes" in json.loads(odd.model_dump_json())
+        assert len(text) < 80 and Lanes.model_validate_json(text) == mesh
+    odd = Lanes(lanes=[[0, 3], [1, 2]])
+    assert Lanes.model_validate_json(odd.model_dump_json()) == odd and "lanes" in json.loads(odd.model_dump_json())
     with pytest.raises(ValueError, match="multiple of depth times shards"):
-        Mesh.model_validate({"devices": 6, "depth": 4})
+        Lanes.model_validate({"devices": 6, "depth": 4})
 
 
 def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> None:
@@ -87,7 +92,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     assert len(job.folder.files) == len(mesh.lanes[0]) <= 8
     job._help_finder = None
     text = job.explain()
-    assert f"64 devices: {mesh.layout.describe(64)}" in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
+    assert mesh.describe() in text and len(text.partition("\nrivals\n")[0].splitlines()) < 100
     assert any(rival.step_s and "mesh" in rival.name for rival in job.plan.rivals)
     job.plan.save(tmp_path / "plan.json")
     again = penstock.compile(named.on_meta(), hardware, plan=Plan.load(tmp_path / "plan.json"), **options)
