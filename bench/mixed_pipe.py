@@ -118,8 +118,8 @@ class ByMemory(Partition):
     name: ClassVar[str] = "contiguous-by-memory"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        memory = Footprints(draft, block_graph(draft.blocks, draft.hardware, "fp32"))
-        count, devices = len(draft.blocks), draft.hardware.num_devices
+        memory = Footprints(draft, block_graph(draft.blocks, draft.lane_hardware, "fp32"))
+        count, devices = len(draft.blocks), draft.lane_hardware.num_devices
 
         @functools.cache
         def need(begin: int, end: int) -> int:
@@ -143,8 +143,8 @@ class ByTime(Partition):
     name: ClassVar[str] = "contiguous-by-time"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        loads = block_graph(draft.blocks, draft.hardware, "fp32").load_ns[0]
-        devices = draft.hardware.num_devices
+        loads = block_graph(draft.blocks, draft.lane_hardware, "fp32").load_ns[0]
+        devices = draft.lane_hardware.num_devices
         passed = list(itertools.accumulate(loads))
         cuts = [
             min(range(len(passed)), key=lambda i: abs(passed[i] - passed[-1] * k / devices)) + 1
@@ -173,7 +173,7 @@ def drafted(
 
 def simulated(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
     """One row: a plan made and simulated."""
-    draft = Draft(base.graph, base.hardware, base.options, blocks=base.blocks)
+    draft = Draft(base.graph, base.machine, base.options, blocks=base.blocks)
     begin_s = time.process_time()
     decision = partition.plan(draft)
     search_s = time.process_time() - begin_s
@@ -182,14 +182,14 @@ def simulated(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
     for p in (MapRoundRobin(), SchedulePipeline(), InsertRemat(), InsertFetch(), InsertOptimizer()):
         decisions[p.name] = p.plan(draft)
         p.rewrite(draft, decisions[p.name])
-    timeline = simulate(draft.programs, draft.hardware, precision="fp32")
-    peaks = [timeline.peak_bytes[device.name] for device in draft.hardware.devices]
+    timeline = simulate(draft.programs, draft.lane_hardware, precision="fp32")
+    peaks = [timeline.peak_bytes[device.name] for device in draft.lane_hardware.devices]
     return {
         "plan": what, "stages": len(draft.stages), "step_s": timeline.step_s, "search_cpu_s": search_s,
         "blocks": len(draft.blocks), "swapped": len(decisions["insert-fetch"]),
         "rematerialised": len(decisions["insert-remat"]), "peak_gib": max(peaks) / 2**30,
         "least_peak_gib": min(peaks) / 2**30, "fits": all(
-            peak <= device.budget_bytes for peak, device in zip(peaks, draft.hardware.devices)
+            peak <= device.budget_bytes for peak, device in zip(peaks, draft.lane_hardware.devices)
         ), "note": draft.notes.get(partition.name, ""),
     }  # fmt: skip
 
@@ -200,7 +200,7 @@ def slowest_s(draft: Draft, decision: dict[str, Any]) -> float:
     members: dict[int, list[int]] = {}
     for stage, device in zip(decision["stages"], decision["planned_for"]):
         members.setdefault(device, []).extend(place[name] for name in stage)
-    graph = block_graph(draft.blocks, draft.hardware, draft.options.precision)
+    graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision)
     return max(sum(graph.load_ns[device][i] for i in own) / NANO for device, own in members.items())
 
 

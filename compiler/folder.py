@@ -112,8 +112,8 @@ def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], p
 
 
 def _header(draft: Draft, program: Program, plan: Plan) -> Header:
-    programs, hardware = shown(draft.programs, draft.whole)
-    first = draft.lanes[0][program.device] if len(programs) > len(draft.programs) else program.device
+    programs, hardware = shown(draft.programs, draft.machine)
+    first = draft.mesh.lanes[0][program.device] if len(programs) > len(draft.programs) else program.device
     device = hardware.devices[first]
     predicted = plan.predicted
     assert predicted is not None

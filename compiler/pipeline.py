@@ -130,9 +130,9 @@ def run_passes(
     """
     decisions: dict[str, Any] = {}
     records = []
+    draft.promised = frozenset(given for p in passes for given in p.gives)
     for p in passes:
         begin_s, before = time.perf_counter(), _num_ops(draft)
-        draft.to_come = tuple(q.name for q in passes[passes.index(p) + 1 :])
         decision = p.gather(decided)
         if decision is None:
             decision = p.plan(draft)
@@ -140,9 +140,9 @@ def run_passes(
         decisions.update(p.split(decision))
         took_s = time.perf_counter() - begin_s
         if draft.programs and check:
-            verify(draft.programs, draft.hardware, memory=False)
+            verify(draft.programs, draft.lane_hardware, memory=False)
         step_s = (
-            simulate(draft.programs, draft.whole, precision=draft.options.precision).step_s
+            simulate(draft.programs, draft.machine, precision=draft.options.precision).step_s
             if record and draft.programs
             else None
         )

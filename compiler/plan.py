@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..ir.errors import PlanError
-from ..passes.sharding.mesh import NEAREST, regular_lanes
+from ..passes.decisions import Activations, Lanes, Memory, OnSsd, Sharding
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
 Phase = Literal["forward", "backward"]
-Memory = Literal["device", "dram", "ssd"]
 
 
 class Prediction(BaseModel):
@@ -57,77 +55,6 @@ class Rival(BaseModel):
         return self.reason.startswith(SAME_PLAN) and self.name.startswith(("partition-", "mesh"))
 
 
-class OnSsd(BaseModel):
-    """Per stage that is on SSD what of it; `ahead`: phases between the read of weights and their fetch."""
-
-    model_config = ConfigDict(extra="forbid")
-    stages: dict[str, Literal["states", "all"]] = {}
-    ahead: Annotated[int, Field(ge=0)] = 1
-
-
-class Mesh(BaseModel):
-    """Copies of the computation. `lanes`: per copy its devices; `shards`: so many lanes, one behind the other, share
-    each stage's weights.
-
-    In a document lanes may also be given, and where they can be are, as `devices` in all, `depth` of a lane and what is
-    `nearest` (see the pass `mesh`).
-    """
-
-    model_config = ConfigDict(extra="forbid")
-    lanes: list[list[int]]
-    shards: Annotated[int, Field(ge=1)] = 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lanes(cls, document: Any) -> Any:
-        if not isinstance(document, dict) or "lanes" in document or not {"devices", "depth"} <= document.keys():
-            return document
-        short = {"shards": 1, "nearest": NEAREST[0], **document}
-        count, depth, shards, nearest = (short.pop(name) for name in ("devices", "depth", "shards", "nearest"))
-        numbers = (count, depth, shards)
-        if any(not isinstance(n, int) or n < 1 for n in numbers) or count % (depth * shards) or nearest not in NEAREST:
-            raise ValueError(f"devices are a multiple of depth times shards, nearest is one of {', '.join(NEAREST)}")
-        return {**short, "lanes": regular_lanes(count, shards, depth, nearest), "shards": shards}
-
-    @model_serializer(mode="wrap", when_used="json")
-    def _short(self, plain: Callable[[Mesh], dict[str, Any]]) -> dict[str, Any]:
-        depth, count = len(self.lanes[0]), sum(map(len, self.lanes))
-        for nearest in NEAREST if count % (depth * self.shards) == 0 else ():
-            if self.lanes == regular_lanes(count, self.shards, depth, nearest):
-                return {"devices": count, "depth": depth, "shards": self.shards, "nearest": nearest}
-        return plain(self)
-
-    def describe(self) -> str:
-        """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
-        depth, count = len(self.lanes[0]), sum(map(len, self.lanes))
-        replicas = count // (self.shards * depth)
-        parts = [f"{replicas} replicas"] if replicas > 1 else []
-        parts += [f"{self.shards} shards"] if self.shards > 1 else []
-        parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
-        return f"{count} devices: {' of '.join(parts)}"
-
-
-class Sharding(BaseModel):
-    """Of stages that lanes share: the memory of the shards ("ssd": see `ssd`), gathered so many phases `ahead` of their
-    use, and between hosts first where `hierarchical`; `held` ones stay whole for all micro-batches."""
-
-    model_config = ConfigDict(extra="forbid")
-    tier: Memory
-    ahead: Annotated[int, Field(ge=0)] = 1
-    hierarchical: bool = False
-    held: list[str] = []
-
-
-class Activations(BaseModel):
-    """Of one stage that is rematerialised: classes of saved tensors that are kept, and where these and its inputs lie
-    between forward and backward."""
-
-    model_config = ConfigDict(extra="forbid")
-    classes: list[str] = []
-    classes_to: Memory = "device"
-    inputs_to: Memory = "device"
-
-
 class Decisions(BaseModel):
     """One field per pass; its name is the pass's `decides`."""
 
@@ -135,7 +62,7 @@ class Decisions(BaseModel):
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
-    mesh: Mesh | None = None  # None: one lane of all devices
+    mesh: Lanes | None = None  # None: one lane of all devices
     devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
     schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages

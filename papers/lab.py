@@ -177,7 +177,7 @@ class Lab:
             made.misses, made.misses_in = str(error).split("\n")[0], error.memory
             return made
         try:
-            verify(draft.programs, draft.hardware)
+            verify(draft.programs, draft.lane_hardware)
         except VerifyError as error:
             made.misses = f"memories are so tight that devices would wait for each other for ever: {error}"
             return made

@@ -6,7 +6,7 @@ plan), `rewrite` applies a decision to the draft. Contracts (`needs`, `gives`) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +36,9 @@ class Pass:
     def rewrite(self, draft: Draft, decision: Any) -> None:
         raise NotImplementedError
 
+    def check_pipeline(self, given: Collection[str]) -> None:
+        """Raise `PassError` where no pass of the pipeline gives what this one, by its options, leaves to another."""
+
     def split(self, decision: Any) -> dict[str, Any]:
         """The decision by field of the plan."""
         return {name: decision[name] for name in self.fields} if self.fields else {self.decides: decision}
@@ -55,7 +58,8 @@ def require_own(p: Pass, field_name: str, decision: object, own: object) -> None
 
 
 def check_contracts(passes: Sequence[Pass]) -> None:
-    """Raise `PassError` where a pass needs what no earlier pass gives, a pass comes twice, or two decide the same."""
+    """Raise `PassError` where a pass needs what no earlier pass gives, leaves to another what none gives, or comes
+    twice, or where two decide the same."""
     given: set[str] = set()
     decided: dict[str, Pass] = {}
     seen: set[str] = set()
@@ -76,3 +80,5 @@ def check_contracts(passes: Sequence[Pass]) -> None:
                 )
         seen.add(p.name)
         given.update(p.gives)
+    for p in passes:
+        p.check_pipeline(given)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import PRECISIONS
 from ..ir.program import Program
+from .decisions import Lanes, OnSsd, Sharding
 
 if TYPE_CHECKING:
     from .graph.blocks import Block
@@ -50,30 +51,15 @@ class Options:
         return Lasting(weight_bytes, masters, int(self.state_bytes_per_param * trained_params))
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How stages are spread over the lanes that share them.
-
-    `tier`: the memory of the shards, "device", "dram", or "ssd" where `insert-ssd` moves them on; `ahead`: gathered so
-    many phases before their use; `held`: stages that are gathered once and stay whole for all micro-batches;
-    `hierarchical`: gathered between hosts first, then inside them.
-    """
-
-    tier: str = "dram"
-    ahead: int = 1
-    hierarchical: bool = False
-    held: tuple[str, ...] = ()
-
-
 @dataclass
 class Draft:
     """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on.
 
-    With `lanes`, everything is about one of them: `hardware` is its part of the `whole` machine.
+    With several lanes everything but `machine` is about one of them, whose part of the machine is `lane_hardware`.
     """
 
     graph: OpGraph
-    hardware: Hardware
+    machine: Hardware  # all of it
     options: Options = field(default_factory=Options)
     blocks: list[Block] = field(default_factory=list)
     partition: list[list[str]] = field(default_factory=list)  # stage -> names of its blocks
@@ -81,18 +67,17 @@ class Draft:
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device
     programs: list[Program] = field(default_factory=list)
-    on_ssd: dict[str, str] = field(default_factory=dict)  # stage -> what of it is there: "states" or "all"
-    lanes: list[list[int]] = field(default_factory=list)  # copies of the computation -> their devices; empty: one
-    shards: int = 1  # lanes that share each stage's weights
+    mesh: Lanes = field(default_factory=lambda: Lanes(lanes=[]))  # without lanes: one, of all devices
+    lane_part: Hardware | None = None  # of the machine, what one lane has; None: all
     sharding: Sharding | None = None
-    to_come: tuple[str, ...] = ()  # the passes behind this one, where a pass must know
-    machine: Hardware | None = None  # with lanes: all of it
+    ssd: OnSsd = field(default_factory=OnSsd)
+    promised: frozenset[str] = frozenset()  # what the passes of the pipeline give, sooner or later
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
     @property
-    def whole(self) -> Hardware:
-        """The machine with all its lanes."""
-        return self.machine or self.hardware
+    def lane_hardware(self) -> Hardware:
+        """What one lane has of the machine."""
+        return self.lane_part or self.machine
 
     def stage_of(self, name: str) -> PlannedStage:
         return next(s for s in self.stages if s.spec.name == name)

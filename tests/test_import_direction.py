@@ -27,8 +27,8 @@ ORDER = {
         "measure", "processes",
     ),
     "passes": (
-        "draft", "base", "alike", "phases", "stage_time", "graph", "mapping", "partition", "partition_mip",
-        "partition_mixed", "sharding", "optimizer", "memory", "schedule",
+        "decisions", "draft", "base", "alike", "phases", "stage_time", "graph", "mapping", "partition",
+        "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
         "garbage", "plan", "strategies", "pipeline", "folder", "models", "capture", "profile", "search",

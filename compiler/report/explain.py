@@ -10,9 +10,10 @@ from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
+from ...passes.decisions import Lanes
 from ...runtime.simulate import Timeline, simulate
 from ..pipeline import PassRecord
-from ..plan import Mesh, Plan
+from ..plan import Plan
 from ..search.what_helps import Help, changed_machines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .wear import Wear, wear_of
@@ -74,7 +75,7 @@ def _staleness(staleness: Mapping[str, int]) -> list[str]:
     return _wrapped(f"{begin}the update with its gradients: ", parts)
 
 
-def device_name(hardware: Hardware, device: int, mesh: Mesh | None = None) -> str:
+def device_name(hardware: Hardware, device: int, mesh: Lanes | None = None) -> str:
     """Of a plan's device; with several lanes of all that stand in its place: "gpu0 and 63 more"."""
     if mesh is None or len(mesh.lanes) == 1:
         return hardware.devices[device].name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...ir import ops
-from ..plan import Activations, Decisions
+from ...passes.decisions import Activations
+from ..plan import Decisions
 
 AGAIN = "computed again"
 PLACES = {ops.DEVICE: "on the device", ops.DRAM: "in DRAM", ops.SSD: "on SSD"}

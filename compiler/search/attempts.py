@@ -74,7 +74,7 @@ class Attempts:
     def compiler(self, count: int) -> CandidateCompiler:
         if count not in self.compilers:
             options = dataclasses.replace(self.wishes.options, micro_batches=count)
-            decided = self.wishes.decided.decisions.model_dump() if self.wishes.decided else None
+            decided = dict(self.wishes.decided.decisions.model_copy(deep=True)) if self.wishes.decided else None
             self.compilers[count] = CandidateCompiler(
                 self.trace(count), self.hardware, options, decided, self.wishes.dump
             )

@@ -38,14 +38,15 @@ def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split
     all that waits for the other."""
     specs = [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split)
-    if not draft.lanes or are_alike(draft.whole, draft.lanes):  # else the first lane's part may not be what others have
+    lanes = draft.mesh.lanes
+    if not lanes or are_alike(draft.machine, lanes):  # else the first lane's part may not be what others have
         loads += _traffic(draft, specs, swap, tier)
     loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
 def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool) -> list[Bound]:
-    devices, precision = draft.hardware.devices, draft.options.precision
+    devices, precision = draft.lane_hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
     before: list[float] = []  # seconds that pass before a stage's first forward can begin
     after: list[float] = []  # and after its last backward, until the step can end
@@ -72,7 +73,7 @@ def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
 
 
 def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
-    hardware, shards = draft.hardware, draft.shards
+    hardware, shards = draft.lane_hardware, draft.mesh.shards
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host to stages that lie there
 
@@ -103,13 +104,13 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
     """Reads and writes of a host's SSDs take turns."""
     lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in specs]
-    frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.shards
-    whole = sum(map(sum, lasts)) // draft.shards
-    states = whole - sum(spec.weight_bytes for spec in specs) // draft.shards
-    beyond = max(0, whole - draft.hardware.dram_budget_bytes(host))
+    frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.mesh.shards
+    whole = sum(map(sum, lasts)) // draft.mesh.shards
+    states = whole - sum(spec.weight_bytes for spec in specs) // draft.mesh.shards
+    beyond = max(0, whole - draft.lane_hardware.dram_budget_bytes(host))
     stored = {"auto": beyond, "states": states, "all": whole}[tier]
     written = states if tier == "states" else max(0, stored - frozen)
-    return Bound(_disk_seconds(draft.hardware, [host], stored, written), f"ssd{host}")
+    return Bound(_disk_seconds(draft.lane_hardware, [host], stored, written), f"ssd{host}")
 
 
 def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, written_bytes: float) -> float:
@@ -121,15 +122,15 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """What a device holds at the end of a step if nothing is swapped."""
     each = draft.options.optimizer_bytes_per_param
-    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.shards)
+    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.mesh.shards)
 
 
 def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     """What collectives over lanes send from host to host: shards of weights once at least, sums of gradients."""
-    network, lanes, shards = draft.whole.network, draft.lanes, draft.shards
+    network, lanes, shards = draft.machine.network, draft.mesh.lanes, draft.mesh.shards
     if network is None or not lanes:
         return []
-    host_of = [device.host for device in draft.whole.devices]
+    host_of = [device.host for device in draft.machine.devices]
     sent: dict[int, float] = defaultdict(float)  # host to bytes
     for role in range(len(lanes[0])):
         mine = [spec for spec, at in zip(specs, draft.devices) if at == role]
@@ -147,7 +148,7 @@ def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
 
 def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
     """What goes round rings of devices that share stages, where these are all on one host: of the first such host."""
-    hardware, lanes, shards = draft.whole, draft.lanes, draft.shards
+    hardware, lanes, shards = draft.machine, draft.mesh.lanes, draft.mesh.shards
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     first: int | None = None
     for role in range(len(lanes[0])) if shards > 1 else ():
@@ -191,8 +192,8 @@ def machine_bound(draft: Draft) -> Bound:
     """What no plan for this machine and number of micro-batches undercuts: the computation of all blocks, split over
     all devices without a rest, or one micro-batch through all of them on the fastest; of what devices and DRAM together
     cannot hold, the way from SSD and back."""
-    hardware, precision = draft.whole, draft.options.precision
-    count = draft.options.micro_batches * max(1, len(draft.lanes))
+    hardware, precision = draft.machine, draft.options.precision
+    count = draft.options.micro_batches * max(1, len(draft.mesh.lanes))
     per_device = device_seconds(
         hardware,
         any(stage.spec.seconds for stage in draft.stages),
@@ -211,7 +212,7 @@ def machine_bound(draft: Draft) -> Bound:
 
 def _machine_disks(draft: Draft) -> list[Bound]:
     """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
-    hardware, ties, width = draft.whole, draft.graph.ties(), draft.options.optimizer_bytes_per_param
+    hardware, ties, width = draft.machine, draft.graph.ties(), draft.options.optimizer_bytes_per_param
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:
         return []

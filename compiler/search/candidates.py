@@ -184,7 +184,7 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
 
     The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
     """
-    devices, blocks = draft.hardware.num_devices, len(draft.blocks)
+    devices, blocks = draft.lane_hardware.num_devices, len(draft.blocks)
     try:
         fewest = len(PartitionBalanced(inputs_leave=inputs_leave).plan(draft)["stages"])
     except DoesNotFit:
@@ -216,7 +216,7 @@ def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
     """Cheap candidates that show what a number of micro-batches is worth; the last one needs the least memory."""
     found = [base.with_(balanced(count, base)) for count in stage_counts(draft, base.moves_activations)]
     if base.uses_ssd:
-        found += [base.with_(balanced(len(draft.blocks), base, order)) for order in fewer(draft.hardware)]
+        found += [base.with_(balanced(len(draft.blocks), base, order)) for order in fewer(draft.lane_hardware)]
     return found
 
 
@@ -242,7 +242,7 @@ def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
         can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
         options: dict[str, Any] = {"inputs_leave": True} if base.moves_activations and can_leave else {}
         yield kind(**options)
-    orders = device_orders(draft.hardware)
+    orders = device_orders(draft.lane_hardware)
     for count, order in itertools.product(stage_counts(draft, base.moves_activations), orders):
         yield balanced(count, base, order)
 

@@ -170,7 +170,7 @@ class CandidateCompiler:
         decisions, records = self._run(draft, placed.todo)
         check_fit(draft)
         try:
-            timeline = simulate(draft.programs, draft.whole, precision=draft.options.precision)
+            timeline = simulate(draft.programs, draft.machine, precision=draft.options.precision)
         except VerifyError as error:
             raise _waits_for_ever(error) from error
         decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
@@ -189,15 +189,15 @@ def _copy(draft: Draft) -> Draft:
 def prove(compiled: CompiledCandidate) -> CompiledCandidate:
     """Verify the programs and add those of evaluation. Raises `DoesNotFit` where memories are too tight to run."""
     draft = compiled.draft
-    verify(draft.programs, draft.hardware, memory=False)
+    verify(draft.programs, draft.lane_hardware, memory=False)
     try:
-        verify(draft.programs, draft.hardware)
+        verify(draft.programs, draft.lane_hardware)
     except VerifyError as error:
         raise _waits_for_ever(error) from error
     compiled.evaluation, compiled.no_evaluation = [], draft.graph.eval_error
     if compiled.no_evaluation is None:
-        evaluation = evaluation_programs(draft, compiled.decisions["fetch"], compiled.decisions.get("ssd"))
-        missing = evaluation_lacks(draft.programs, evaluation, draft.hardware)
+        evaluation = evaluation_programs(draft, compiled.decisions["fetch"])
+        missing = evaluation_lacks(draft.programs, evaluation, draft.lane_hardware)
         if missing:
             compiled.no_evaluation = f"its results lack {format_bytes(missing)} of DRAM beside what training takes"
         else:

@@ -18,7 +18,7 @@ from .host_memory import MemoryNeed, host_needs, host_of, tier_of
 
 def check_fit(draft: Draft) -> None:
     """Raise `DoesNotFit` naming the memory, what fills it and the missing bytes."""
-    programs, hardware = shown(draft.programs, draft.whole)
+    programs, hardware = shown(draft.programs, draft.machine)
     for program in programs:
         device = hardware.devices[program.device]
         profile = profile_memory(program)
@@ -45,10 +45,10 @@ def check_lasting(draft: Draft) -> None:
     A lower bound, for stages of one device each, or its part of them where lanes share them, and plans without SSDs: a
     device whose stages do not fit together has all of them in DRAM.
     """
-    hardware = draft.hardware
+    hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for index, device in enumerate(hardware.devices):
-        own = [stage.spec.shard(draft.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
+        own = [stage.spec.shard(draft.mesh.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
         lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in own]
         if sum(map(sum, lasts)) + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
             for lasting in lasts:

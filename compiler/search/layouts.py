@@ -78,7 +78,7 @@ class LayoutEstimator:
     """What a model takes of a machine's devices, as far as it depends on no layout. `draft`: with blocks."""
 
     def __init__(self, draft: Draft):
-        self.draft, self.hardware = draft, draft.hardware
+        self.draft, self.hardware = draft, draft.machine
         options, graph = draft.options, draft.graph
         params = {id(p): p for p in graph.parameters().values()}.values()
         trained = [p for p in params if p.requires_grad]
@@ -104,7 +104,7 @@ class LayoutEstimator:
     def estimate(self, mesh: Mesh, count: int) -> LayoutEstimate | None:
         """With `count` micro-batches, of which those of the draft may be a divisor; None where the lanes cannot share
         them out, or a lane would be longer than what is planned in a second or two."""
-        lanes = mesh.plan(self.draft)["lanes"]
+        lanes = mesh.plan(self.draft).lanes
         if count % len(lanes):
             return None
         each, smaller = count // len(lanes), self.draft.options.micro_batches / count
@@ -170,7 +170,7 @@ class LayoutEstimator:
 
 def estimates(draft: Draft, counts: Sequence[int]) -> list[LayoutEstimate]:
     """What layouts of a draft with blocks promise with these numbers of micro-batches, the best first."""
-    estimator, meshes = LayoutEstimator(draft), layouts(draft.hardware, len(draft.blocks))
+    estimator, meshes = LayoutEstimator(draft), layouts(draft.machine, len(draft.blocks))
     rows = [estimator.estimate(mesh, count) for count in counts for mesh in meshes]
     return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
 

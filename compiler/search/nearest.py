@@ -122,7 +122,7 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 def _dram_needs(compiled: CompiledCandidate) -> dict[int, int]:
     """Bytes by host."""
-    needs = host_needs(*shown(compiled.draft.programs, compiled.draft.whole))
+    needs = host_needs(*shown(compiled.draft.programs, compiled.draft.machine))
     return {host_of(need.memory): need.peak_bytes for need in needs if tier_of(need.memory) == ops.DRAM}
 
 

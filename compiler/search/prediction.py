@@ -17,7 +17,7 @@ def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
     best = found.best
     return Plan(
         model=model,
-        hardware=best.draft.whole.name,
+        hardware=best.draft.machine.name,
         strategy=strategy,
         passes=pipeline_text(best.candidate.passes),
         micro_batches=best.count,
@@ -31,7 +31,7 @@ def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
 
 
 def predict(draft: Draft, timeline: Timeline) -> Prediction:
-    programs, hardware = shown(draft.programs, draft.whole)
+    programs, hardware = shown(draft.programs, draft.machine)
     name, share = timeline.bottleneck()
     bound = machine_bound(draft)
     needs = host_needs(programs, hardware)

@@ -178,7 +178,7 @@ class Sweep(Attempts):
         named strategies, every partitioner, every mapping, schedules and tiers; then what is between. Where the base
         has a layout of several lanes, of that alone."""
         lane = self.compiler(count).lane(self.base.mesh)
-        cuts, maps = list(partitions(lane, self.base)), mappings(lane.hardware)
+        cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
         usual = [self.base.with_(cut, maps[0]) for cut in cuts]
         named = [] if self.base.mesh else self.named()
         self.look(count, [c for c in named if not c.is_slow and (c.uses_ssd or not self.base.uses_ssd)])
@@ -191,7 +191,7 @@ class Sweep(Attempts):
         self.look(count, [*usual, *named])
         for row in self.leaders(count):
             swaps = (False,) if row.all_swapped and not row.candidate.is_shared else (False, True)
-            options = itertools.product(schedules(lane.hardware.num_devices), swaps)
+            options = itertools.product(schedules(lane.lane_hardware.num_devices), swaps)
             self.look(count, [row.candidate.with_(schedule).swapped(swap) for schedule, swap in options])
         self.like_the_best(count, cuts, maps)
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])

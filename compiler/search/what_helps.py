@@ -81,7 +81,7 @@ def what_helps(trace: Trace, hardware: Hardware, wishes: Wishes, plan: Plan) -> 
 def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan: Plan) -> Help:
     assert plan.predicted is not None
     mesh = plan.decisions.mesh
-    more_devices = machine.num_devices > (sum(map(len, mesh.lanes)) if mesh else len(plan.predicted.arena_bytes))
+    more_devices = machine.num_devices > (mesh.num_devices if mesh else len(plan.predicted.arena_bytes))
     nearest = micro_batch_counts(wishes.batch_size, machine)[0][:1] if more_devices and not wishes.micro_batches else []
     attempts = Attempts(trace, machine, dataclasses.replace(wishes, decided=None, dump=None))
     try:
@@ -111,9 +111,9 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
     if mesh is not None:
         yield from lane_scouts(lane, base, mesh)
     counts = stage_counts(lane, base.moves_activations)
-    for stages, order in itertools.product(counts, device_orders(lane.hardware)[:2]):
+    for stages, order in itertools.product(counts, device_orders(lane.lane_hardware)[:2]):
         yield usual.with_(balanced(stages, base, order))
-    for mapping in mappings(lane.hardware) if lane.hardware.num_devices > 1 else ():
+    for mapping in mappings(lane.lane_hardware) if lane.lane_hardware.num_devices > 1 else ():
         yield usual.with_(mapping)
 
 

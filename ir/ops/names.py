@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
     "ASYNCHRONOUS", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "COMM", "COMPUTE", "CPU", "D2H", "DEVICE", "DRAM", "EVALUATE",
     "EVALUATION", "EVERYWHERE", "FORWARD", "GROUP", "H2D", "HOST", "MEMORIES", "MESH_GROUPS", "PEER", "READ", "RECV",
@@ -12,7 +14,9 @@ HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU = "host", "compute", "h2d", "d2h"
 READ, WRITE = "read", "write"  # of SSDs
 STREAMS = (HOST, COMPUTE, H2D, D2H, SEND, RECV, COMM, CPU, READ, WRITE)
 # The memories that a program names: each device has its own, DRAM and SSDs are its host's.
-DEVICE, DRAM, SSD = "device", "dram", "ssd"
+DEVICE: Final = "device"
+DRAM: Final = "dram"
+SSD: Final = "ssd"
 MEMORIES = (DEVICE, DRAM, SSD)
 # Groups of devices in several lanes: those that share a stage's weights, and those that have the same of them.
 SHARDS, REPLICAS = "shards", "replicas"

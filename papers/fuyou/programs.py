@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
+from ...passes.decisions import Activations
 from ...passes.graph.blocks import Block
 from ..lab import SimulatedStep
 from .equations import Rates
@@ -94,7 +95,7 @@ def swap_coefficient(trial: SimulatedStep) -> float:
     kept = whole = 0
     for spec in trial.specs:
         names = [saved.name for saved in spec.saved]
-        chosen = moved.get(spec.name, {}).get("classes", []) if spec.name in again else names
+        chosen = moved.get(spec.name, Activations()).classes if spec.name in again else names
         whole += sum(saved.bytes for saved in spec.saved)
         kept += sum(saved.bytes for saved in spec.saved if saved.name in chosen)
     return kept / whole

@@ -53,9 +53,9 @@ class Coarsen(Pass):
         if {block.name: len(block.nodes) for block in blocks} != decision:
             found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
-        draft.blocks = measure_blocks(draft.graph, blocks, draft.hardware.devices[0].kind)
+        draft.blocks = measure_blocks(draft.graph, blocks, draft.machine.devices[0].kind)
         if draft.options.profiler is not None:
-            draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.hardware)
+            draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
             draft.notes[self.name] = f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}"
 
 

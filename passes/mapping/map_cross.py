@@ -34,7 +34,7 @@ class MapCross(Mapping):
     deadline_s: float = DEADLINE_S
 
     def plan(self, draft: Draft) -> list[int]:
-        search = _Search(draft.hardware, draft.planned_for, equal_devices(draft.hardware), self.deadline_s)
+        search = _Search(draft.lane_hardware, draft.planned_for, equal_devices(draft.lane_hardware), self.deadline_s)
         place = search.run()
         if not search.proven:
             draft.notes[self.name] = f"the best mapping found in {self.deadline_s:g} s; there may be a better one"

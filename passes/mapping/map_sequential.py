@@ -19,9 +19,9 @@ class MapSequential(Mapping):
     name: ClassVar[str] = "map-sequential"
 
     def plan(self, draft: Draft) -> list[int]:
-        homes = complexes(draft.hardware)
+        homes = complexes(draft.lane_hardware)
         place: dict[int, int] = {}
-        for group in equal_devices(draft.hardware):
+        for group in equal_devices(draft.lane_hardware):
             in_use = [device for device in dict.fromkeys(draft.planned_for) if device in group]
             place.update(zip(in_use, sorted(group, key=lambda device: (homes[device], device))))
         return [place[device] for device in draft.planned_for]

@@ -29,9 +29,9 @@ class Mapping(Pass):
     def rewrite(self, draft: Draft, decision: list[int]) -> None:
         if len(decision) != len(draft.partition):
             raise PassError(f"devices has {len(decision)} entries, there are {len(draft.partition)} stages")
-        wrong = [d for d in decision if not 0 <= d < draft.hardware.num_devices]
+        wrong = [d for d in decision if not 0 <= d < draft.lane_hardware.num_devices]
         if wrong:
-            raise PassError(f"devices names device {wrong[0]}; there are 0 to {draft.hardware.num_devices - 1}")
+            raise PassError(f"devices names device {wrong[0]}; there are 0 to {draft.lane_hardware.num_devices - 1}")
         draft.devices = list(decision)
 
 

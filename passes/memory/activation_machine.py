@@ -155,7 +155,7 @@ class Machine:
 
 def machine_of(draft: Draft, program: Program, *, swap: bool, tier: str) -> Machine:
     """The machine as one device's program sees it; devices of one host share its links, memories and CPU equally."""
-    hardware = draft.hardware
+    hardware = draft.lane_hardware
     owner = hardware.devices[program.device]
     neighbours = [p.device for p in draft.programs if hardware.devices[p.device].host == owner.host]
     specs = tuple(stage.spec for stage in draft.stages_on(program.device))
@@ -221,7 +221,7 @@ def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int],
     specs = [stage.spec for stage, home in homes if tier and home in neighbours]
     weights = sum(spec.weight_bytes for spec in specs)
     states = sum(interface.states_bytes(spec) for spec in specs)
-    hardware = draft.hardware
+    hardware = draft.lane_hardware
     disks = hardware.budget_bytes(f"ssd{host}") * SSD_SHARE if hardware.hosts[host].ssds else 0.0
     buffers = BUFFERS * len(neighbours) * max((interface.all_bytes(spec) for spec in specs), default=0)
     dram = hardware.dram_budget_bytes(host) - buffers

@@ -20,14 +20,15 @@ from ...ir.program import Program, plan_arena
 from ...ir.units import format_bytes, format_seconds
 from ..alike import once
 from ..base import Pass
+from ..decisions import Activations, Memory
 from ..draft import Draft
 from .activation_machine import Machine, machine_of
 from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
-from .move_activations import Ahead, Choice, input_bytes, keep_chosen, move_activations, turn_bytes
+from .move_activations import Ahead, input_bytes, keep_chosen, move_activations, turn_bytes
 
-MEMORIES = {
-    "auto": ops.MEMORIES,
+MEMORIES: dict[str, tuple[Memory, ...]] = {
+    "auto": (ops.DEVICE, ops.DRAM, ops.SSD),
     "device": (ops.DEVICE,),
     "dram": (ops.DRAM,),
     "ssd": (ops.SSD,),
@@ -42,7 +43,7 @@ PASSING_TURNS = 4  # two are written while one comes from the device, or read wh
 class Outcome:
     """What is decided for one device, and the curve it was taken from; none where everything stays on the device."""
 
-    choices: dict[str, Choice]
+    choices: dict[str, Activations]
     points: tuple[Point, ...] = ()
     chosen: Point | None = None
 
@@ -67,7 +68,7 @@ class ChooseActivations(Pass):
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
         outcomes: dict[int, Outcome] = {}
-        choices: dict[str, Choice] = {}
+        choices: dict[str, Activations] = {}
         known: dict[Hashable, tuple[Machine, Outcome]] = {}
         for program in draft.programs:
             machine = self.machine(draft, program)
@@ -78,15 +79,17 @@ class ChooseActivations(Pass):
         if remark:
             draft.notes[self.name] = remark
         names = [stage.spec.name for stage in draft.stages if stage.spec.name in choices]
-        data = {name: choices[name].as_data() for name in names if not choices[name].is_plain}
-        return {"rematerialise": names, "activations": data}
+        moved = {name: choices[name] for name in names if not choices[name].is_plain}
+        return {"rematerialise": names, "activations": moved}
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
         choices = _read_decision(draft, decision["rematerialise"], decision["activations"])
         known: dict[Hashable, Ahead] = {}
         for program in draft.programs:
             machine = self.machine(draft, program)
-            mine = tuple((spec.name in choices, choices.get(spec.name, Choice()).shape(spec)) for spec in machine.specs)
+            mine = tuple(
+                (spec.name in choices, choices.get(spec.name, Activations()).shape(spec)) for spec in machine.specs
+            )
             ahead = once(known, (machine.look(program), mine), lambda: _ahead(program, choices, machine))  # noqa: B023
             keep_chosen(program, choices)
             move_activations(program, choices, ahead)
@@ -110,7 +113,7 @@ class ChooseActivations(Pass):
         if not forced and machine.keeps_all(program):
             return Outcome({})
         if self.to == "none" or not able:
-            return Outcome({name: Choice() for name in self.usual(program, machine)})
+            return Outcome({name: Activations() for name in self.usual(program, machine)})
         found = [self.curve(program, machine, able, MEMORIES[self.to])]
         if not forced:
             found.append(self.curve(program, machine, able[:-1], MEMORIES[self.to]))
@@ -128,7 +131,7 @@ class ChooseActivations(Pass):
         return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
     def curve(
-        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[str, ...]
+        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[Memory, ...]
     ) -> tuple[ActivationProblem, list[Point]]:
         """The model of the step in which these stages are rematerialised and use these memories, and its sweep."""
         memories = tuple(m for m in memories if m != ops.SSD or machine.has_ssd)
@@ -136,7 +139,7 @@ class ChooseActivations(Pass):
             raise PassError(
                 f"pass {self.name!r}: option to={self.to!r}, but the host of {machine.device.name} has no SSD"
             )
-        away = Choice(inputs_to=memories[-1] if len(memories) == 1 else ops.DRAM)
+        away = Activations(inputs_to=memories[-1] if len(memories) == 1 else ops.DRAM)
         trial = program.copy()
         keep_chosen(trial, {name: away for name in names})
         inputs = input_bytes(trial, {name: away for name in names})
@@ -154,7 +157,7 @@ class ChooseActivations(Pass):
         return problem, sweep(problem)
 
 
-def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations]) -> dict[str, Activations]:
     """What was chosen for another device that is alike."""
     return {
         spec.name: choices[model.name].renamed(model, spec)
@@ -195,43 +198,43 @@ def _fitting(
     return outcome
 
 
-def _choices(problem: ActivationProblem, point: Point) -> dict[str, Choice]:
+def _choices(problem: ActivationProblem, point: Point) -> dict[str, Activations]:
     """What a point of the curve says of each stage."""
     kept: dict[str, list[str]] = {stage: [] for stage in problem.stages}
     for item in by_benefit(problem.items, problem.stages)[: point.count]:
         kept[item.stage].append(item.name)
     return {
-        stage: Choice(
-            tuple(item.name for item in problem.items if item.stage == stage and item.name in kept[stage]),
-            point.places.get((stage, CLASSES), ops.DEVICE),
-            point.places.get((stage, INPUTS), ops.DEVICE),
+        stage: Activations(
+            classes=[item.name for item in problem.items if item.stage == stage and item.name in kept[stage]],
+            classes_to=point.places.get((stage, CLASSES), ops.DEVICE),
+            inputs_to=point.places.get((stage, INPUTS), ops.DEVICE),
         )
         for stage in problem.stages
     }
 
 
-def _read_decision(draft: Draft, names: Sequence[str], data: Mapping[str, Any]) -> dict[str, Choice]:
+def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Activations]) -> dict[str, Activations]:
     """Raises `PassError` where a plan names what is not there."""
     known = {stage.spec.name: stage.spec for stage in draft.stages}
-    for name in (*names, *data):
+    for name in (*names, *decided):
         if name not in known:
             raise PassError(f"rematerialise or activations names {name!r}; the stages are {', '.join(known)}")
         if not known[name].rematerialisable:
             raise PassError(f"{name} writes a buffer that its forward reads; it cannot be rematerialised")
-    for name, row in data.items():
+    for name, row in decided.items():
         if name not in names:
             raise PassError(f"activations names {name}, which keeps everything; add it to rematerialise")
         there = [saved.name for saved in known[name].saved]
-        wrong = [kind for kind in row.get("classes", ()) if kind not in there]
+        wrong = [kind for kind in row.classes if kind not in there]
         if wrong:
             raise PassError(f"activations of {name} keeps {wrong[0]!r}; its classes are {', '.join(there) or 'none'}")
-        for key in ("classes_to", "inputs_to"):
-            if row.get(key, ops.DEVICE) not in ops.MEMORIES:
-                raise PassError(f"activations of {name}: {key} is {row[key]!r}, not one of {', '.join(ops.MEMORIES)}")
-    return {name: Choice.from_data(data.get(name, {})) for name in names}
+        for key, memory in (("classes_to", row.classes_to), ("inputs_to", row.inputs_to)):
+            if memory not in ops.MEMORIES:
+                raise PassError(f"activations of {name}: {key} is {memory!r}, not one of {', '.join(ops.MEMORIES)}")
+    return {name: decided.get(name, Activations()) for name in names}
 
 
-def _ahead(program: Program, choices: Mapping[str, Choice], machine: Machine) -> Ahead:
+def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machine) -> Ahead:
     """As many turns as memory holds, up to those of one stage (4.4)."""
     trial = program.copy()
     keep_chosen(trial, choices)
@@ -254,7 +257,7 @@ def _remark(draft: Draft, outcomes: Mapping[int, Outcome]) -> str:
     if not rows:
         return ""
     device = -max(rows)[1]
-    outcome, name = outcomes[device], draft.hardware.devices[device].name
+    outcome, name = outcomes[device], draft.lane_hardware.devices[device].name
     chosen = outcome.chosen
     assert chosen is not None
     head = (

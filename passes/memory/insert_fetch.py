@@ -44,7 +44,7 @@ class InsertFetch(Pass):
         decision: Early = {}
         known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:
-            budget = draft.hardware.devices[program.device].budget_bytes
+            budget = draft.lane_hardware.devices[program.device].budget_bytes
             specs = [s.spec for s in draft.stages_on(program.device)]
             found = once(known, (look(program, specs), budget), lambda: self.on_one(program, specs, budget))  # noqa: B023
             decision.update({spec.name: kinds for spec, kinds in zip(specs, found)})

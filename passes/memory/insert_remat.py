@@ -42,7 +42,7 @@ class InsertRemat(Pass):
         chosen: list[str] = []
         known: dict[Hashable, list[int]] = {}
         for program in draft.programs:
-            budget = draft.hardware.devices[program.device].budget_bytes
+            budget = draft.lane_hardware.devices[program.device].budget_bytes
             specs = [s.spec for s in draft.stages_on(program.device)]
 
             def on_one(program: Program = program, specs: list[StageSpec] = specs, budget: int = budget) -> list[int]:

@@ -19,9 +19,10 @@ from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import Program, infer_all, place_frees, plan_arena
 from ..base import Pass
+from ..decisions import OnSsd, StageTiers
 from ..draft import Draft
 from ..optimizer.dram_peak import weights_reads
-from ..optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom, StageTiers
+from ..optimizer.ssd_room import MOST_READS_AHEAD, SsdRoom
 from ..phases import phases
 
 SSD_TIERS = ("auto", "states", "all")
@@ -46,10 +47,8 @@ class InsertSsd(Pass):
         if not 0 <= self.ahead <= MOST_READS_AHEAD:
             raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_READS_AHEAD}")
 
-    def plan(self, draft: Draft) -> dict[str, Any]:
-        """`stages`: of each that is on SSD, its "states" or "all"; `ahead`: phases between a read and its fetch.
-
-        Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
+    def plan(self, draft: Draft) -> OnSsd:
+        """Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
         for a tier that asks for SSDs which the machine does not have.
         """
         room = SsdRoom(draft)
@@ -62,13 +61,12 @@ class InsertSsd(Pass):
             ahead = min(ahead, depth)
         ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only
         draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
-        return {
-            "stages": {s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers},
-            "ahead": ahead,
-        }
+        return OnSsd(
+            stages={s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers}, ahead=ahead
+        )
 
-    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
-        tiers, ahead = decision.get("stages", {}), decision.get("ahead", 0)
+    def rewrite(self, draft: Draft, decision: OnSsd) -> None:
+        tiers, ahead = decision.stages, decision.ahead
         able = SsdRoom(draft).able
         for stage, tier in tiers.items():
             if stage not in able:
@@ -77,7 +75,7 @@ class InsertSsd(Pass):
                 raise PassError(f"ssd has {tier!r} of {stage} on SSD; allowed: states, all")
         if not 0 <= ahead <= MOST_READS_AHEAD:
             raise PassError(f"ssd reads {ahead} phases ahead; allowed: 0 to {MOST_READS_AHEAD}")
-        draft.on_ssd = dict(tiers)
+        draft.ssd = decision
         for program in draft.programs:
             read_weights(program, [stage for stage, tier in tiers.items() if tier == "all"], ahead)
 

@@ -13,47 +13,16 @@ would be read before it is written stays in DRAM.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from ...ir import ops
 from ...ir.calls import op_of
-from ...ir.program import Program, StageSpec, infer, place_frees, producer_of, values_of
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a rematerialised stage keeps and where: memories are "device", "dram" or "ssd"."""
-
-    classes: tuple[str, ...] = ()
-    classes_to: str = ops.DEVICE
-    inputs_to: str = ops.DEVICE
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is rematerialisation from inputs on the device."""
-        return not self.classes and self.inputs_to == ops.DEVICE
-
-    def shape(self, spec: StageSpec) -> Hashable:
-        """Equal for equal choices of stages that differ in names alone."""
-        kept = tuple(i for i, saved in enumerate(spec.saved) if saved.name in self.classes)
-        return kept, self.classes_to, self.inputs_to
-
-    def renamed(self, before: StageSpec, after: StageSpec) -> Choice:
-        """The same choice for a stage that is alike, in order of its classes."""
-        names = {old.name: new.name for old, new in zip(before.saved, after.saved)}
-        return replace(self, classes=tuple(names[name] for name in self.classes))
-
-    def as_data(self) -> dict[str, Any]:
-        """As a plan holds it."""
-        return {"classes": list(self.classes), "classes_to": self.classes_to, "inputs_to": self.inputs_to}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Choice:
-        return Choice(**{**data, "classes": tuple(data.get("classes", ()))})
+from ...ir.program import Program, infer, place_frees, producer_of, values_of
+from ..decisions import Activations
 
 
 @dataclass(frozen=True)
@@ -78,12 +47,12 @@ class _Way:
     readers: list[fx.Node] = field(default_factory=list)
 
 
-def move_activations(program: Program, choices: Mapping[str, Choice], ahead: Ahead) -> None:
+def move_activations(program: Program, choices: Mapping[str, Activations], ahead: Ahead) -> None:
     """Rewrite one program, which keeps what it shall already (`keep_chosen`)."""
     _Mover(program, choices, ahead).emit()
 
 
-def keep_chosen(program: Program, choices: Mapping[str, Choice]) -> None:
+def keep_chosen(program: Program, choices: Mapping[str, Activations]) -> None:
     """Let the stages that `choices` names, of any device, keep their classes only, or nothing; frees are left as they
     are, which `move_activations` puts in order."""
     for node in list(program.ops()):
@@ -91,7 +60,7 @@ def keep_chosen(program: Program, choices: Mapping[str, Choice]) -> None:
         if choice is None or not node.kwargs.get("keep", True):
             continue
         kept = values_of(node)[-1]
-        node.kwargs = {**node.kwargs, "keep": choice.classes or False}
+        node.kwargs = {**node.kwargs, "keep": tuple(choice.classes) or False}
         infer(program, node)
         if choice.classes:
             kept.meta["type"] = node.meta["type"][-1]
@@ -104,7 +73,7 @@ def keep_chosen(program: Program, choices: Mapping[str, Choice]) -> None:
         program.graph.erase_node(kept)
 
 
-def turn_bytes(program: Program, choices: Mapping[str, Choice], memories: tuple[str, ...]) -> int:
+def turn_bytes(program: Program, choices: Mapping[str, Activations], memories: tuple[str, ...]) -> int:
     """The most that comes back for one turn from one of these memories, in a program that keeps what it shall."""
     sizes: dict[int, int] = {}
     for way in _Mover(program, choices, Ahead(0, 0)).ways():
@@ -113,7 +82,7 @@ def turn_bytes(program: Program, choices: Mapping[str, Choice], memories: tuple[
     return max(sizes.values(), default=0)
 
 
-def input_bytes(program: Program, choices: Mapping[str, Choice]) -> dict[str, int]:
+def input_bytes(program: Program, choices: Mapping[str, Activations]) -> dict[str, int]:
     """Per stage the bytes, for all micro-batches, of inputs that can move and come back for it."""
     found: dict[str, int] = {}
     mover = _Mover(program, choices, Ahead(0, 0))
@@ -125,7 +94,7 @@ def input_bytes(program: Program, choices: Mapping[str, Choice]) -> dict[str, in
 
 
 class _Mover:
-    def __init__(self, program: Program, choices: Mapping[str, Choice], ahead: Ahead):
+    def __init__(self, program: Program, choices: Mapping[str, Activations], ahead: Ahead):
         self.program, self.choices, self.ahead = program, choices, ahead
         self.turns = [n for n in program.ops() if op_of(n).parts]
         self.turn_of = {node: i for i, node in enumerate(self.turns)}
@@ -162,7 +131,7 @@ class _Mover:
             if node.target is not ops.backward:
                 continue
             stage = str(node.args[0])
-            choice = self.choices.get(stage, Choice())
+            choice = self.choices.get(stage, Activations())
             bound = ops.backward.bind(node.args, node.kwargs)
             kept = bound["kept"]
             wanted: list[tuple[Any, str]] = [(value, choice.inputs_to) for value in bound["inputs"]]

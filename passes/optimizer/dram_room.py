@@ -14,7 +14,7 @@ def by_host(draft: Draft) -> dict[int, list[DramPeak]]:
     """Per host its devices' programs."""
     found: dict[int, list[DramPeak]] = defaultdict(list)
     for program in draft.programs:
-        found[draft.hardware.devices[program.device].host].append(DramPeak(program))
+        found[draft.lane_hardware.devices[program.device].host].append(DramPeak(program))
     return dict(found)
 
 
@@ -23,7 +23,7 @@ def choose_timings(draft: Draft, updates: Updates, timings: Sequence[Timing]) ->
     checks the budgets says what is missing."""
     chosen: dict[int, Timing] = {}
     for host, peaks in by_host(draft).items():
-        budget = draft.hardware.dram_budget_bytes(host)
+        budget = draft.lane_hardware.dram_budget_bytes(host)
         fitting = (t for t in timings if sum(peak.bytes(updates, t) for peak in peaks) <= budget)
         chosen[host] = next(fitting, timings[-1])
-    return [chosen[draft.hardware.devices[program.device].host] for program in draft.programs]
+    return [chosen[draft.lane_hardware.devices[program.device].host] for program in draft.programs]

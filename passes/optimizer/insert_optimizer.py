@@ -38,7 +38,7 @@ class InsertOptimizer(Pass):
 
     def plan(self, draft: Draft) -> dict[str, str]:
         """Stage to where it is stepped: "device" with resident weights, "dram" with swapped ones."""
-        if draft.on_ssd:
+        if draft.ssd.stages:
             raise PassError(f"{self.name} knows nothing of SSDs, where insert-ssd puts stages; use overlap-optimizer")
         return stepped_where(draft)
 
@@ -53,7 +53,7 @@ def stepped_where(draft: Draft) -> dict[str, str]:
     where: dict[str, str] = {}
     for program in draft.programs:
         for stage, home in homes_of(program).items():
-            where.setdefault(stage, ops.SSD if stage in draft.on_ssd else home.weights)
+            where.setdefault(stage, ops.SSD if stage in draft.ssd.stages else home.weights)
     return {stage.spec.name: where[stage.spec.name] for stage in draft.stages if stage.spec.name in where}
 
 

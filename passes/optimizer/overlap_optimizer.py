@@ -107,9 +107,9 @@ def predicted_s(draft: Draft, updates: Updates) -> float | None:
     """Seconds of a step with these updates, by simulation of copies; None where DRAM or SSDs are too small."""
     programs = [program.copy() for program in draft.programs]
     write_updates(programs, updates, choose_timings(draft, updates, TIMINGS))
-    if not within_hosts(programs, draft.hardware):
+    if not within_hosts(programs, draft.lane_hardware):
         return None
-    return simulate(programs, draft.whole, precision=draft.options.precision).step_s
+    return simulate(programs, draft.machine, precision=draft.options.precision).step_s
 
 
 def within_hosts(programs: Sequence[Program], hardware: Hardware) -> bool:
@@ -131,10 +131,10 @@ def redo_s(draft: Draft, updates: Updates) -> float:
 
     Of the host that needs longest; its devices share its CPU and its SSDs.
     """
-    took_s = dict.fromkeys(range(len(draft.hardware.hosts)), 0.0)
+    took_s = dict.fromkeys(range(len(draft.lane_hardware.hosts)), 0.0)
     for program in draft.programs:
-        host = draft.hardware.devices[program.device].host
-        interface, rates = program.interface, draft.hardware.hosts[host]
+        host = draft.lane_hardware.devices[program.device].host
+        interface, rates = program.interface, draft.lane_hardware.hosts[host]
         for value in program.results().get("grads", []):
             stage = str(value.meta["type"].stage)
             if updates.where[stage] == ops.DEVICE or updates.is_late(stage):
@@ -143,9 +143,9 @@ def redo_s(draft: Draft, updates: Updates) -> float:
             took_s[host] += spec.trained_params / rates.optimizer_params_per_s
             kept = interface.states_bytes(spec)
             if updates.where[stage] == ops.SSD:
-                kept = interface.all_bytes(spec) if draft.on_ssd.get(stage) == "all" else kept
-                took_s[host] += kept / draft.hardware.bandwidth(f"ssd{host}", f"dram{host}")
-                took_s[host] += kept / draft.hardware.bandwidth(f"dram{host}", f"ssd{host}")
+                kept = interface.all_bytes(spec) if draft.ssd.stages.get(stage) == "all" else kept
+                took_s[host] += kept / draft.lane_hardware.bandwidth(f"ssd{host}", f"dram{host}")
+                took_s[host] += kept / draft.lane_hardware.bandwidth(f"dram{host}", f"ssd{host}")
             else:
                 took_s[host] += 2 * kept / rates.dram_bandwidth
     return max(took_s.values())

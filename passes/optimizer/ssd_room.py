@@ -14,11 +14,11 @@ from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError
 from ...ir.program import StageHome, StageSpec, bytes_of_homes, homes_of, plan_arena
 from ...ir.units import format_bytes
+from ..decisions import StageTiers
 from ..draft import Draft
 from .dram_room import by_host
 from .timing import Timing, Updates, updates_of
 
-StageTiers = dict[str, str]  # stage -> "states" or "all"
 MOST_READS_AHEAD = 4
 # Room for reading, stepping and writing at the same time is worth more on SSD; without it, a plan may still fit.
 COMFORTS = ((Timing(1, buffers=2), 1), (Timing(0, buffers=2), 1), (Timing(0, buffers=1), 1), (Timing(0, buffers=1), 0))
@@ -29,7 +29,7 @@ class SsdRoom:
     """`able`: the stages that could lie on SSD, in stage order; `hosts`: per host the DRAM of its devices' programs."""
 
     def __init__(self, draft: Draft):
-        self.draft, self.hardware = draft, draft.hardware
+        self.draft, self.hardware = draft, draft.lane_hardware
         self.hosts = by_host(draft)
         self.home: dict[str, str] = {}  # stage -> memory of its weights
         swapped: set[str] = set()
@@ -161,5 +161,5 @@ class SsdRoom:
 
 def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> StageTiers:
     """Level by level the states of one more stage, behind them the weights of one more."""
-    states = {stage: "states" for stage in stages[:level] if specs[stage].trained_params}
-    return {**states, **dict.fromkeys(stages[: max(0, level - len(stages))], "all")}
+    states: StageTiers = {stage: "states" for stage in stages[:level] if specs[stage].trained_params}
+    return {**states, **{stage: "all" for stage in stages[: max(0, level - len(stages))]}}

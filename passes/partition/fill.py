@@ -49,5 +49,5 @@ def filled(draft: Draft, most_blocks: int | None = None, inputs_leave: bool = Fa
     """The decision of `fill` in as few rounds as possible. Raises `DoesNotFit`."""
     slices, names = Slices(draft, inputs_leave=inputs_leave), [block.name for block in draft.blocks]
     found = fill(slices, fewest_rounds(slices, most_blocks), most_blocks=most_blocks)
-    devices = [turn % draft.hardware.num_devices for *_, turn in found]
+    devices = [turn % draft.lane_hardware.num_devices for *_, turn in found]
     return {"stages": [names[a:b] for a, b, _ in found], "planned_for": devices}

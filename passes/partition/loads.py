@@ -27,8 +27,8 @@ class Loads:
     """What blocks cost and what they send each other. `reads[i]`: block i to the values of others that it reads."""
 
     def __init__(self, draft: Draft):
-        self.blocks, self.hardware = draft.blocks, draft.hardware
-        self.devices = draft.hardware.devices
+        self.blocks, self.hardware = draft.blocks, draft.lane_hardware
+        self.devices = draft.lane_hardware.devices
         self.micro_batches = draft.options.micro_batches
         precision = draft.options.precision
         self.time_s = [[block_seconds(b, d, precision).both_s for b in self.blocks] for d in self.devices]
@@ -46,7 +46,7 @@ class Loads:
         self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
         self._sent = {node for block in self.blocks for node in block.outputs}
         self._needs: dict[BlockIds, StageNeed] = {}
-        self._messages = MessageTimes(draft.hardware)
+        self._messages = MessageTimes(draft.lane_hardware)
 
     def need(self, stage: BlockIds) -> StageNeed:
         """Device memory of these blocks as one stage."""

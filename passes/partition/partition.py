@@ -34,7 +34,7 @@ class Partition(Pass):
     def rewrite(self, draft: Draft, decision: StagesDecision | list[list[str]]) -> None:
         """Also takes the stages alone, which are then cut for the devices in turn."""
         stages = decision if isinstance(decision, list) else decision["stages"]
-        count = draft.hardware.num_devices
+        count = draft.lane_hardware.num_devices
         devices = [j % count for j in range(len(stages))] if isinstance(decision, list) else decision["planned_for"]
         if len(devices) != len(stages):
             raise PassError(f"planned_for has {len(devices)} entries, there are {len(stages)} stages")
@@ -56,7 +56,7 @@ def asked_stages(draft: Draft, option: int) -> int:
 def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = None) -> StagesDecision:
     """The decision for cut positions [0, ..., L] over the draft's blocks; stage j is for `order[j mod N]`."""
     names = [block.name for block in draft.blocks]
-    order = range(draft.hardware.num_devices) if order is None else order
+    order = range(draft.lane_hardware.num_devices) if order is None else order
     stages = [names[a:b] for a, b in itertools.pairwise(cuts)]
     return {"stages": stages, "planned_for": [order[j % len(order)] for j in range(len(stages))]}
 

@@ -35,7 +35,7 @@ class PartitionAcyclic(Partition):
         """Raises `DoesNotFit` where a block is larger than any device."""
         slices = Slices(draft)
         rounds = fewest_rounds(slices)
-        greedy = _Greedy(Loads(draft), rounds * draft.hardware.num_devices, _start(slices, rounds))
+        greedy = _Greedy(Loads(draft), rounds * draft.lane_hardware.num_devices, _start(slices, rounds))
         greedy.improve()
         used = [turn for turn in range(greedy.num_turns) if turn in greedy.turn_of]
         return decision_of(draft, [greedy.stage(turn) for turn in used], [greedy.device(turn) for turn in used])

@@ -32,7 +32,7 @@ class PartitionBalanced(Partition):
 
     def plan(self, draft: Draft) -> StagesDecision:
         asked = asked_stages(draft, self.stages)
-        order = device_order(self.order, draft.hardware.num_devices, some=True)
+        order = device_order(self.order, draft.lane_hardware.num_devices, some=True)
         slices = Slices(draft, order, self.inputs_leave, self.asynchronous)
         counts = [asked] if asked else _counts(len(order), len(draft.blocks))
         fewest = slices.fewest()

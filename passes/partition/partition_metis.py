@@ -36,7 +36,7 @@ class PartitionMetis(Partition):
         stages: list[tuple[int, BlockIds]] = []  # device, blocks
         for (_, device), blocks in sorted(levels.items()):
             stages += ((device, piece) for piece in _pieces(loads, blocks, device))
-        for device in range(draft.hardware.num_devices):
+        for device in range(draft.lane_hardware.num_devices):
             own = [stage for d, stage in stages if d == device]
             if not loads.fits(own, device):
                 raise loads.does_not_fit(own, device, "partition-metis")
@@ -95,7 +95,7 @@ def _where_they_fit(loads: Loads, device_of: list[int]) -> list[int]:
 def _in_order(draft: Draft, device_of: list[int]) -> list[int]:
     """Equal devices in the order of their first block: METIS numbers its parts at will."""
     place: dict[int, int] = {}
-    for group in equal_devices(draft.hardware):
+    for group in equal_devices(draft.lane_hardware):
         in_use = [device for device in dict.fromkeys(device_of) if device in group]
         place.update(zip(in_use, group))
     return [place[device] for device in device_of]

@@ -36,7 +36,7 @@ class PartitionPipedream(Partition):
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no contiguous stages fit, `PassError` for more stages than blocks."""
-        count = draft.hardware.num_devices
+        count = draft.lane_hardware.num_devices
         asked = asked_stages(draft, self.stages)
         search = _Search(draft)
         turns = asked or count * fewest_rounds(search.slices)
@@ -58,7 +58,7 @@ class _Search:
         self.slices, self.loads = Slices(draft), Loads(draft)
         self.crossing = self.loads.crossing_bytes()
         self.sent_s: dict[tuple[int, int], np.ndarray] = {}
-        self.count, size = draft.hardware.num_devices, len(draft.blocks) + 1
+        self.count, size = draft.lane_hardware.num_devices, len(draft.blocks) + 1
         self.work, self.input = np.full((size, size), np.inf), np.zeros((size, size))
         for b, needs in enumerate(self.slices.needs):
             self.work[:b, b] = [need.work_bytes for need in needs]

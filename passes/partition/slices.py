@@ -48,8 +48,8 @@ class Slices:
     ):
         self.inputs_leave, self.asynchronous = inputs_leave, asynchronous
         self.blocks = draft.blocks
-        self.order = list(order) if order is not None else list(range(draft.hardware.num_devices))
-        self.devices = [draft.hardware.devices[index] for index in self.order]
+        self.order = list(order) if order is not None else list(range(draft.lane_hardware.num_devices))
+        self.devices = [draft.lane_hardware.devices[index] for index in self.order]
         self.micro_batches = draft.options.micro_batches
         took = [[block_seconds(b, device, draft.options.precision) for b in self.blocks] for device in self.devices]
         self.time_s = [_sums(block.both_s for block in row) for row in took]

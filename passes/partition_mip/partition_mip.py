@@ -88,12 +88,14 @@ class _Found:
         begin_s = time.process_time()
         if not options.deadline_s > 0:
             raise PassError(f"deadline_s={options.deadline_s}; it is a positive number of seconds")
-        length, devices = len(draft.blocks), draft.hardware.num_devices
+        length, devices = len(draft.blocks), draft.lane_hardware.num_devices
         asked = asked_stages(draft, options.stages)
-        order = device_order(options.order, devices) if options.order else cross_order(draft.hardware, length)
+        order = device_order(options.order, devices) if options.order else cross_order(draft.lane_hardware, length)
         slices = Slices(draft, order)
         problem = replace(
-            problem_of(draft, slices), swap=options.swap, ordered=all(h.ordered_fetches for h in draft.hardware.hosts)
+            problem_of(draft, slices),
+            swap=options.swap,
+            ordered=all(h.ordered_fetches for h in draft.lane_hardware.hosts),
         )
         fewest = slices.fewest()
         counts = [asked] if asked else list(range(fewest or 1, length + 1))

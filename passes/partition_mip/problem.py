@@ -108,7 +108,7 @@ def problem_of(draft: Draft, slices: Slices) -> MipProblem:
 
     Raises `PlanError` naming the block whose time is zero, negative or not a number.
     """
-    hardware, options, blocks = draft.hardware, draft.options, draft.blocks
+    hardware, options, blocks = draft.lane_hardware, draft.options, draft.blocks
     devices, order = slices.devices, slices.order
     took = [[_seconds(block, device, options.precision) for block in blocks] for device in devices]
     params = [_trained(draft, block) for block in blocks]
@@ -237,7 +237,7 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
 
 
 def _update(draft: Draft) -> UpdateCost:
-    options, hosts = draft.options, draft.hardware.hosts
+    options, hosts = draft.options, draft.lane_hardware.hosts
     return UpdateCost(
         params_s=tuple(1.0 / host.optimizer_params_per_s for host in hosts),
         bytes_s=tuple(1.0 / host.dram_bandwidth for host in hosts),

@@ -41,7 +41,7 @@ class Footprints:
     def __init__(self, draft: Draft, graph: BlockGraph):
         self.blocks, self.graph = draft.blocks, graph
         self.micro_batches = draft.options.micro_batches
-        self.budgets = [device.budget_bytes for device in draft.hardware.devices]
+        self.budgets = [device.budget_bytes for device in draft.lane_hardware.devices]
         sent = {node for block in self.blocks for node in block.outputs}
         batch: dict[object, int] = {}
         self.parameters: list[dict[int, tuple[int, int]]] = []

@@ -59,7 +59,7 @@ class PartitionMixed(Partition):
 
     def plan(self, draft: Draft) -> StagesDecision:
         """Raises `DoesNotFit` where no attempt fits, naming a block that is larger than any device if there is one."""
-        num_devices = draft.hardware.num_devices
+        num_devices = draft.lane_hardware.num_devices
         asked = asked_stages(draft, self.stages)
         counts = [asked] if asked else [k * num_devices for k in (FRESHER if self.asynchronous else ROUNDS)]
         counts = sorted({min(count, len(draft.blocks)) for count in counts})
@@ -121,11 +121,11 @@ class _Problem:
 
     @classmethod
     def of(cls, draft: Draft, under_way: int = 0) -> _Problem:
-        graph = block_graph(draft.blocks, draft.hardware, draft.options.precision)
+        graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision)
         memory = Footprints(draft, graph)
         if under_way:
             memory.micro_batches = min(memory.micro_batches, under_way)
-        return cls(draft, graph, memory, Wires.of(draft.hardware), under_way)
+        return cls(draft, graph, memory, Wires.of(draft.lane_hardware), under_way)
 
     def best_asynchronous(self, counts: list[int]) -> _Attempt | None:
         """The best over all rounds of balancing, each with the profiles that the one before showed to be right."""
@@ -205,7 +205,7 @@ class _Problem:
         return self._flow([clusters.members[c] for c in clusters.in_order()], ())
 
     def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> PipelineEstimate:
-        few = 2 * self.draft.hardware.num_devices  # more of them only repeat what these show
+        few = 2 * self.draft.lane_hardware.num_devices  # more of them only repeat what these show
         count = min(self.draft.options.micro_batches, few)
         return PipelineEstimate(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
 
@@ -246,7 +246,7 @@ class _Problem:
             for s, is_spared in zip(own, found):
                 spared[s] = is_spared
         flow = self._flow(members, spared)
-        loads = flow.device_load_ns(devices, self.draft.hardware.num_devices)
+        loads = flow.device_load_ns(devices, self.draft.lane_hardware.num_devices)
         return _Attempt(
             count,
             members,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -21,14 +19,12 @@ from .schedule import interface_of
 from .timetable import ended_in_turn
 
 
-def evaluation_programs(
-    draft: Draft, fetch: Early | None = None, ssd: Mapping[str, Any] | None = None
-) -> list[Program]:
+def evaluation_programs(draft: Draft, fetch: Early | None = None) -> list[Program]:
     """Forward only, in evaluation mode, on the same stages: every output of the model is a result.
 
     `fetch`: the stages that training swaps (the decision of `insert-fetch`); here they are fetched, too, as early as
-    memory allows beside the optimizer states of the others, in the arena of training. `ssd`: what lies on SSD (the
-    decision of `insert-ssd`); weights that do are read into the arena of training in DRAM.
+    memory allows beside the optimizer states of the others, in the arena of training. Weights that lie on SSD are read
+    into the arena of training in DRAM.
     """
     interface = draft.programs[0].interface if draft.programs else interface_of(draft)
     flow = Flow(interface, draft.devices)
@@ -36,18 +32,18 @@ def evaluation_programs(
     programs = [EvaluationEmitter(flow, device, order).write() for device in flow.devices]
     if draft.sharding is not None:
         for program in programs:
-            gather_weights(program, replace(draft.sharding, held=()))
+            gather_weights(program, draft.sharding.model_copy(update={"held": []}))
     for program, training in zip(programs, draft.programs) if fetch else ():
         mine = [stage.spec for stage in draft.stages_on(program.device)]
         swapped = [spec.name for spec in mine if spec.name in (fetch or {})]
         states = sum(program.interface.optimizer_bytes(spec) for spec in mine if spec.name not in swapped)
-        budget = draft.hardware.devices[program.device].budget_bytes
+        budget = draft.lane_hardware.devices[program.device].budget_bytes
         if draft.sharding is None:
             arena_bytes = plan_arena(training)[1]  # it is there already: evaluation must not make it grow
             fetch_weights(program, look_ahead(program, swapped, budget, states, arena_bytes))
-        if ssd:
-            whole = [spec.name for spec in mine if ssd["stages"].get(spec.name) == "all"]
-            read_within(program, whole, ssd["ahead"], plan_arena(training, ops.DRAM)[1])
+        if draft.ssd.stages:
+            whole = [spec.name for spec in mine if draft.ssd.stages.get(spec.name) == "all"]
+            read_within(program, whole, draft.ssd.ahead, plan_arena(training, ops.DRAM)[1])
     return programs
 
 

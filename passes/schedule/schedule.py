@@ -60,13 +60,13 @@ def interface_of(draft: Draft) -> Interface:
     return Interface(
         stages={stage.spec.name: stage.spec for stage in draft.stages},
         batch=batch,
-        num_devices=draft.hardware.num_devices,
+        num_devices=draft.lane_hardware.num_devices,
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
         states=_states(draft),
         master=PRECISIONS[draft.options.precision].has_masters,
-        lanes=tuple(tuple(lane) for lane in draft.lanes),
-        shards=draft.shards,
+        lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
+        shards=draft.mesh.shards,
     )
 
 

@@ -95,9 +95,9 @@ def _check_options(draft: Draft) -> None:
             'precision="fp16": whether a step counts is known when all gradients of a micro-batch are there, but '
             'asynchronous stages are updated before. Use precision="bf16" or "fp32", or a synchronous strategy'
         )
-    if draft.lanes and (len(draft.lanes) > 1 or draft.shards > 1):
+    if (copies := len(draft.mesh.lanes)) > 1:
         raise PassError(
-            f"mesh makes {len(draft.lanes)} copies of the pipeline, whose updates would have to wait for each other; "
+            f"mesh makes {copies} copies of the pipeline, whose updates would have to wait for each other; "
             "schedule-async runs one, on all devices: leave mesh out, or use a synchronous schedule, such as "
             "schedule-1f1b"
         )

@@ -36,7 +36,7 @@ class ScheduleInterleaved(Schedule):
     order: ClassVar[str] = "interleaved"
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        _check_stages(draft.devices, draft.hardware.num_devices)
+        _check_stages(draft.devices, draft.lane_hardware.num_devices)
         return ended_in_turn(flow, draft, {device: turns_of(flow, device) for device in flow.devices})
 
 

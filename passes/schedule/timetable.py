@@ -18,11 +18,11 @@ class Timetable:
     waits for besides its device and its inputs (`waits_s`)."""
 
     def __init__(self, flow: Flow, draft: Draft):
-        self.flow, self.messages = flow, MessageTimes(draft.hardware)
+        self.flow, self.messages = flow, MessageTimes(draft.lane_hardware)
         self.took_s = {
             spec.name: stage_seconds(spec, device, draft.options.precision, spec.name in flow.trained)
             for spec in flow.specs
-            for device in [draft.hardware.devices[flow.device_of[spec.name]]]
+            for device in [draft.lane_hardware.devices[flow.device_of[spec.name]]]
         }
         self.ended_s: dict[StageAction, float] = {}
         self.free_s = [0.0] * flow.interface.num_devices

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...ir import ops
 from ...ir.program import Program, homes_of, place_frees, profile_memory
-from ..draft import Sharding
+from ..decisions import Sharding
 from ..phases import hand_over, phases
 from .gradient_sums import sum_gradients
 

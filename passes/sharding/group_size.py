@@ -17,11 +17,11 @@ def smallest_group(draft: Draft, depth: int) -> int:
     """Of the numbers that share the machine's devices and the micro-batches out equally, the smallest with which a
     device holds its part of weights, gradients, masters and optimizer states beside what runs; where none does, the
     smallest with which the hosts' DRAM holds the parts; else the largest."""
-    able = _sizes(draft.hardware.num_devices, depth)
+    able = _sizes(draft.machine.num_devices, depth)
     lasting, running = _lasting_bytes(draft), _running_bytes(draft, depth)
-    budget = min(device.budget_bytes for device in draft.hardware.devices)
+    budget = min(device.budget_bytes for device in draft.machine.devices)
     on_device = (p for p in able if p * depth * (budget - running) >= lasting)
-    in_dram = (p for p in able if _dram_holds(draft.hardware, lasting / (p * depth)))
+    in_dram = (p for p in able if _dram_holds(draft.machine, lasting / (p * depth)))
     return next(on_device, None) or next(in_dram, able[-1])
 
 

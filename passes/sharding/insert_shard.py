@@ -16,8 +16,8 @@ are tied across stages are cut alike, so their gradients are added shard by shar
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -27,11 +27,17 @@ from ...ir.program import StageHome, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
 from ..alike import look, once
 from ..base import Pass
-from ..draft import Draft, Sharding
+from ..decisions import Memory, Sharding
+from ..draft import Draft
 from .gathering import gather_weights, peak_bytes
 from .gradient_sums import STEP, TWO_HOP
 
-SHARD_TIERS = ("auto", ops.DEVICE, ops.DRAM, ops.SSD)
+SHARD_TIERS: dict[str, tuple[Memory, ...]] = {  # those that are tried in turn
+    "auto": (ops.DEVICE, ops.DRAM),
+    "device": (ops.DEVICE,),
+    "dram": (ops.DRAM,),
+    "ssd": (ops.SSD,),
+}
 HOW = ("auto", "true", "false")
 MOST_GATHERS_AHEAD = 8
 
@@ -57,7 +63,10 @@ class InsertShard(Pass):
     hierarchical: str = "auto"
 
     def __post_init__(self) -> None:
-        for option, value, allowed in (("tier", self.tier, SHARD_TIERS), ("hierarchical", self.hierarchical, HOW)):
+        for option, value, allowed in (
+            ("tier", self.tier, tuple(SHARD_TIERS)),
+            ("hierarchical", self.hierarchical, HOW),
+        ):
             if value not in allowed:
                 raise PassError(f"pass {self.name!r}: option {option}={value!r} is none of {', '.join(allowed)}")
         if not 0 <= self.prefetch <= MOST_GATHERS_AHEAD:
@@ -65,41 +74,39 @@ class InsertShard(Pass):
 
     def plan(self, draft: Draft) -> dict[str, Any]:
         """`fetch`: the stages whose shards come from DRAM; `sharding`: see `Sharding`."""
-        self.check(draft)
+        require_shards(self, draft)
         room = _Room(draft)
-        start = Sharding(hierarchical=self._by_host(draft), ahead=self.prefetch)
-        tiers = SHARD_TIERS[1:3] if self.tier == "auto" else (self.tier,)
-        found = next((s for t in tiers if (s := room.earliest(replace(start, tier=t)))), None)
+        by_host = self._by_host(draft)
+        tries = [Sharding(tier=t, ahead=self.prefetch, hierarchical=by_host) for t in SHARD_TIERS[self.tier]]
+        found = next((s for t in tries if (s := room.earliest(t))), None)
         if found is None:  # whoever checks the budgets says what is missing
-            found = replace(start, tier=tiers[-1], ahead=0)
+            found = tries[-1].model_copy(update={"ahead": 0})
         elif self.hold:
             found = room.holding(found)
         names = [stage.spec.name for stage in draft.stages if stage.spec.params]
         fetched: dict[str, dict[str, int]] = {} if found.tier == ops.DEVICE else {name: {} for name in names}
-        return {"fetch": fetched, "sharding": {**asdict(found), "held": list(found.held)}}
+        return {"fetch": fetched, "sharding": found}
 
     def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
-        self.check(draft)
-        given = decision["sharding"]
+        require_shards(self, draft)
+        given: Sharding = decision["sharding"]
         names = [stage.spec.name for stage in draft.stages if stage.spec.params]
-        odd = sorted({*given["held"], *decision["fetch"]} - set(names))
+        odd = sorted({*given.held, *decision["fetch"]} - set(names))
         if odd:
             raise PassError(f"sharding names {odd[0]!r}; the stages with weights are {', '.join(names)}")
-        if given["tier"] not in SHARD_TIERS[1:] or not 0 <= given["ahead"] <= MOST_GATHERS_AHEAD:
+        if given.tier not in ops.MEMORIES or not 0 <= given.ahead <= MOST_GATHERS_AHEAD:
             raise PassError(
-                f"sharding has shards on {given['tier']!r}, gathered {given['ahead']} phases ahead; allowed: "
-                f"{', '.join(SHARD_TIERS[1:])}, and 0 to {MOST_GATHERS_AHEAD}"
+                f"sharding has shards on {given.tier!r}, gathered {given.ahead} phases ahead; allowed: "
+                f"{', '.join(ops.MEMORIES)}, and 0 to {MOST_GATHERS_AHEAD}"
             )
-        if bool(decision["fetch"]) == (given["tier"] == ops.DEVICE):
-            raise PassError(f"sharding has shards on {given['tier']!r}, but fetch names {list(decision['fetch'])}")
-        draft.sharding = Sharding(**{**given, "held": tuple(given["held"])})
+        if bool(decision["fetch"]) == (given.tier == ops.DEVICE):
+            raise PassError(f"sharding has shards on {given.tier!r}, but fetch names {list(decision['fetch'])}")
+        draft.sharding = given
         for program in draft.programs:
-            gather_weights(program, draft.sharding)
+            gather_weights(program, given)
 
-    def check(self, draft: Draft) -> None:
-        """Raise `PassError` where no lanes share their weights, or what puts shards on SSD is missing."""
-        require_shards(self, draft)
-        if self.tier == ops.SSD and draft.to_come and "insert-ssd" not in draft.to_come:
+    def check_pipeline(self, given: Collection[str]) -> None:
+        if self.tier == ops.SSD and "ssd" not in given:
             raise PassError(
                 f"{self.name}: tier=ssd needs insert-ssd behind it: insert-shard{{tier=ssd}}, insert-ssd, "
                 "overlap-optimizer"
@@ -107,25 +114,25 @@ class InsertShard(Pass):
 
     def _by_host(self, draft: Draft) -> bool:
         """Whether to gather in a hierarchy."""
-        count, depth = len(draft.lanes), len(draft.lanes[0])
+        count, depth = len(draft.mesh.lanes), len(draft.mesh.lanes[0])
         able = any(_is_grid(draft, lane, role) for lane in range(count) for role in range(depth))
         if self.hierarchical == "true" and not able:
             raise PassError(
                 f"{self.name}: hierarchical=true needs groups with the same number of members, at least 2, on each of "
-                f"several hosts; {draft.shards} shards of {draft.whole.name} are not so"
+                f"several hosts; {draft.mesh.shards} shards of {draft.machine.name} are not so"
             )
         return able and self.hierarchical != "false"
 
 
 def require_shards(p: Pass, draft: Draft) -> None:
     """Raise `PassError` where no lanes share their weights."""
-    if draft.shards == 1:
+    if draft.mesh.shards == 1:
         raise PassError(f"{p.name}: no lanes share their weights; say how many, such as mesh{{shards=2}}")
 
 
 def _is_grid(draft: Draft, lane: int, role: int) -> bool:
     """Whether the group that shares the stages of a device has several members on each of several hosts."""
-    interface, devices = draft.programs[0].interface, draft.whole.devices
+    interface, devices = draft.programs[0].interface, draft.machine.devices
     members = members_of(interface, lane, role, ops.SHARDS)
     return bool(seats_of([devices[member].host for member in members], 0).hosts)
 
@@ -136,10 +143,10 @@ class _Room:
     def __init__(self, draft: Draft):
         self.draft = draft
         # Where two hops are to come, they need not hold all gradients; else the sums are taken once.
-        self.every = TWO_HOP if "insert-two-hop" in draft.to_come else STEP
+        self.every = TWO_HOP if "sums" in draft.promised else STEP
         self.specs = [[s.spec for s in draft.stages_on(program.device)] for program in draft.programs]
         self.looks = [look(program, specs) for program, specs in zip(draft.programs, self.specs)]
-        self.budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
+        self.budgets = [draft.lane_hardware.devices[program.device].budget_bytes for program in draft.programs]
         self.known: dict[Hashable, int] = {}
 
     def spare_bytes(self, sharding: Sharding) -> int:
@@ -154,13 +161,15 @@ class _Room:
             gather_weights(trial, sharding)
             return peak_bytes(trial, self.every)
 
-        return once(self.known, (self.looks[number], held, replace(sharding, held=())), of_trial)
+        return once(
+            self.known, (self.looks[number], held, sharding.tier, sharding.ahead, sharding.hierarchical), of_trial
+        )
 
     def earliest(self, sharding: Sharding) -> Sharding | None:
         """As far ahead as fits; None where it does not fit even without looking ahead."""
         if sharding.tier == ops.DEVICE and any(self._lasting(i) > budget for i, budget in enumerate(self.budgets)):
             return None  # seen without a trial
-        tries = (replace(sharding, ahead=ahead) for ahead in range(sharding.ahead, -1, -1))
+        tries = (sharding.model_copy(update={"ahead": ahead}) for ahead in range(sharding.ahead, -1, -1))
         return next((s for s in tries if self.spare_bytes(s) >= 0), None)
 
     def _lasting(self, number: int) -> int:
@@ -175,7 +184,8 @@ class _Room:
         rows = [[spec for spec in specs if spec.params] for specs in self.specs]
 
         def held(count: int) -> Sharding:
-            return replace(sharding, held=tuple(s.name for row in rows for s in row[max(0, len(row) - count) :]))
+            names = [s.name for row in rows for s in row[max(0, len(row) - count) :]]
+            return sharding.model_copy(update={"held": names})
 
         # A stage that stays takes its own bytes, once the places are full that others had in turn.
         turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)

@@ -46,7 +46,7 @@ class InsertTwoHop(Pass):
         self._check(draft)
         if self.every != AUTO:
             return self.every
-        budgets = [draft.hardware.devices[program.device].budget_bytes for program in draft.programs]
+        budgets = [draft.lane_hardware.devices[program.device].budget_bytes for program in draft.programs]
         fits = all(peak_bytes(program.copy(), STEP) <= budget for program, budget in zip(draft.programs, budgets))
         return STEP if fits else TWO_HOP
 
@@ -59,7 +59,7 @@ class InsertTwoHop(Pass):
 
     def _by_host(self, draft: Draft) -> bool:
         """Whether scatters go in a hierarchy as gathers do. Between GPUs they are NCCL's own, which has its ways."""
-        on_cpus = all(device.kind == "cpu" for device in draft.hardware.devices)
+        on_cpus = all(device.kind == "cpu" for device in draft.lane_hardware.devices)
         return on_cpus and draft.sharding is not None and draft.sharding.hierarchical
 
     def _check(self, draft: Draft) -> None:

@@ -1,25 +1,23 @@
 """`mesh`: the machine's devices as lanes, each a whole copy of the computation on its share of the micro-batches.
 
-In: a machine and a number of micro-batches. Out: a draft whose `hardware` is what one lane has of the machine and whose
-micro-batches are those of one lane, so that the passes behind it plan one lane as they would plan a machine. A lane is
-`depth` devices that divide the stages; `shards` lanes, one behind the other, share each stage's weights, gradients and
-optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas.
+In: a machine and a number of micro-batches. Out: a draft whose `lane_hardware` is what one lane has of the machine and
+whose micro-batches are those of one lane, so that the passes behind it plan one lane as they would plan a machine. A
+lane is `depth` devices that divide the stages; `shards` lanes, one behind the other, share each stage's weights,
+gradients and optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's
+replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import ClassVar
 
 from ...ir.errors import PassError
 from ...ir.program import slice_of
 from ..base import Pass
+from ..decisions import NEAREST, Lanes, regular_lanes
 from ..draft import Draft
 from .group_size import smallest_group
-
-NEAREST = ("shards", "pipeline")  # whose devices are neighbours
 
 
 @dataclass(frozen=True)
@@ -49,40 +47,28 @@ class Mesh(Pass):
             if value < least:
                 raise PassError(f"pass {self.name!r}: option {name}={value}; it is at least 1")
 
-    def plan(self, draft: Draft) -> dict[str, Any]:
-        """`lanes`: per lane its devices, in the order of its pipeline; `shards`: lanes that share weights."""
+    def plan(self, draft: Draft) -> Lanes:
         shards = self.shards or smallest_group(draft, self.depth)
-        count, each = draft.hardware.num_devices, shards * self.depth
+        count, each = draft.machine.num_devices, shards * self.depth
         if count % each:
             near = [n for n in range(each, count + 1) if count % n == 0]
             raise PassError(
                 f"{shards} shards x {self.depth} deep are {each} devices, and {count} cannot be divided by that; "
                 f"the nearest number that can is {near[0]}"
             )
-        return {"lanes": regular_lanes(count, shards, self.depth, self.nearest), "shards": shards}
+        return Lanes(lanes=regular_lanes(count, shards, self.depth, self.nearest), shards=shards)
 
-    def rewrite(self, draft: Draft, decision: dict[str, Any]) -> None:
-        lanes, shards = decision["lanes"], decision["shards"]
-        _check_lanes(lanes, shards, draft.hardware.num_devices)
+    def rewrite(self, draft: Draft, decision: Lanes) -> None:
+        lanes = decision.lanes
+        _check_lanes(lanes, decision.shards, draft.machine.num_devices)
         if draft.partition:
             raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
             return
         _check_shares(draft.options.micro_batches, len(lanes))
         _check_buffers(draft)
-        draft.lanes, draft.shards = [list(lane) for lane in lanes], shards
-        draft.machine, draft.hardware = draft.hardware, slice_of(draft.hardware, lanes)
+        draft.mesh, draft.lane_part = decision, slice_of(draft.machine, lanes)
         draft.options = replace(draft.options, micro_batches=draft.options.micro_batches // len(lanes))
-
-
-def regular_lanes(count: int, shards: int, depth: int, nearest: str = "shards") -> list[list[int]]:
-    """So many devices in lanes of `depth`, those which share stages one behind the other."""
-    if nearest == "shards":
-        rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
-    else:
-        rows = np.arange(count).reshape(-1, shards, depth)
-    lanes: list[list[int]] = rows.reshape(-1, depth).tolist()
-    return lanes
 
 
 def _check_lanes(lanes: list[list[int]], shards: int, count: int) -> None:

@@ -58,7 +58,7 @@ def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = Non
             continue
         p.rewrite(draft, p.plan(draft) if made is None else made)
         if draft.programs:
-            verify(draft.programs, draft.hardware, memory=memory and p is passes[-1])
+            verify(draft.programs, draft.lane_hardware, memory=memory and p is passes[-1])
             assert_prints_and_parses(draft.programs)
     return draft
 
@@ -70,7 +70,7 @@ def _measured() -> dict[tuple[int, str], tuple[OpGraph, list[Block]]]:
 
 def _coarsened(draft: Draft) -> list[Block]:
     """A graph's blocks with their costs, measured once for all tests. The graph is kept, and with it its id."""
-    key = (id(draft.graph), draft.hardware.devices[0].kind)
+    key = (id(draft.graph), draft.lane_hardware.devices[0].kind)
     if key not in _measured():
         p = Coarsen()
         p.rewrite(draft, p.plan(draft))

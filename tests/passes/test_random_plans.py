@@ -72,7 +72,7 @@ def check_model(number: int, plans: int) -> None:
 
 
 def check_training(draft: Draft, batches: Sequence[Batch], traits: Traits) -> None:
-    verify(draft.programs, draft.hardware)
+    verify(draft.programs, draft.lane_hardware)
     tolerance = CHAIN if traits.is_chain else REORDERED
     assert_trains_like_eager(draft, batches[: draft.options.micro_batches], tolerance, steps=1)
 
@@ -99,10 +99,10 @@ def schedules() -> list[type[Schedule]]:
 def random_draft(draw: random.Random, graph: OpGraph, blocks: list[Block], made: dict[str, object]) -> Draft:
     """A whole compilation; `made` tells what was drawn, for whoever reads a failure."""
     draft = Draft(graph, random_hardware(draw), Options(micro_batches=draw.randint(1, MICRO_BATCHES)), list(blocks))
-    made["hardware"] = [(d.root_complex, d.memory_bytes) for d in draft.hardware.devices]
+    made["hardware"] = [(d.root_complex, d.memory_bytes) for d in draft.lane_hardware.devices]
     made["micro_batches"] = draft.options.micro_batches
     place_stages(draw, draft, made)
-    count = draft.hardware.num_devices
+    count = draft.lane_hardware.num_devices
     goes_round = (
         len(draft.devices) >= 2 * count
         and len(draft.devices) % count == 0
@@ -121,7 +121,7 @@ def place_stages(draw: random.Random, draft: Draft, made: dict[str, object]) -> 
         stages = random_stages(draw, draft)
         made[BY_HAND] = stages
         PartitionBalanced().rewrite(draft, stages)
-        draft.devices = [draw.randrange(draft.hardware.num_devices) for _ in stages]
+        draft.devices = [draw.randrange(draft.lane_hardware.num_devices) for _ in stages]
     else:
         options = random_options(draw, kind, len(draft.blocks))
         p, mapping = kind(**options), draw.choice(mappings())()

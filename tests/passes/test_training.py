@@ -188,7 +188,7 @@ def test_evaluation_gives_every_output_of_the_model(name: str, swapped: bool) ->
     fetch = {"stage0": {"forward": 1}, "stage2": {}} if swapped else {}
     apply(draft, *all_passes(3), decisions={"fetch": fetch})
     evaluation = evaluation_programs(draft, fetch)
-    verify(evaluation, draft.hardware)
+    verify(evaluation, draft.lane_hardware)
     fetched = {n.args[0] for p in evaluation for n in p.ops() if n.target.name == "fetch"}  # type: ignore
     assert fetched == ({"stage0.weights", "stage2.weights"} if swapped else set())
     found = reference(draft, evaluation=evaluation).evaluate(joined(batches[:2]))["results"]

@@ -41,7 +41,7 @@ def test_two_processes_train_as_the_sequential_loop_does() -> None:
             loss = torch.stack(loop.step(batches)).mean()
             assert torch.equal(job.step(joined(batches)), loss)
         trained = job.state_dict()
-        text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].hardware)
+        text, said = job.code(0), explain(job.plan, drafts[-1].programs, drafts[-1].lane_hardware)
     assert loop.stages[0].optimizer is not None
     assert loop.stages[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.001)  # eight updates
     for stage in loop.stages:

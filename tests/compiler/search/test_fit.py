@@ -31,7 +31,7 @@ def swapped() -> Draft:
 
 
 def on(draft: Draft, **figures: Any) -> Draft:
-    return Draft(**{**vars(draft), "hardware": draft.hardware.with_(**figures)})
+    return Draft(**{**vars(draft), "machine": draft.machine.with_(**figures)})
 
 
 def test_to_the_byte(swapped: Draft) -> None:

@@ -16,14 +16,13 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.pipeline import pass_text
-from penstock.compiler.plan import Mesh, Plan
+from penstock.compiler.plan import Plan
 from penstock.compiler.search.candidates import Candidate
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError
+from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
-from penstock.passes.sharding.mesh import Mesh as MeshPass
-from penstock.passes.sharding.mesh import regular_lanes
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"
@@ -34,7 +33,7 @@ def test_layouts_divide_the_devices() -> None:
     for name, most in (("mobius-8gpu", 8), ("mics-p4d:64", 40)):
         hardware = penstock.Hardware.preset(name)
         found = layouts(hardware, 100)
-        assert len(set(found)) == len(found) and MeshPass(1, 1) in found
+        assert len(set(found)) == len(found) and Mesh(1, 1) in found
         assert all(hardware.num_devices % (row.shards * row.depth) == 0 for row in found)
         assert all(row.depth < hardware.num_devices for row in found) and len(found) >= most
     assert layouts(penstock.Hardware.cpu(num_devices=1), 10) == []
@@ -48,8 +47,8 @@ def test_layouts_divide_the_devices() -> None:
     ],
 )  # fmt: skip
 def test_words_for_lanes(count: int, shards: int, depth: int, words: str) -> None:
-    mesh = Mesh(lanes=regular_lanes(count, shards, depth), shards=shards)
-    assert mesh.describe() == f"{count} devices: {words}"
+    lanes = Lanes(lanes=regular_lanes(count, shards, depth), shards=shards)
+    assert lanes.describe() == f"{count} devices: {words}"
 
 
 @pytest.mark.parametrize("machine", ["mics-p4d:2", "mobius-topo2+2"])
@@ -74,13 +73,13 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
 
 def test_a_mesh_is_a_line_of_a_document_and_comes_back() -> None:
     for shards, depth, nearest in ((8, 1, "shards"), (1, 8, "shards"), (2, 4, "pipeline"), (2, 4, "shards")):
-        mesh = Mesh(lanes=regular_lanes(512, shards, depth, nearest), shards=shards)
+        mesh = Lanes(lanes=regular_lanes(512, shards, depth, nearest), shards=shards)
         text = mesh.model_dump_json()
-        assert len(text) < 80 and Mesh.model_validate_json(text) == mesh
-    odd = Mesh(lanes=[[0, 3], [1, 2]])
-    assert Mesh.model_validate_json(odd.model_dump_json()) == odd and "lanes" in json.loads(odd.model_dump_json())
+        assert len(text) < 80 and Lanes.model_validate_json(text) == mesh
+    odd = Lanes(lanes=[[0, 3], [1, 2]])
+    assert Lanes.model_validate_json(odd.model_dump_json()) == odd and "lanes" in json.loads(odd.model_dump_json())
     with pytest.raises(ValueError, match="multiple of depth times shards"):
-        Mesh.model_validate({"devices": 6, "depth": 4})
+        Lanes.model_validate({"devices": 6, "depth": 4})
 
 
 def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> None:

@@ -67,7 +67,7 @@ def test_candidates_without_ssd_are_refused_before_they_are_made() -> None:
         compiler.place(PLAIN.with_(THREE_STAGES))
     wide = compiler_for(Hardware.cpu(1, **{**SMALL, "dram": "100MB"}))
     draft = wide.finish(wide.place(PLAIN.with_(THREE_STAGES))).draft
-    draft.hardware = compiler.hardware
+    draft.machine = compiler.hardware
     with pytest.raises(DoesNotFit) as late:
         check_fit(draft)
     with pytest.raises(DoesNotFit):
@@ -151,7 +151,7 @@ def test_a_strategy_without_ssd_is_told_of_one_with() -> None:
 def test_needs_are_those_of_the_programs_by_what_they_are_for() -> None:
     compiler = compiler_for(Hardware.cpu(1, **SMALL), 8)
     draft = compiler.finish(compiler.place(RESERVOIR.with_(THREE_STAGES))).draft
-    needs = {need.memory: need for need in host_needs(draft.programs, draft.hardware)}
+    needs = {need.memory: need for need in host_needs(draft.programs, draft.lane_hardware)}
     profile = profile_memory(draft.programs[0])
     assert needs["dram0"].step_bytes == profile.peak_bytes[ops.DRAM]
     assert needs["ssd0"].step_bytes == profile.peak_bytes[ops.SSD] and "states" in needs["ssd0"].parts
@@ -204,4 +204,4 @@ def test_a_search_without_hints_finds_the_reservoir_too() -> None:
     graph = trace(model, micro_batch_spec(batch, 4))
     machine = Hardware.cpu(1, **SMALL)
     found = search(lambda _: graph, machine, Wishes(None, 4, 8, Options(micro_batches=4)))
-    assert found.best.decisions["ssd"]["stages"]
+    assert found.best.decisions["ssd"].stages

@@ -12,8 +12,8 @@ from penstock.ir.errors import VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import bind, slice_of
 from penstock.ir.verify import verify
+from penstock.passes.decisions import regular_lanes
 from penstock.passes.draft import Draft
-from penstock.passes.sharding.mesh import regular_lanes
 from penstock.runtime.simulate import simulate
 from penstock.tests.passes.running import apply, chain, draft_of
 
@@ -42,7 +42,7 @@ def test_groups_of_bound_programs_part_the_devices(shards: int, depth: int, near
         assert {len(group) for group in groups} == {shards if kind == "shards" else 8 // shards // depth}
     loaded = [node.kwargs["micro_batch"] for p in programs for node in p.ops() if node.target.name == "backward"]  # type: ignore[union-attr]
     assert set(loaded) == set(range(8))
-    verify(programs, draft.whole)
+    verify(programs, draft.machine)
 
 
 @pytest.mark.parametrize(("shards", "depth"), LAYOUTS)
@@ -66,7 +66,7 @@ def test_a_lane_is_accepted_where_all_are() -> None:
         nodes = [node for node in victim.ops() if not node.users]
         if nodes:
             victim.graph.erase_node(draw.choice(nodes))
-        found = [accepts(lane, draft.hardware), accepts(bind(lane), draft.whole)]
+        found = [accepts(lane, draft.lane_hardware), accepts(bind(lane), draft.machine)]
         assert found[0] == found[1], (shards, depth)
         refused += not found[0]
     assert refused

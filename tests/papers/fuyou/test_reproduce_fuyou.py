@@ -102,7 +102,7 @@ def test_the_strategy_is_the_one_that_is_reproduced() -> None:
 
 def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(toy: Toy) -> None:
     found = trial(toy, FUYOU)
-    assert set(found.decisions["ssd"]["stages"].values()) == {"all"}
+    assert set(found.decisions["ssd"].stages.values()) == {"all"}
     assert min(begins(found, "step")) < max(begins(found, "backward"))
     apart = trial(toy, APART)
     assert min(begins(apart, "step")) > max(begins(apart, "backward"))
@@ -111,9 +111,9 @@ def test_fuyou_keeps_everything_on_ssd_and_steps_under_the_backward(toy: Toy) ->
 
 def test_zero_infinity_reads_and_fetches_what_is_due(toy: Toy) -> None:
     found = trial(toy, ZERO_INFINITY)
-    assert found.decisions["ssd"]["ahead"] == 0 and not any(found.decisions["fetch"].values())
+    assert found.decisions["ssd"].ahead == 0 and not any(found.decisions["fetch"].values())
     assert swap_coefficient(found) == 0
-    assert {row["inputs_to"] for row in found.decisions["activations"].values()} == {"dram"}
+    assert {row.inputs_to for row in found.decisions["activations"].values()} == {"dram"}
     assert min(begins(found, "step")) > max(begins(found, "backward"))
     assert 0 < optimizer_share(found) < 1
 
@@ -122,7 +122,7 @@ def test_zero_offload_and_colossal_leave_disks_or_checkpoints_alone(toy: Toy) ->
     offload, colossal = trial(toy, ZERO_OFFLOAD), trial(toy, COLOSSAL)
     assert not begins(offload, "read") and begins(offload, "fetch")
     assert offload.timeline is not None and "ssd0" not in offload.timeline.peak_bytes
-    assert set(colossal.decisions["ssd"]["stages"].values()) == {"states"}
+    assert set(colossal.decisions["ssd"].stages.values()) == {"states"}
     assert not colossal.decisions["activations"]
 
 

@@ -15,6 +15,7 @@ from penstock.ir.errors import DoesNotFit, PassError, VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
 from penstock.ir.verify import verify
+from penstock.passes.decisions import Activations
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
@@ -73,7 +74,7 @@ def test_all_goes_where_it_is_told(to: str) -> None:
     assert decision["rematerialise"] == [stage.spec.name for stage in draft.stages]
     for stage in draft.stages:
         row = decision["activations"][stage.spec.name]
-        assert row["classes"] == [saved.name for saved in stage.spec.saved] and row["classes_to"] == to
+        assert row.classes == [saved.name for saved in stage.spec.saved] and row.classes_to == to
     apply(draft, p, InsertFetch(), InsertOptimizer(), memory=True)
     assert ("write" in op_names(draft)) == (to == "ssd")
     assert "* " in draft.notes[NAME]
@@ -82,7 +83,7 @@ def test_all_goes_where_it_is_told(to: str) -> None:
 def test_a_share_of_nothing_keeps_no_class() -> None:
     decision = ChooseActivations(share=0.0).plan(scheduled())
     assert len(decision["rematerialise"]) == 6
-    assert not any(row["classes"] for row in decision["activations"].values())
+    assert not any(row.classes for row in decision["activations"].values())
 
 
 def test_device_moves_nothing() -> None:
@@ -91,8 +92,8 @@ def test_device_moves_nothing() -> None:
     apply(plain, InsertRemat(), InsertFetch(), InsertOptimizer(), memory=True)
     p = ChooseActivations(to="device")
     decision = p.plan(classes)
-    assert any(row["classes"] for row in decision["activations"].values())
-    assert {row[key] for row in decision["activations"].values() for key in ("classes_to", "inputs_to")} == {"device"}
+    assert any(row.classes for row in decision["activations"].values())
+    assert {(row.classes_to, row.inputs_to) for row in decision["activations"].values()} == {("device", "device")}
     apply(classes, p, InsertFetch(), InsertOptimizer(), memory=True)
     assert op_names(classes).count("offload") == op_names(plain).count("offload")  # gradients only
 
@@ -110,10 +111,10 @@ def test_inputs_leave_where_they_do_not_fit() -> None:
 def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     small = Hardware.cpu(num_devices=1, memory=720_000, ssd="1GB", dram="600kB")
     draft = scheduled(720_000, stages=12)
-    draft.hardware = small
+    draft.machine = small
     p = ChooseActivations(swap=True, tier="all")
     decision = p.plan(draft)
-    memories = [row["inputs_to"] for row in decision["activations"].values()]
+    memories = [row.inputs_to for row in decision["activations"].values()]
     assert "ssd" in memories and "dram" in memories
     apply(draft, p, InsertFetch(swap=True))
     assert profile_memory(draft.programs[0]).arenas[ops.DRAM] < 600_000
@@ -135,7 +136,7 @@ def test_any_budget_fits_or_says_so(memory: int, stages: int, devices: int, swap
         try:
             draft = scheduled(memory, stages, devices)
             apply(draft, p, InsertFetch(swap=swap), InsertOptimizer())
-            verify(draft.programs, draft.hardware)
+            verify(draft.programs, draft.lane_hardware)
         except (DoesNotFit, VerifyError) as error:
             assert "missing" in str(error) or "budget" in str(error) or "memory" in str(error)
             return False
@@ -157,7 +158,7 @@ def test_devices_that_are_alike_are_decided_once() -> None:
         for spec in machine.specs:
             assert (spec.name in alone) == (spec.name in decided["rematerialise"])
             row = decided["activations"].get(spec.name)
-            assert row is None or row == alone[spec.name].as_data()
+            assert row is None or row == alone[spec.name]
     assert len(set(looks)) < len(looks)
 
 
@@ -191,12 +192,12 @@ def test_ssd_without_one() -> None:
     ("names", "data", "message"),
     [
         (["stage9"], {}, "names 'stage9'"),
-        ([], {"stage0": {}}, "stage0, which keeps everything"),
-        (["stage0"], {"stage0": {"classes": ["x"]}}, "keeps 'x'; its classes are"),
-        (["stage0"], {"stage0": {"inputs_to": "disk"}}, "inputs_to is 'disk', not one of"),
+        ([], {"stage0": Activations()}, "stage0, which keeps everything"),
+        (["stage0"], {"stage0": Activations(classes=["x"])}, "keeps 'x'; its classes are"),
+        (["stage0"], {"stage0": Activations.model_construct(inputs_to="disk")}, "inputs_to is 'disk', not one of"),
     ],
 )
-def test_plans_are_checked(names: list[str], data: dict[str, Any], message: str) -> None:
+def test_plans_are_checked(names: list[str], data: dict[str, Activations], message: str) -> None:
     with pytest.raises(PassError, match=message):
         ChooseActivations().rewrite(scheduled(), {"rematerialise": names, "activations": data})
 
@@ -236,6 +237,6 @@ def planned(batch: int, micro_batches: int, ssds: int, **options: Any) -> tuple[
 def test_the_papers_swap_amounts(batch: int, micro_batches: int, ssds: int, is_positive: bool) -> None:
     """Positive where computation bounds the backward, nothing beyond the stages' inputs where the disks do."""
     draft, decision = planned(batch, micro_batches, ssds, to="ssd")
-    classes = [row["classes"] for row in decision["activations"].values()]
+    classes = [row.classes for row in decision["activations"].values()]
     assert any(classes) == is_positive
     assert ("bound by compute" in draft.notes[NAME]) == is_positive or "by compute in backward" in draft.notes[NAME]

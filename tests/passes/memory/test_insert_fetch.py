@@ -61,7 +61,7 @@ def test_looking_ahead_is_faster_on_a_slow_link(h2d: str) -> None:
         draft = ready(swapping("2MB", h2d=h2d), width=128, rows=16)
         apply(draft, InsertFetch(prefetch=prefetch), *all_passes()[6:], memory=True)
         assert any(n.target is ops.fetch for n in draft.programs[0].ops())
-        steps.append(simulate(draft.programs, draft.hardware).step_s)
+        steps.append(simulate(draft.programs, draft.lane_hardware).step_s)
     assert steps[1] < 0.97 * steps[0]  # copies and computation share the cores of these devices
 
 
@@ -87,7 +87,7 @@ def test_a_kept_stage_keeps_its_weights() -> None:
     for program in draft.programs:
         fetched = [n.args[0] for n in program.ops() if n.target is ops.fetch]
         assert sorted(fetched) == sorted(set(fetched))
-    verify(draft.programs, draft.hardware)
+    verify(draft.programs, draft.lane_hardware)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -40,11 +40,11 @@ def test_nothing_is_given_up_where_all_fits() -> None:
 
 def test_it_lowers_the_peak_and_costs_a_forward() -> None:
     draft = scheduled(stages=3)
-    before, slow = peak(draft), simulate(draft.programs, draft.hardware).step_s
+    before, slow = peak(draft), simulate(draft.programs, draft.lane_hardware).step_s
     apply(draft, InsertRemat(), decisions={"rematerialise": ["stage0", "stage1", "stage2"]})
     kept = sum(s.spec.kept_bytes for s in draft.stages)
     assert peak(draft) < before - 2 * kept
-    assert 1.1 * slow < simulate(draft.programs, draft.hardware).step_s < 1.6 * slow
+    assert 1.1 * slow < simulate(draft.programs, draft.lane_hardware).step_s < 1.6 * slow
 
 
 def test_only_as_much_as_needed_is_given_up_and_the_result_fits() -> None:

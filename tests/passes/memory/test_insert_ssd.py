@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import ParamSpec, plan_arena, profile_memory
 from penstock.ir.verify import verify
+from penstock.passes.decisions import OnSsd
 from penstock.passes.draft import Draft
 from penstock.passes.memory.choose_activations import ChooseActivations
 from penstock.passes.memory.insert_fetch import InsertFetch
@@ -56,15 +58,15 @@ def least_bytes(num_devices: int) -> int:
 
 def test_text(golden: Golden) -> None:
     draft = swapped(machine(), depth=2, width=16, stages=3)
-    decision = {"stages": {"stage0": "all", "stage1": "states", "stage2": "all"}, "ahead": 1}
+    decision = OnSsd(stages={"stage0": "all", "stage1": "states", "stage2": "all"}, ahead=1)
     golden(text_of(apply(draft, InsertSsd(), decisions={"ssd": decision})), "two-of-three-stages")
 
 
 def test_roomy_dram_leaves_the_ssd_alone() -> None:
     draft = swapped(machine())
-    assert InsertSsd().plan(draft)["stages"] == {}
+    assert InsertSsd().plan(draft).stages == {}
     assert draft.notes["insert-ssd"] == "DRAM holds everything"
-    assert InsertSsd().plan(swapped(machine(ssd=None)))["stages"] == {}
+    assert InsertSsd().plan(swapped(machine(ssd=None))).stages == {}
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -78,7 +80,7 @@ def test_less_dram_puts_more_on_ssd_states_first(num_devices: int) -> None:
         draft = swapped(machine(budget, num_devices), 9, 32)
         apply(draft, InsertSsd(), OverlapOptimizer(), memory=True)
         assert dram_bytes(draft) <= budget
-        tiers = draft.on_ssd
+        tiers = draft.ssd.stages
         if "all" in tiers.values():
             assert len(tiers) == len(draft.stages)  # all states are there before any weights
         amounts.append((len(tiers), list(tiers.values()).count("all")))
@@ -96,7 +98,7 @@ def test_stages_on_ssd_are_spread_over_the_model() -> None:
 def test_a_tier_that_is_asked_for(tier: str) -> None:
     draft = swapped(machine())
     decision = InsertSsd(tier=tier).plan(draft)
-    assert decision["stages"] == {s.spec.name: tier for s in draft.stages}
+    assert decision.stages == {s.spec.name: tier for s in draft.stages}
     apply(draft, InsertSsd(tier=tier), OverlapOptimizer(), memory=True)
     kept = profile_memory(draft.programs[0]).persistent
     assert kept.ssd["states"] > 0 and kept.dram["states"] == 0
@@ -139,18 +141,19 @@ def test_no_disks() -> None:
 def test_resident_stages_stay_on_their_device() -> None:
     draft = draft_of(chain(), machine(), micro_batches=2)
     apply(draft, *to_schedule(4), InsertRemat(), InsertFetch())
-    assert InsertSsd(tier="all").plan(draft)["stages"] == {}
+    assert InsertSsd(tier="all").plan(draft).stages == {}
 
 
 @pytest.mark.parametrize(
-    ("decision", "said"),
+    ("stages", "ahead", "said"),
     [
-        ({"stages": {"stage9": "all"}, "ahead": 1}, "ssd names 'stage9'; the stages whose weights come from DRAM are"),
-        ({"stages": {"stage0": "weights"}, "ahead": 1}, "ssd has 'weights' of stage0"),
-        ({"stages": {"stage0": "all"}, "ahead": 99}, "ssd reads 99 phases ahead"),
+        ({"stage9": "all"}, 1, "ssd names 'stage9'; the stages whose weights come from DRAM are"),
+        ({"stage0": "weights"}, 1, "ssd has 'weights' of stage0"),
+        ({"stage0": "all"}, 99, "ssd reads 99 phases ahead"),
     ],
 )
-def test_decisions_that_cannot_be_carried_out(decision: dict[str, object], said: str) -> None:
+def test_decisions_that_cannot_be_carried_out(stages: dict[str, Any], ahead: int, said: str) -> None:
+    decision = OnSsd.model_construct(stages=stages, ahead=ahead)
     with pytest.raises(PassError, match=said):
         InsertSsd().rewrite(swapped(machine()), decision)
 
@@ -180,7 +183,7 @@ def test_disks_slower_than_the_link_are_read_further_ahead() -> None:
     aheads = []
     for h2d in ("0.5GB/s", "3GB/s", "100GB/s"):
         decision = InsertSsd(tier="all").plan(swapped(machine(h2d=h2d)))
-        aheads.append(decision["ahead"])
+        aheads.append(decision.ahead)
     assert aheads == [1, 3, MOST_READS_AHEAD]
 
 
@@ -201,7 +204,7 @@ def test_bytes_are_those_of_the_finished_programs(precision: str, clip: float | 
             updates = replace(room.updates(tiers), speculative=timing.lag == 1)
             whole = [stage for stage, tier in tiers.items() if tier == "all"]
             guessed = [peak.bytes(updates, timing, whole, ahead=1) for peak in room.hosts[0]]
-            InsertSsd().rewrite(draft, {"stages": tiers, "ahead": 1})
+            InsertSsd().rewrite(draft, OnSsd(stages=tiers, ahead=1))
             again = [DramPeak(p).bytes(updates, timing) for p in draft.programs]
             write_updates(draft.programs, updates, [timing] * 2)
             found = [profile_memory(p).peak_bytes[ops.DRAM] for p in draft.programs]
@@ -219,10 +222,10 @@ def test_activations_in_dram_are_counted_with_the_rest(to: str) -> None:
     tiers = tiers_at(room.specs, room.stages_of([0]), 6)
     updates, whole = room.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
     guessed = room.hosts[0][0].bytes(updates, TIMINGS[0], whole, ahead=2)
-    InsertSsd().rewrite(draft, {"stages": tiers, "ahead": 2})
+    InsertSsd().rewrite(draft, OnSsd(stages=tiers, ahead=2))
     write_updates(draft.programs, updates, TIMINGS[:1])
     assert profile_memory(draft.programs[0]).peak_bytes[ops.DRAM] == guessed
-    verify(draft.programs, draft.hardware)
+    verify(draft.programs, draft.lane_hardware)
 
 
 def test_evaluation_reads_the_weights_that_are_on_ssd() -> None:
@@ -231,7 +234,7 @@ def test_evaluation_reads_the_weights_that_are_on_ssd() -> None:
     fetch = {s.spec.name: {} for s in draft.stages}
     ssd = InsertSsd(tier="all").plan(draft)
     apply(draft, InsertSsd(), OverlapOptimizer(), decisions={"ssd": ssd})
-    evaluation = evaluation_programs(draft, fetch, ssd)
+    evaluation = evaluation_programs(draft, fetch)
     verify(evaluation, hardware)
     for program, training in zip(evaluation, draft.programs):
         assert sum(n.target is ops.read for n in program.ops()) == len(draft.stages)

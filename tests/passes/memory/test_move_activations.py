@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, fx, nn
 from penstock.compiler.capture.trace import trace
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Program, producer_of, profile_memory
+from penstock.ir.program import Program, StageSpec, producer_of, profile_memory
 from penstock.ir.verify import verify
+from penstock.passes.decisions import Activations
 from penstock.passes.draft import Draft
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.move_activations import (
     Ahead,
-    Choice,
     input_bytes,
     keep_chosen,
     move_activations,
@@ -52,7 +53,7 @@ def scheduled(stages: int = 4, micro_batches: int = 2, devices: int = 1, schedul
     return apply(draft_of(chain(depth=stages - 1, rows=ROWS), hardware, micro_batches=micro_batches), *passes)
 
 
-def moved(draft: Draft, choices: dict[str, Choice], ahead: Ahead = NEXT) -> Draft:
+def moved(draft: Draft, choices: dict[str, Activations], ahead: Ahead = NEXT) -> Draft:
     for program in draft.programs:
         keep_chosen(program, choices)
         move_activations(program, choices, ahead)
@@ -61,10 +62,14 @@ def moved(draft: Draft, choices: dict[str, Choice], ahead: Ahead = NEXT) -> Draf
     return draft
 
 
-def everywhere(draft: Draft, memory: str, classes: bool = True) -> dict[str, Choice]:
+def everything(spec: StageSpec, classes_to: Any, inputs_to: Any) -> Activations:
+    return Activations(classes=[saved.name for saved in spec.saved], classes_to=classes_to, inputs_to=inputs_to)
+
+
+def everywhere(draft: Draft, memory: Any, classes: bool = True) -> dict[str, Activations]:
     """All inputs, and all classes, of all stages in one memory."""
     return {
-        stage.spec.name: Choice(tuple(s.name for s in stage.spec.saved) if classes else (), memory, memory)
+        stage.spec.name: everything(stage.spec, memory, memory) if classes else Activations(inputs_to=memory)
         for stage in draft.stages
         if stage.spec.rematerialisable
     }
@@ -121,7 +126,7 @@ def test_the_inputs_of_the_batch_are_loaded_again_instead() -> None:
     draft = scheduled()
     before = counts(draft.programs[0])["load"]
     names = [stage.spec.name for stage in draft.stages]
-    (program,) = moved(draft, {name: Choice(inputs_to="dram") for name in names}).programs
+    (program,) = moved(draft, {name: Activations(inputs_to="dram") for name in names}).programs
     assert counts(program)["load"] > before
     assert all(producer_of(n.args[0]).target is not ops.load for n in program.ops() if n.target is ops.offload)  # type: ignore[arg-type]
 
@@ -217,7 +222,9 @@ def test_any_choice_verifies(
     for stage in draft.stages:
         names = data.draw(st.sets(st.sampled_from([s.name for s in stage.spec.saved] or ["none"]))) - {"none"}
         if data.draw(st.booleans()):
-            choices[stage.spec.name] = Choice(tuple(sorted(names)), data.draw(memories), data.draw(memories))
+            choices[stage.spec.name] = Activations(
+                classes=sorted(names), classes_to=data.draw(memories), inputs_to=data.draw(memories)
+            )
     moved(draft, choices, Ahead(*ahead))
     apply(draft, InsertFetch(swap=data.draw(st.booleans())), InsertOptimizer())
 
@@ -229,10 +236,7 @@ def trained(name: str, move: bool) -> tuple[dict[str, Tensor], int]:
     draft = apply(draft_of(graph, hardware, micro_batches=3), *to_schedule(4))
     if move:
         tiers = [("ssd", "dram"), ("dram", "ssd")]
-        choices = {
-            stage.spec.name: Choice(tuple(s.name for s in stage.spec.saved), *tiers[i % 2])
-            for i, stage in enumerate(draft.stages)
-        }
+        choices = {stage.spec.name: everything(stage.spec, *tiers[i % 2]) for i, stage in enumerate(draft.stages)}
         moved(draft, choices, Ahead(1, 1))
     apply(draft, InsertFetch(swap=move), InsertOptimizer())
     machine = reference(draft)

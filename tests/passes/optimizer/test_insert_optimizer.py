@@ -66,7 +66,7 @@ def swapped_chain(hardware: Hardware) -> Draft:
 def test_updates_overlap_with_the_backward_of_earlier_stages() -> None:
     """Behind the last backward comes little more than one stage's offload and update."""
     draft = apply(swapped_chain(Hardware.cpu(num_devices=1, d2h="2GB/s")), InsertOptimizer())
-    timeline = simulate(draft.programs, draft.hardware)
+    timeline = simulate(draft.programs, draft.lane_hardware)
     updates = [s for s in timeline.spans if s.op in ("offload", "step")]
     serial_s = sum(s.end_s - s.start_s for s in updates)
     tail_s = timeline.step_s - max(s.end_s for s in timeline.spans if s.op == "backward")

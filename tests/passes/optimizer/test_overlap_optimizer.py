@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError
@@ -17,6 +17,7 @@ from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.base import Pass
+from penstock.passes.decisions import OnSsd
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.mapping.map_round_robin import MapRoundRobin
@@ -60,7 +61,7 @@ def ready(hardware: Hardware, tiers: dict[str, str] | str, graph: Any = None, **
     decisions = {
         "rematerialise": [s.spec.name for s in draft.stages if s.spec.rematerialisable],
         "fetch": {name: {} for name in names},
-        "ssd": {"stages": found, "ahead": 1},
+        "ssd": OnSsd.model_validate({"stages": found}),
     }
     return apply(draft, InsertRemat(), InsertFetch(), InsertSsd(), decisions=decisions)
 
@@ -186,7 +187,7 @@ def test_resident_stages_beside_swapped_ones(precision: str) -> None:
     apply(drafts[0], InsertSsd(tier="all"), OverlapOptimizer(clip="speculative"), memory=True)
     apply(drafts[1], InsertOptimizer())
     kinds = {n.target.name for p in drafts[0].programs for n in p.ops()}  # type: ignore[union-attr]
-    assert {"redo", "clip", "resident", "read"} <= kinds and "stage0" in drafts[0].on_ssd
+    assert {"redo", "clip", "resident", "read"} <= kinds and "stage0" in drafts[0].ssd.stages
     (losses, weights), (want_losses, want) = (trained(d, batches[:2], precision) for d in drafts)
     assert all(torch.equal(a, b) for a, b in zip(losses, want_losses))
     assert all(torch.equal(weights[n], want[n]) for n in want)
@@ -217,7 +218,7 @@ def test_replicas_step_their_own_copies() -> None:
     names = [s.spec.name for s in draft.stages]
     apply(draft, InsertRemat(), InsertFetch(swap=True), decisions={"rematerialise": names})
     apply(draft, InsertSsd(tier="states"), OverlapOptimizer(), memory=True)
-    assert set(draft.on_ssd) == set(names)
+    assert set(draft.ssd.stages) == set(names)
     assert_trains_like_eager(draft, batches[:2], 1e-6)
 
 
@@ -228,7 +229,8 @@ def test_plans_change_no_program_and_survive_json(kind: type[Pass]) -> None:
     apply(draft, *(before[:-1] if kind is InsertSsd else before))
     text, p = text_of(draft), kind()
     decision = p.plan(draft)
-    assert p.plan(draft) == decision == json.loads(json.dumps(decision))
+    document = TypeAdapter(type(decision))
+    assert p.plan(draft) == decision == document.validate_json(document.dump_json(decision))
     assert text_of(draft) == text
 
 
@@ -277,7 +279,7 @@ def test_overlap_is_worth_it() -> None:
 def test_without_overlap_no_step_begins_before_the_last_backward_ends() -> None:
     for tiers in ("all", "states", {}):
         draft = apply(ready(machine(), tiers), OverlapOptimizer(overlap=False))
-        spans = simulate(draft.programs, draft.hardware).spans
+        spans = simulate(draft.programs, draft.lane_hardware).spans
         last = max(s.end_s for s in spans if s.op == "backward")
         assert min(s.start_s for s in spans if s.op == "step") >= last
 

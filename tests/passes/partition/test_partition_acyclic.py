@@ -36,7 +36,7 @@ class Branches(nn.Module):
 def busiest_s(draft: Draft, found: dict[str, list]) -> float:
     """Seconds of blocks on the device that has most."""
     loads, names = Loads(draft), [block.name for block in draft.blocks]
-    busy_s = [0.0] * draft.hardware.num_devices
+    busy_s = [0.0] * draft.lane_hardware.num_devices
     for stage, device in zip(found["stages"], found["planned_for"]):
         busy_s[device] += sum(loads.time_s[device][names.index(name)] for name in stage)
     return max(busy_s)

@@ -25,7 +25,7 @@ def machine(speeds: list[float], memories: list[str], link: str | None = None) -
 
 def bottleneck_s(draft: Draft, cuts: list[int], devices: list[int]) -> float:
     """Of these stages on these devices; infinite where one does not fit."""
-    slices, loads, count = Slices(draft), Loads(draft), draft.hardware.num_devices
+    slices, loads, count = Slices(draft), Loads(draft), draft.lane_hardware.num_devices
     if not all(slices.fits(a, b, d, count) for (a, b), d in zip(pairwise(cuts), devices)):
         return float("inf")
     crossing = loads.crossing_bytes()

@@ -53,11 +53,11 @@ def drafted(model: str, micro: int, machine: str, micro_batches: int, precision:
 
 
 def simulated_s(draft: Draft, decision: dict) -> float:
-    trial = Draft(draft.graph, draft.hardware, draft.options, blocks=draft.blocks)
+    trial = Draft(draft.graph, draft.machine, draft.options, blocks=draft.blocks)
     PartitionMip().rewrite(trial, decision)
     for p in BEHIND:
         p.rewrite(trial, p.plan(trial))
-    return simulate(trial.programs, trial.hardware, precision=trial.options.precision).step_s
+    return simulate(trial.programs, trial.lane_hardware, precision=trial.options.precision).step_s
 
 
 def small(depth: int = 5, machine: Hardware | None = None, **options: object) -> Draft:
@@ -156,7 +156,7 @@ def test_bad_numbers_and_options() -> None:
     draft = small()
     for value in (math.nan, 0.0, math.inf, -1.0):
         block = draft.blocks[2]
-        name = draft.hardware.devices[0].name
+        name = draft.lane_hardware.devices[0].name
         broken = dataclasses.replace(block, seconds={name: TurnSeconds(value, 1.0, 1.0)})
         draft.blocks = [*draft.blocks[:2], broken, *draft.blocks[3:]]
         with pytest.raises(PlanError, match=f"{block.name}.*forward"):

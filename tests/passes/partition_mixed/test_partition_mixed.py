@@ -65,7 +65,7 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
     names = [name for stage in decision["stages"] for name in stage]
     assert sorted(names) == sorted(block.name for block in draft.blocks)
     assert len(decision["planned_for"]) == len(decision["stages"])
-    assert set(decision["planned_for"]) <= set(range(draft.hardware.num_devices))
+    assert set(decision["planned_for"]) <= set(range(draft.lane_hardware.num_devices))
     home = {name: i for i, stage in enumerate(decision["stages"]) for name in stage}
     maker = {node: block.name for block in draft.blocks for node in block.outputs}
     edges = [(maker[n], block.name) for block in draft.blocks for n in block.inputs if n in maker]
@@ -188,9 +188,9 @@ class Wide(nn.Module):
 def test_clusters_hide_their_messages_behind_their_computation() -> None:
     graph, _ = traced_model(Wide(), [{"x": torch.randn(64, 8)}])
     draft = coarsened(graph, Hardware.cpu(num_devices=2), "operator")
-    blocks = block_graph(draft.blocks, draft.hardware, "fp32")
+    blocks = block_graph(draft.blocks, draft.lane_hardware, "fp32")
     clusters = Clusters(blocks.succ, blocks.load_ns[0], [0] * blocks.num_blocks)
-    limits = Limits(1, Wires.of(draft.hardware).slowest_ns_per_byte)
+    limits = Limits(1, Wires.of(draft.lane_hardware).slowest_ns_per_byte)
     place = {block.name: i for i, block in enumerate(draft.blocks)}
     assert max(ends_bytes(clusters, blocks, place["up"])) == 64 * 4096 * 4
     assert not is_hidden(clusters, blocks, place["up"], limits)
@@ -229,11 +229,11 @@ def test_contractions_never_close_a_cycle_and_refuse_only_where_they_would(
 
 def test_longest_first_and_exchanges_keep_to_memory() -> None:
     draft = coarsened(chain(depth=6, width=64), Hardware.cpu(num_devices=2, memory="700kB"), "layer", micro_batches=4)
-    blocks = block_graph(draft.blocks, draft.hardware, "fp32")
+    blocks = block_graph(draft.blocks, draft.lane_hardware, "fp32")
     memory = Footprints(draft, blocks)
     members = [[i] for i in range(blocks.num_blocks)]
     needs = [memory.stage(own) for own in members]
-    flow = PipelineEstimate(blocks, members, Wires.of(draft.hardware), 4)
+    flow = PipelineEstimate(blocks, members, Wires.of(draft.lane_hardware), 4)
     assert longest_first(flow.load_ns, needs, memory, swapped=False, by_bytes=False) is None  # states do not fit
     devices = longest_first(flow.load_ns, needs, memory, swapped=True, by_bytes=False)
     assert devices is not None

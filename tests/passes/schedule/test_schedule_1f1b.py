@@ -98,7 +98,7 @@ def test_no_cut_and_no_mapping_deadlocks(data: st.DataObject) -> None:
     names = [block.name for block in draft.blocks]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names) - 1))))
     num_devices = data.draw(st.integers(1, 4))
-    draft.hardware = Hardware.cpu(num_devices=num_devices)
+    draft.machine = Hardware.cpu(num_devices=num_devices)
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     decisions = {"stages": cut(names, cuts), "devices": devices}
     apply(draft, *one_forward_one_backward()[1:], decisions=decisions)

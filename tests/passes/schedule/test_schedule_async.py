@@ -14,6 +14,7 @@ from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, profile_memory
 from penstock.ir.verify.asynchronous import readings
+from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
 from penstock.passes.schedule.schedule_async import ScheduleAsync
 from penstock.runtime.reference.run import Reference
@@ -167,10 +168,10 @@ def test_it_knows_its_options_and_runs_alone() -> None:
     draft = apply(draft_of(chain(), micro_batches=2), *to_schedule()[:3])
     with pytest.raises(PassError, match="weights='old'; there are current, stash, predict"):
         ScheduleAsync(weights="old").plan(draft)
-    draft.lanes = [[0], [1]]
+    draft.mesh = Lanes(lanes=[[0], [1]])
     with pytest.raises(PassError, match="leave mesh out"):
         ScheduleAsync().plan(draft)
-    draft.lanes = []
+    draft.mesh = Lanes(lanes=[])
     decision = {**ScheduleAsync().plan(draft), "staleness": {}}
     with pytest.raises(PassError, match=r"staleness is \{\}"):
         ScheduleAsync().rewrite(draft, decision)

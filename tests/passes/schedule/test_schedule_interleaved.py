@@ -97,7 +97,7 @@ def test_no_cut_of_a_model_with_edges_over_stages_deadlocks(data: st.DataObject)
     num_devices = data.draw(st.integers(1, len(names) // 2))
     stages = num_devices * data.draw(st.integers(2, len(names) // num_devices))
     cuts = sorted(data.draw(st.permutations(range(1, len(names))))[: stages - 1])
-    draft.hardware = Hardware.cpu(num_devices=num_devices)
+    draft.machine = Hardware.cpu(num_devices=num_devices)
     apply(draft, *through(ScheduleInterleaved())[1:], decisions={"stages": cut(names, cuts)})
 
 

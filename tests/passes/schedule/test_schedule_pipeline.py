@@ -66,9 +66,9 @@ def test_evaluation_of_swapped_stages_keeps_the_budget() -> None:
     assert all(n.target is not ops.resident for n in draft.programs[0].ops())
     texts = []
     for memory in ("8kB", "20kB"):
-        draft.hardware = Hardware.cpu(num_devices=1, memory=memory)
+        draft.machine = Hardware.cpu(num_devices=1, memory=memory)
         evaluation = evaluation_programs(draft, fetch)
-        verify(evaluation, draft.hardware)
+        verify(evaluation, draft.lane_hardware)
         seen = [n for n in evaluation[0].ops() if n.target in (ops.fetch, ops.evaluate)]
         texts.append(["part" if n.kwargs.get("params") else n.target.name for n in seen])  # type: ignore
         assert plan_arena(evaluation[0])[1] <= plan_arena(draft.programs[0])[1]  # the arena of training is enough
@@ -106,7 +106,7 @@ def test_any_cut_and_any_mapping_verifies(data: st.DataObject) -> None:
     names = [block.name for block in draft.blocks]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names) - 1))))
     num_devices = data.draw(st.integers(1, 4))
-    draft.hardware = Hardware.cpu(num_devices=num_devices)
+    draft.machine = Hardware.cpu(num_devices=num_devices)
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     decisions = {"stages": cut(names, cuts), "devices": devices}
     apply(draft, *to_schedule()[1:], decisions=decisions)
@@ -115,7 +115,7 @@ def test_any_cut_and_any_mapping_verifies(data: st.DataObject) -> None:
     for src in range(num_devices):
         done = [(n.kwargs["dst"], n.kwargs["tag"]) for n in draft.programs[src].ops() if n.target is ops.send]
         assert done == [(dst, message.tag) for at, turn in turns if at == src for dst, message in flow.sent_by(turn)]
-    verify(evaluation_programs(draft), draft.hardware)
+    verify(evaluation_programs(draft), draft.lane_hardware)
 
 
 def test_no_two_messages_share_a_tag() -> None:
@@ -153,5 +153,5 @@ def test_gradients_of_two_values_from_many_devices_are_no_deadlock(depth: int, n
     graph, _ = traced_model(Fed(depth), [{"x": torch.randn(2, 4)}])
     draft = draft_of(graph, Hardware.cpu(num_devices=num_devices), micro_batches=2)
     apply(draft, *to_schedule(depth + 1))
-    verify(draft.programs, draft.hardware)
-    verify(evaluation_programs(draft), draft.hardware)
+    verify(draft.programs, draft.lane_hardware)
+    verify(evaluation_programs(draft), draft.lane_hardware)

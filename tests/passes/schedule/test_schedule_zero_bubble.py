@@ -157,7 +157,7 @@ def test_no_cut_and_no_mapping_deadlocks_or_holds_more_than_1f1b(data: st.DataOb
     names = [block.name for block in draft.blocks]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(names) - 1))))
     num_devices = data.draw(st.integers(1, 4))
-    draft.hardware = Hardware.cpu(num_devices=num_devices)
+    draft.machine = Hardware.cpu(num_devices=num_devices)
     devices = data.draw(st.lists(st.integers(0, num_devices - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1))
     apply(draft, *through(ScheduleZeroBubble())[1:], decisions={"stages": cut(names, cuts), "devices": devices})
     flow = Flow(draft.programs[0].interface, draft.devices)

@@ -33,10 +33,10 @@ def test_less_memory_takes_more_devices() -> None:
 def test_the_programs_fit(memory: str) -> None:
     draft = draft_of(chain(depth=8, width=64), Hardware.cpu(8, memory), micro_batches=8)
     decisions, _ = run_passes(draft, parse_pipeline("mics", 8))
-    assert decisions["mesh"]["shards"] == group(memory)
-    assert decisions["sharding"]["tier"] == "device"
+    assert decisions["mesh"].shards == group(memory)
+    assert decisions["sharding"].tier == "device"
     peak = profile_memory(draft.programs[0]).peak_bytes[ops.DEVICE]
-    assert peak <= draft.hardware.devices[0].budget_bytes
+    assert peak <= draft.lane_hardware.devices[0].budget_bytes
 
 
 def test_the_option_is_written_auto() -> None:

@@ -40,11 +40,11 @@ def test_memory_decides_where_shards_lie_and_what_stays_whole() -> None:
     for memory in ("4MB", "1.2MB", "800kB", "600kB", "500kB"):
         draft, decisions = drafted(line(), memory=memory)
         made = decisions["sharding"]
-        seen.append((made["tier"], made["ahead"], len(made["held"])))
+        seen.append((made.tier, made.ahead, len(made.held)))
         assert (
             profile_memory(draft.programs[0]).peak_bytes[ops.DEVICE] <= Hardware.cpu(1, memory).devices[0].budget_bytes
         )
-        assert bool(decisions["fetch"]) == (made["tier"] == "dram")
+        assert bool(decisions["fetch"]) == (made.tier == "dram")
     assert seen == [("device", 2, 7), ("device", 1, 1), ("dram", 2, 2), ("dram", 1, 1), ("dram", 0, 1)]
 
 
@@ -54,7 +54,7 @@ def test_what_is_held_is_gathered_once() -> None:
     stages = len(held.stages)
     assert len(gathers(held)) == stages
     assert len(gathers(again)) > 3 * stages  # two micro-batches a lane, forward and backward
-    moved = [sum(simulate(d.programs, d.whole).moved_bytes.values()) for d in (held, again)]
+    moved = [sum(simulate(d.programs, d.machine).moved_bytes.values()) for d in (held, again)]
     assert moved[0] < 0.6 * moved[1]
 
 
@@ -73,7 +73,7 @@ def test_groups_over_hosts_gather_in_a_hierarchy() -> None:
     assert not any(node.kwargs.get("hierarchical") for node in gathers(inside))
     assert all(node.kwargs["hierarchical"] for node in gathers(over))
     assert 'group="shards", hierarchical=True)' in text_of(over)
-    assert decisions["sharding"]["hierarchical"]
+    assert decisions["sharding"].hierarchical
     flat, _ = drafted(line("hierarchical=false", mesh="shards=4"), hosts=2)
     assert "hierarchical" not in text_of(flat)
     with pytest.raises(PassError, match="hierarchical=true needs groups with the same number of members"):

@@ -32,7 +32,7 @@ def drafted(every: str, memory: str = "64MB", graph: object = None) -> Draft:
 
 
 def between_hosts(draft: Draft) -> int:
-    moved = simulate(draft.programs, draft.whole).moved_bytes
+    moved = simulate(draft.programs, draft.machine).moved_bytes
     return moved["nic0.up"]
 
 
@@ -134,4 +134,4 @@ def test_each_gradient_is_summed_over_each_group_once(edit: Edit, said: str) -> 
     text = edit(print_program(program))
     assert text != print_program(program)
     with pytest.raises(VerifyError, match=said):
-        verify([parse_program(text, program.interface, 0)], draft.hardware)
+        verify([parse_program(text, program.interface, 0)], draft.lane_hardware)

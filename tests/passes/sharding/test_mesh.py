@@ -12,6 +12,7 @@ from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import persistent_bytes, profile_memory
 from penstock.ir.verify import verify
+from penstock.passes.decisions import Lanes
 from penstock.passes.draft import Draft
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.schedule.evaluation import evaluation_programs
@@ -76,7 +77,7 @@ def test_replicas_stay_equal_and_evaluate_alike(strategy: str) -> None:
     for case in (alone, draft):
         fetch = {s.spec.name: {} for s in draft.stages} if case is draft and strategy == "zero3-offload" else {}
         evaluation = evaluation_programs(case, fetch)
-        verify(evaluation, case.hardware)
+        verify(evaluation, case.lane_hardware)
         machine = reference(case, evaluation=evaluation)
         machine.step(joined(batches[:2]))
         outputs.append(machine.evaluate(joined(batches[:2]))["results"])
@@ -129,9 +130,9 @@ def test_what_cannot_be_shared() -> None:
     with pytest.raises(PassError, match=r"3 shards x 1 deep are 3 devices, and 4 .* is 4"):
         Mesh(shards=3).plan(draft)
     with pytest.raises(PassError, match=r"they hold each of the devices 0 to 3 once"):
-        Mesh().rewrite(draft, {"lanes": [[0], [1], [2], [2]], "shards": 1})
+        Mesh().rewrite(draft, Lanes(lanes=[[0], [1], [2], [2]]))
     with pytest.raises(PassError, match=r"3 shards; the 4 lanes cannot"):
-        Mesh().rewrite(draft, {"lanes": [[0], [1], [2], [3]], "shards": 3})
+        Mesh().rewrite(draft, Lanes(lanes=[[0], [1], [2], [3]], shards=3))
     with pytest.raises(PassError, match=r"no lanes share their weights; say how many"):
         InsertShard().rewrite(draft, {})
 

@@ -153,10 +153,10 @@ def one_lane_s(draft: Draft) -> float:
     from penstock.runtime.simulate import engine as module
 
     interface = draft.programs[0].interface
-    sliced = slice_of(draft.whole, interface.lanes)
+    sliced = slice_of(draft.machine, interface.lanes)
     case = module.Case(draft.programs, sliced)
     order = build_order(draft.programs, case.memories)
-    engine = module._Engine(order, CostModel(sliced, "fp32", WholeMachine(draft.whole, interface)))
+    engine = module._Engine(order, CostModel(sliced, "fp32", WholeMachine(draft.machine, interface)))
     engine.run(None)
     return max(engine.ended_s.values())
 
@@ -174,7 +174,7 @@ def test_one_lane_takes_what_all_take(num_hosts: int, gpus: int, mesh: str, stra
     """On machines that look the same from every lane, a lane on its part of them is as fast as all lanes on all."""
     hardware = cluster(num_hosts, gpus, network=network)
     draft = lanes_draft(hardware, mesh, 2 * hardware.num_devices, strategy)
-    assert draft.lanes
+    assert draft.mesh.lanes
     assert one_lane_s(draft) == pytest.approx(simulate(bind(draft.programs), hardware).step_s, rel=0.02)
 
 

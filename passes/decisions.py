@@ -1,0 +1,125 @@
+"""What passes decide, where a decision is more than a word or a list: the fields of a saved plan hold these objects.
+
+A pass's `plan` returns them and its `rewrite` takes them, be they planned or read from a document that a user edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+
+from ..ir import ops
+from ..ir.program import StageSpec
+
+Memory = Literal["device", "dram", "ssd"]
+StageTiers = dict[str, Literal["states", "all"]]  # of each stage that is on SSD, what of it
+NEAREST = ("shards", "pipeline")  # whose devices are neighbours
+
+
+class Lanes(BaseModel):
+    """Copies of the computation. `lanes`: per copy its devices, in the order of its pipeline; `shards`: the number of
+    lanes, one after the other, that share each stage's weights.
+
+    In a document lanes may also be given, and where they can be are, as `devices` in all, `depth` of a lane and what is
+    `nearest` (see the pass `mesh`).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    lanes: list[list[int]]
+    shards: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lanes(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or "lanes" in document or not {"devices", "depth"} <= document.keys():
+            return document
+        short = {"shards": 1, "nearest": NEAREST[0], **document}
+        count, depth, shards, nearest = (short.pop(name) for name in ("devices", "depth", "shards", "nearest"))
+        numbers = (count, depth, shards)
+        if any(not isinstance(n, int) or n < 1 for n in numbers) or count % (depth * shards) or nearest not in NEAREST:
+            raise ValueError(f"devices are a multiple of depth times shards, nearest is one of {', '.join(NEAREST)}")
+        return {**short, "lanes": regular_lanes(count, shards, depth, nearest), "shards": shards}
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _short(self, plain: Callable[[Lanes], dict[str, Any]]) -> dict[str, Any]:
+        depth, count = len(self.lanes[0]), self.num_devices
+        for nearest in NEAREST if count % (depth * self.shards) == 0 else ():
+            if self.lanes == regular_lanes(count, self.shards, depth, nearest):
+                return {"devices": count, "depth": depth, "shards": self.shards, "nearest": nearest}
+        return plain(self)
+
+    @property
+    def num_devices(self) -> int:
+        """Of all lanes together."""
+        return sum(map(len, self.lanes))
+
+    def describe(self) -> str:
+        """In words: "512 devices: 64 replicas of 8 shards", "16 devices: 2 replicas of 2 shards of pipelines of 4"."""
+        depth = len(self.lanes[0])
+        replicas = self.num_devices // (self.shards * depth)
+        parts = [f"{replicas} replicas"] if replicas > 1 else []
+        parts += [f"{self.shards} shards"] if self.shards > 1 else []
+        parts += [f"{'pipelines' if parts else 'a pipeline'} of {depth}"] if depth > 1 or not parts else []
+        return f"{self.num_devices} devices: {' of '.join(parts)}"
+
+
+def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:
+    """The lanes of `depth` devices that make up `count` devices; those which share stages come one after the other."""
+    if nearest == "shards":
+        rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
+    else:
+        rows = np.arange(count).reshape(-1, shards, depth)
+    lanes: list[list[int]] = rows.reshape(-1, depth).tolist()
+    return lanes
+
+
+class Sharding(BaseModel):
+    """How stages are spread over the lanes that share them.
+
+    `tier`: the memory of the shards ("ssd": `insert-ssd` moves them there); `ahead`: the number of phases between a
+    gather and its use; `hierarchical`: gathers go between hosts first, then inside them; `held`: the stages that are
+    gathered once and stay whole for all micro-batches.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    tier: Memory
+    ahead: Annotated[int, Field(ge=0)] = 1
+    hierarchical: bool = False
+    held: list[str] = []
+
+
+class Activations(BaseModel):
+    """Of one stage that is rematerialised: the classes of saved tensors that it keeps, and where these and its inputs
+    lie between forward and backward."""
+
+    model_config = ConfigDict(extra="forbid")
+    classes: list[str] = []
+    classes_to: Memory = "device"
+    inputs_to: Memory = "device"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is rematerialisation from inputs on the device."""
+        return not self.classes and self.inputs_to == ops.DEVICE
+
+    def shape(self, spec: StageSpec) -> Hashable:
+        """Equal for equal decisions on stages that differ in names alone."""
+        kept = tuple(i for i, saved in enumerate(spec.saved) if saved.name in self.classes)
+        return kept, self.classes_to, self.inputs_to
+
+    def renamed(self, before: StageSpec, after: StageSpec) -> Activations:
+        """The same decision on a stage that is alike, in order of its classes."""
+        names = {old.name: new.name for old, new in zip(before.saved, after.saved)}
+        return self.model_copy(update={"classes": [names[name] for name in self.classes]})
+
+
+class OnSsd(BaseModel):
+    """What lies on SSD. `stages`: per stage its optimizer states, or all that persists of it; `ahead`: the number of
+    phases between the read of weights and their fetch."""
+
+    model_config = ConfigDict(extra="forbid")
+    stages: StageTiers = {}
+    ahead: Annotated[int, Field(ge=0)] = 1
