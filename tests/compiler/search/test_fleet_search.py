@@ -23,6 +23,7 @@ from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError
 from penstock.passes.decisions import Lanes, regular_lanes
 from penstock.passes.draft import Options
+from penstock.passes.sharding.mesh import Mesh
 from penstock.tests.compiler.eager_baseline import SGD, Eager, zoo_case
 
 SMALL = "gpt2:n_layer=6,n_embd=256,n_head=4,vocab_size=1000"

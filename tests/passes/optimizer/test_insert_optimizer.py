@@ -16,11 +16,11 @@ from penstock.tests.passes.running import all_passes, apply, chain, draft_of, te
 
 
 def ready(hardware: Hardware | None = None, swapped: bool = True, **options: object) -> Draft:
-    draft = draft_of(chain(depth=3), hardware, **{"micro_batches": 2, "stages": 4, **options})
+    draft = draft_of(chain(depth=3), hardware, **{"micro_batches": 2, **options})
     decisions = {} if not swapped else {
         "rematerialise": ["stage0", "stage1"], "fetch": {f"stage{i}": {} for i in range(4)},
     }  # fmt: skip
-    return apply(draft, *all_passes()[:6], decisions=decisions)
+    return apply(draft, *all_passes(4)[:6], decisions=decisions)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

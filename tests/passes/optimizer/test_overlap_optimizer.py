@@ -51,11 +51,13 @@ def machine(num_devices: int = 1, dram: int = 10**9, ssd: str = "1GB", **links: 
     return Hardware.cpu(num_devices, memory="8MB", dram=dram, ssd=ssd, **links).with_(dram_usable_fraction=1.0)
 
 
-def ready(hardware: Hardware, tiers: dict[str, str] | str, graph: Any = None, **options: object) -> Draft:
+def ready(
+    hardware: Hardware, tiers: dict[str, str] | str, graph: Any = None, stages: int = 4, **options: object
+) -> Draft:
     """All stages swapped; `tiers`: what is on SSD, or "states" or "all" of every stage."""
     graph = chain(3, 16) if graph is None else graph
-    draft = draft_of(graph, hardware, **{"micro_batches": 2, "stages": 4, **options})
-    apply(draft, *to_schedule())
+    draft = draft_of(graph, hardware, **{"micro_batches": 2, **options})
+    apply(draft, *to_schedule(stages))
     names = [s.spec.name for s in draft.stages]
     found = dict.fromkeys(names, tiers) if isinstance(tiers, str) else tiers
     decisions = {
@@ -179,11 +181,11 @@ def test_the_same_weights_as_insert_optimizer(name: str, clip: str, model: str) 
 def test_resident_stages_beside_swapped_ones(precision: str) -> None:
     """Those are clipped and stepped on their device behind the norm, these judged behind it."""
     graph, batches = traced("mlp", dropout=0.0)
-    options = {"precision": precision, "max_grad_norm": 0.05, "micro_batches": 2, "stages": 4}
+    options = {"precision": precision, "max_grad_norm": 0.05, "micro_batches": 2}
     drafts = [draft_of(graph, machine(2), **options) for _ in range(2)]
     decisions = {"rematerialise": [], "fetch": {"stage0": {}, "stage1": {}}}
     for draft in drafts:
-        apply(draft, *to_schedule(), InsertRemat(), InsertFetch(), decisions=decisions)
+        apply(draft, *to_schedule(4), InsertRemat(), InsertFetch(), decisions=decisions)
     apply(drafts[0], InsertSsd(tier="all"), OverlapOptimizer(clip="speculative"), memory=True)
     apply(drafts[1], InsertOptimizer())
     kinds = {n.target.name for p in drafts[0].programs for n in p.ops()}  # type: ignore[union-attr]
@@ -386,9 +388,9 @@ def test_budgets_hold_or_the_plan_does_not_fit(
 ) -> None:  # fmt: skip
     """Sizes in kB. Without overlap, gradients wait in DRAM, which insert-ssd does not know."""
     hardware = machine(devices, dram * 1000, None if disk is None else f"{disk}kB")  # type: ignore[arg-type]
-    options = {"precision": precision, "max_grad_norm": clip, "micro_batches": micro_batches, "stages": depth + 1}
+    options = {"precision": precision, "max_grad_norm": clip, "micro_batches": micro_batches}
     draft = draft_of(chain(depth, 32), hardware, **options)
-    apply(draft, *to_schedule(), InsertRemat(always=True), InsertFetch(swap=True))
+    apply(draft, *to_schedule(depth + 1), InsertRemat(always=True), InsertFetch(swap=True))
     try:
         apply(draft, InsertSsd())
     except DoesNotFit as error:

@@ -26,9 +26,9 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
 MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-def asynchronous(graph: Any, weights: str = "current", devices: int = 2, **options: Any) -> Draft:
+def asynchronous(graph: Any, weights: str = "current", devices: int = 2, stages: int = 0, **options: Any) -> Draft:
     draft = draft_of(graph, Hardware.cpu(num_devices=devices), **options)
-    return apply(draft, *to_schedule()[:3], ScheduleAsync(weights=weights), memory=True)
+    return apply(draft, *to_schedule(stages)[:3], ScheduleAsync(weights=weights), memory=True)
 
 
 FAST = {("gpt2", "predict", "adamw"), ("gpt2", "stash", "momentum"), ("t5", "current", "adamw")}
