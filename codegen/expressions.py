@@ -63,8 +63,9 @@ class Expressions:
 
     def prepare(self, node: fx.Node) -> None:
         """Import what the node's function needs."""
-        if node.op == "call_function" and not self._has_syntax(node.target):
-            self.imports.function(node.target)  # type: ignore[arg-type]
+        target: Any = node.target
+        if node.op == "call_function" and not self._has_syntax(target):
+            self.imports.function(target)
 
     def _has_syntax(self, target: Any) -> bool:
         signs = target in INFIX or target in PREFIX or target in IN_PLACE

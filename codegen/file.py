@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import fx
 
 from ..ir import ops
+from ..ir.calls import op_of
 from ..ir.program import Program, line_numbers, program_lines
 from ..runtime.device.file import device_file_name
 from .block_source import BlockLibrary
@@ -102,13 +103,12 @@ def _phases(program: Program) -> dict[fx.Node, str]:
     alternate has no such stretches, and no comments.
     """
     nodes = list(program.ops())
-    leading = (ops.load, ops.recv, ops.fetch, ops.all_gather, ops.resident, ops.all_reduce, ops.norm, ops.clip)
     stretches: list[tuple[str, int, int]] = []  # (phase, place of its first op, number of computations)
     start = 0
     for place, node in enumerate(nodes):
         phase = _phase(node)
         if phase is None:
-            start = start if node.target in leading else place + 1
+            start = start if op_of(node).prepares else place + 1
             continue
         if stretches and stretches[-1][0] == phase:
             stretches[-1] = (phase, stretches[-1][1], stretches[-1][2] + 1)
@@ -122,10 +122,10 @@ def _phases(program: Program) -> dict[fx.Node, str]:
 
 
 def _phase(node: fx.Node) -> str | None:
-    if node.target is ops.step:
+    op = op_of(node)
+    if op is ops.step:
         return "update"
-    if node.target in (ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.evaluate):
-        name = node.target.name  # type: ignore[union-attr]
+    if op.parts:
         stage = str(node.args[0])
-        return f"{name}, {stage.replace('stage', 'stage ') if stage.removeprefix('stage').isdigit() else stage}"
+        return f"{op.name}, {stage.replace('stage', 'stage ') if stage.removeprefix('stage').isdigit() else stage}"
     return None

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from ..ir.calls import function_name
 from .imports import TAKEN
 
 FOREVER = 1 << 60
@@ -61,7 +62,7 @@ def op_name(node: fx.Node) -> str:
         return module_name(str(node.target), str(node.meta.get("module_type", "")))
     if node.op == "placeholder":
         return usable(str(node.target))
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "value")
+    target = function_name(node.target, "value")
     if target == "apply" and not isinstance(node.target, str):
         target = node.target.__qualname__.split(".")[-2].lower()
     target = _OPERATORS.get(target, _SHORTER.get(target, target))
@@ -70,8 +71,7 @@ def op_name(node: fx.Node) -> str:
 
 def renamed_operand(node: fx.Node) -> fx.Node | None:
     """The operand that the node only reshapes, converts or cuts, if it does no more than that."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.op in ("call_method", "call_function") and name in _SAME_THING and node.args:
+    if node.op in ("call_method", "call_function") and function_name(node.target) in _SAME_THING and node.args:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     return None
 
@@ -82,8 +82,7 @@ def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
         tree = ast.parse(code_of(reader).removeprefix("return "))
     except SyntaxError:  # a part of a longer statement
         return ""
-    target = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
-    called = target.rpartition(".")[2]
+    called = function_name(reader.target).rpartition(".")[2]
     args = [*reader.args[1:], reader.args[0]] if reader.op == "call_method" else list(reader.args)
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and called == getattr(call.func, "attr", getattr(call.func, "id", "")):

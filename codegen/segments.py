@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.calls import function_name
 from .paths import is_under, owners
 
 MIN_NODES = 12  # of a block outside of a list
@@ -33,7 +34,7 @@ CallOrNode = fx.Node | BlockCall
 
 def is_switch(node: fx.Node) -> bool:
     """A node that turns gradients or autocast on or off; the text says so with `with` instead."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+    return node.op == "call_function" and function_name(node.target) in _SWITCHES
 
 
 def reads(node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from ..compiler.models.named import find_model
 from ..compiler.pipeline import parse_pipeline, pipeline_text, run_passes
 from ..compiler.search.fit import check_fit
 from ..ir import ops
+from ..ir.calls import op_of
 from ..ir.errors import DoesNotFit, VerifyError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import PRECISIONS
@@ -201,7 +202,7 @@ def num_params(model: nn.Module) -> int:
 def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Transfer]:
     """Every transfer of a simulated step with its bytes. A member of a collective has one of its own, with the bytes
     that it sends to its neighbour in the ring."""
-    nodes = [(p, node) for p in programs for node in p.ops() if node.target not in (ops.free, ops.resident)]
+    nodes = [(p, node) for p in programs for node in p.ops() if op_of(node).streams]
     for (program, node), span in zip(nodes, timeline.spans, strict=True):
         if span.stream in MOVES:
             work = work_of(program, node)

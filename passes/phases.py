@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import ops
+from ..ir.calls import op_of
 from ..ir.program import Program
-
-BACKWARDS = (ops.backward, ops.backward_input, ops.backward_weight)
-WITH_KEPT = (ops.backward, ops.backward_input)  # which take what a forward kept
 
 
 @dataclass
@@ -28,10 +26,11 @@ def phases(program: Program) -> list[Phase]:
     """In issue order. A backward that follows its own forward directly belongs to the same phase."""
     found: list[Phase] = []
     for node in program.ops():
-        if node.target not in (ops.forward, ops.evaluate, *BACKWARDS):
+        op = op_of(node)
+        if not op.parts:
             continue
         stage = str(node.args[0])
-        kind = "backward" if node.target in BACKWARDS else "forward"
+        kind = "backward" if op.is_backward else "forward"
         if found and found[-1].stage == stage:
             found[-1].nodes.append(node)
         else:
@@ -39,7 +38,7 @@ def phases(program: Program) -> list[Phase]:
     keeps = {  # stages all of whose saved tensors lie between forward and backward: their weights stay as well
         str(n.args[0])
         for n in program.ops()
-        if n.target in WITH_KEPT and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
+        if op_of(n).takes_kept and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
     }
     halved: set[str] = set()  # stages with a half of a backward so far: the other half needs the same weights
     for i, phase in enumerate(found):

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...ir.calls import function_name
+
 
 @dataclass(frozen=True)
 class RecordedCall:
@@ -95,7 +97,7 @@ _DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dr
 
 def is_random(call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a function or method call, traced in training mode, draws random numbers."""
-    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+    name = function_name(call.target)
     if name in _RANDOM:
         return True
     if name in _DROPOUTS:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...ir.calls import function_name
 from .calls import RecordedCall
 from .recorder import Recorder
 from .writer import has_tensor, tensors_in
@@ -105,7 +106,7 @@ class Replay(Recorder):
 
 
 def _name(call: RecordedCall) -> str:
-    return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
+    return function_name(call.target, str(call.target))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .names import COMPUTE, DEVICE
+from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, EVALUATE, EVALUATION, FORWARD, TRAINING
 from .record import Context, Op, Value, Work, match, tensor, want
 from .transfers import check_micro_batch
 
@@ -75,7 +75,7 @@ def _forward_work(
     )
 
 
-forward = Op("forward", (COMPUTE,), _forward, _forward_work)
+forward = Op("forward", (COMPUTE,), _forward, _forward_work, allowed_in=TRAINING, parts=(FORWARD,))
 
 
 def _evaluate(ctx: Context, stage: str, weights: Value, *inputs: Value, micro_batch: int) -> tuple[Value, ...]:
@@ -90,6 +90,8 @@ evaluate = Op(
     lambda ctx, stage, weights, *inputs, micro_batch: _forward_work(
         ctx, stage, weights, *inputs, micro_batch=micro_batch, keep=False
     ),
+    allowed_in=EVALUATION,
+    parts=(EVALUATE,),
 )
 
 
@@ -161,6 +163,8 @@ backward = Op(
     _backward,
     _backward_work,
     donates=("grads",),
+    allowed_in=TRAINING,
+    parts=(BACKWARD_INPUT, BACKWARD_WEIGHT),
     paper="rematerialisation: Mobius 3.1, FTPipe 4.3",
 )
 
@@ -188,4 +192,6 @@ add = Op(
     _add,
     lambda ctx, left, right: Work(COMPUTE, flops=_numel(left), traffic_bytes=3 * left.bytes, launches=1),
     donates=("left",),
+    allowed_in=TRAINING,
+    passes_on=True,
 )

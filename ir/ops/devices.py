@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .names import COMM, DEVICE, RECV, SEND
+from .names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TRAINING
 from .record import Context, Op, Value, Work, tensor, want
 
 __all__ = ["all_gather", "all_reduce", "recv", "reduce_scatter", "send"]
@@ -25,7 +25,8 @@ send = Op(
     lambda ctx, value, *, dst, tag: Work(
         SEND, moved_bytes=value.bytes, source=DEVICE, target=f"device{dst}", peer=dst, tag=tag
     ),
-    effect=True,
+    transfers=True,
+    meets=PEER,
 )
 
 
@@ -51,6 +52,9 @@ recv = Op(
         peer=src,
         tag=tag,
     ),
+    passes_on=True,
+    prepares=True,
+    meets=PEER,
 )
 
 
@@ -80,8 +84,10 @@ all_reduce = Op(
     (COMM,),
     _all_reduce,
     _all_reduce_work,
-    effect=True,
     donates=("values",),
+    allowed_in=TRAINING,
+    prepares=True,
+    meets=GROUP,
     paper="FTPipe 4.4: tied weights across stages",
 )
 
@@ -112,6 +118,10 @@ all_gather = Op(
     (COMM,),
     _all_gather,
     _gather_work,
+    prepares=True,
+    meets=GROUP,
+    result_in_arena=True,
+    workspace_in_arena=True,
     paper="Mobius eq. 2, MiCS 3.2, 3.3: every device keeps a part of each stage and has it whole while it runs",
 )
 
@@ -146,5 +156,9 @@ reduce_scatter = Op(
     _reduce_scatter,
     _scatter_work,
     donates=("grads", "total"),
+    allowed_in=TRAINING,
+    meets=GROUP,
+    result_in_arena=True,
+    workspace_in_arena=True,
     paper="Mobius eq. 2, MiCS 3.4",
 )

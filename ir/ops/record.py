@@ -1,8 +1,8 @@
 """What an op is: its record, the type of a value, and the work that it stands for.
 
-A record holds the op's name, the streams it may occupy, whether it acts on something besides its results, which
-operands it takes over, its inference (operand types to result types; raises on bad operands) and its work (how much
-of which resource). The signature of `infer` is the op's signature. All three runtimes implement exactly these names.
+A record holds the op's name, the streams it may occupy, its inference (operand types to result types; raises on bad
+operands), its work (how much of which resource), and traits: what everyone else asks about an op, so that nobody lists
+ops by name. The signature of `infer` is the op's signature. All three runtimes implement exactly these names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .names import DEVICE, MESH_GROUPS
+from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, MESH_GROUPS
 
 if TYPE_CHECKING:
     from ..program import Interface, StageSpec, TensorSpec
@@ -99,14 +99,37 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """See the module's text. Instances are the targets of a program's graph nodes."""
+    """See the module's text. Instances are the targets of a program's graph nodes.
+
+    The traits, beside `streams`, which is empty for an op that takes no time:
+    - `donates`: the operands whose memory the op takes over.
+    - `allowed_in`: the functions that may hold the op.
+    - `parts`: what the op does of a stage's work on one micro-batch; such an op takes the stage and its weights first.
+    - `passes_on`: the result is of the micro-batch of the op's first operand, which it moves or adds up.
+    - `prepares`: the op brings operands of the computation that comes after it in the text.
+    - `transfers`: the op moves a value over links; a receive does not, as its send does.
+    - `meets`: a call waits for other devices: for `Work.peer` (PEER), or for the members of `Work.group` (GROUP).
+    - `persists_in`: the memory in which lies what the op names of a stage, such as "stage1.weights".
+    - `updates`: the operand that names the stage of which the op changes what persists.
+    - `result_in_arena`: the result may have a place in the arena of its memory.
+    - `workspace_in_arena`: the workspace has a place in the device's arena.
+    """
 
     name: str
     streams: tuple[str, ...]
     infer: Callable[..., Any]
     work: Callable[..., Work]
-    effect: bool = False
     donates: tuple[str, ...] = ()
+    allowed_in: tuple[str, ...] = EVERYWHERE
+    parts: tuple[str, ...] = ()
+    passes_on: bool = False
+    prepares: bool = False
+    transfers: bool = False
+    meets: str = ""
+    persists_in: str = ""
+    updates: str = ""
+    result_in_arena: bool = False
+    workspace_in_arena: bool = False
     paper: str = ""
     signature: inspect.Signature = field(init=False)
 
@@ -116,6 +139,21 @@ class Op:
         object.__setattr__(self, "__name__", self.name)
         object.__setattr__(self, "__qualname__", self.name)
         object.__setattr__(self, "__module__", __package__)  # where a graph finds it
+
+    @property
+    def takes_kept(self) -> bool:
+        """Whether the op takes what a forward kept."""
+        return BACKWARD_INPUT in self.parts
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether the op computes gradients of a stage's parameters."""
+        return BACKWARD_WEIGHT in self.parts
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the op is a backward, or one half of it."""
+        return self.takes_kept or self.gives_gradients
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Operands and fields by name, defaults filled in."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .compute import backward
-from .names import COMPUTE, DEVICE
+from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, TRAINING
 from .record import Context, Op, Value, Work, want
 from .transfers import check_micro_batch
 
@@ -69,6 +69,8 @@ backward_input = Op(
     _backward_input,
     _backward_input_work,
     donates=("kept",),
+    allowed_in=TRAINING,
+    parts=(BACKWARD_INPUT,),
     paper="Zero Bubble Pipeline Parallelism 2",
 )
 
@@ -111,5 +113,7 @@ backward_weight = Op(
     _backward_weight,
     _backward_weight_work,
     donates=("grads",),
+    allowed_in=TRAINING,
+    parts=(BACKWARD_WEIGHT,),
     paper="Zero Bubble Pipeline Parallelism 2",
 )

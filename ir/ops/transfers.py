@@ -38,6 +38,7 @@ load = Op(
     lambda ctx, batch, name, *, micro_batch: Work(
         HOST, moved_bytes=ctx.interface.batch[name].bytes, source=DRAM, target=DEVICE
     ),
+    prepares=True,
 )
 
 
@@ -67,7 +68,14 @@ def _resident(ctx: Context, name: str, *, group: str | None = None) -> Value:
     return replace(persistent(ctx, name, DEVICE, group=group), kind=kind, owned=False)
 
 
-resident = Op("resident", (HOST,), _resident, lambda ctx, name, *, group=None: Work(HOST))
+resident = Op(
+    "resident",
+    (),
+    _resident,
+    lambda ctx, name, *, group=None: Work(HOST),
+    prepares=True,
+    persists_in=DEVICE,
+)
 
 
 def _fetch(
@@ -112,6 +120,11 @@ fetch = Op(
     _fetch,
     _fetch_work,
     donates=("begun",),
+    passes_on=True,
+    prepares=True,
+    transfers=True,
+    persists_in=DRAM,
+    result_in_arena=True,
     paper="Mobius 3.1, eq. 5: a stage's copy moves from DRAM to the GPU before it runs, in part where that fits",
 )
 
@@ -129,6 +142,9 @@ offload = Op(
     (D2H,),
     _offload,
     lambda ctx, value: Work(D2H, moved_bytes=value.bytes, source=DEVICE, target=DRAM),
+    passes_on=True,
+    transfers=True,
+    result_in_arena=True,
     paper="Mobius eq. 1: gradients move to DRAM once a step; Fuyou 4.4: activations",
 )
 
@@ -151,7 +167,17 @@ def _read_work(ctx: Context, what: str | Value, *, group: str | None = None) -> 
     return Work(READ, moved_bytes=moved, source=SSD, target=DRAM)
 
 
-read = Op("read", (READ,), _read, _read_work, paper="Fuyou 4.3, 4.4, eq. 7")
+read = Op(
+    "read",
+    (READ,),
+    _read,
+    _read_work,
+    passes_on=True,
+    transfers=True,
+    persists_in=SSD,
+    result_in_arena=True,
+    paper="Fuyou 4.3, 4.4, eq. 7",
+)
 
 
 def _write(ctx: Context, value: Value, *, to: str | None = None) -> Value | None:
@@ -173,7 +199,10 @@ write = Op(
     (WRITE,),
     _write,
     lambda ctx, value, *, to=None: Work(WRITE, moved_bytes=value.bytes, source=DRAM, target=SSD),
-    effect=True,
+    passes_on=True,
+    transfers=True,
+    updates="to",
+    result_in_arena=True,
     paper="Fuyou 4.3, 4.4, eq. 7",
 )
 
@@ -184,4 +213,4 @@ def _free(ctx: Context, *values: Value) -> None:
             raise ValueError("only values that the program owns can be freed")
 
 
-free = Op("free", (HOST,), _free, lambda ctx, *values: Work(HOST), effect=True)
+free = Op("free", (), _free, lambda ctx, *values: Work(HOST))

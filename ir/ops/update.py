@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .names import COMPUTE, CPU, DEVICE, DRAM
+from .names import COMPUTE, CPU, DEVICE, DRAM, TRAINING
 from .record import Context, Op, Value, Work, want
 
 __all__ = ["clip", "norm", "redo", "step", "update_traffic"]
@@ -31,6 +31,8 @@ norm = Op(
     lambda ctx, *grads: Work(
         COMPUTE if _memory_of(grads) == DEVICE else CPU, traffic_bytes=sum(g.bytes for g in grads), launches=1
     ),
+    allowed_in=TRAINING,
+    prepares=True,
 )
 
 
@@ -46,6 +48,8 @@ clip = Op(
     _clip,
     lambda ctx, grads, norm, *, max_norm: Work(_where(grads), traffic_bytes=2 * grads.bytes, launches=1),
     donates=("grads",),
+    allowed_in=TRAINING,
+    prepares=True,
 )
 
 
@@ -110,8 +114,9 @@ step = Op(
     (COMPUTE, CPU),
     _step,
     _step_work,
-    effect=True,
     donates=("states",),
+    allowed_in=TRAINING,
+    updates="stage",
     paper="ZeRO-Offload: the optimizer runs where its states lie; Fuyou 4.3: under the backward of the stages before",
 )
 
@@ -131,6 +136,7 @@ redo = Op(
     lambda ctx, stage, grads, norm, *, max_norm: Work(
         CPU, workspace_bytes=ctx.interface.all_bytes(ctx.interface.part_of(stage, grads.group)), workspace_memory=DRAM
     ),
-    effect=True,
+    allowed_in=TRAINING,
+    updates="stage",
     paper="SuperOffload: step, validate, roll back",
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from .names import COMPUTE, DEVICE
+from .names import ASYNCHRONOUS, COMPUTE, DEVICE
 from .record import Context, Op, Value, Work, want
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ stash = Op(
     (COMPUTE,),
     _stash,
     lambda ctx, stage, weights: Work(COMPUTE, traffic_bytes=2 * weights.bytes, launches=1),
+    allowed_in=(ASYNCHRONOUS,),
     paper="PipeDream's weight stashing, as FTPipe 4.2 has it",
 )
 
@@ -69,6 +70,7 @@ predict = Op(
     (COMPUTE,),
     _predict,
     _predict_work,
+    allowed_in=(ASYNCHRONOUS,),
     paper="SpecTrain and XPipe, which FTPipe 4.2 names as weight prediction",
 )
 
@@ -99,4 +101,11 @@ def _split(ctx: Context, stage: str, grads: Value) -> tuple[Value, Value]:
     )
 
 
-split = Op("split", (COMPUTE,), _split, lambda ctx, stage, grads: Work(COMPUTE), donates=("grads",))
+split = Op(
+    "split",
+    (COMPUTE,),
+    _split,
+    lambda ctx, stage, grads: Work(COMPUTE),
+    donates=("grads",),
+    allowed_in=(ASYNCHRONOUS,),
+)

@@ -22,7 +22,6 @@ from .lanes import (
 )
 from .memory import (
     ON_DEVICE,
-    STAGED,
     Account,
     MemoryProfile,
     Persistent,
@@ -38,8 +37,20 @@ from .memory import (
     profile_memory,
     takes_place,
 )
-from .order import Memory, Order, Task, build_order, find_cycle, lack_of, memory_change, producer_of
-from .program import Program, donated, infer, infer_all, operands, place_frees, values_of, work_of
+from .order import Memory, Order, Task, build_order, find_cycle, lack_of, memory_change
+from .program import (
+    Program,
+    donated,
+    infer,
+    infer_all,
+    micro_batch_of,
+    operands,
+    place_frees,
+    producer_of,
+    result_index,
+    values_of,
+    work_of,
+)
 from .stage import PAGE, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned, dtype_bytes
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines
 
@@ -47,7 +58,6 @@ __all__ = [
     "ON_DEVICE",
     "PAGE",
     "SHORT_DTYPES",
-    "STAGED",
     "WORLD",
     "WRITTEN_OUT",
     "Account",
@@ -87,6 +97,7 @@ __all__ = [
     "line_numbers",
     "members_of",
     "memory_change",
+    "micro_batch_of",
     "operands",
     "over_budget",
     "parse_program",
@@ -101,6 +112,7 @@ __all__ = [
     "producer_of",
     "profile_memory",
     "program_lines",
+    "result_index",
     "shown",
     "slice_of",
     "takes_place",

@@ -11,7 +11,6 @@ Each memory holds, added up:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,21 +18,16 @@ from typing import NamedTuple
 from torch import fx
 
 from .. import ops
+from ..calls import op_of
 from ..errors import BudgetExceeded
 from ..precision import MASTER_BYTES
 from ..units import format_bytes
 from .first_fit import FirstFit
 from .interface import Interface
-from .program import Program, donated, values_of, work_of
+from .program import Program, donated, producer_of, values_of, work_of
 from .stage import PAGE, aligned
 
-ARENA_OPS = {
-    ops.DEVICE: (ops.fetch, ops.all_gather, ops.reduce_scatter),
-    ops.DRAM: (ops.offload, ops.read),
-    ops.SSD: (ops.write,),
-}
 ON_DEVICE = ("weights", "part", "shard")  # the kinds of value in a device's arena, beside gradients of a shard
-STAGED = (ops.all_gather, ops.reduce_scatter)  # their workspace lies in the arena, too
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,12 @@ class StageHome:
 
 
 def homes_of(program: Program) -> dict[str, StageHome]:
-    """Where each stage of a program persists, as its ops say. See `op_transfers`."""
+    """Where each stage of a program persists, as its ops say. See `ops/transfers.py`."""
     homes: dict[str, StageHome] = {}
     for node in program.ops():
-        if node.target in (ops.resident, ops.fetch, ops.read) and isinstance(node.args[0], str):
+        memory = op_of(node).persists_in
+        if memory and isinstance(node.args[0], str):
             stage, _, what = node.args[0].partition(".")
-            memory = {ops.resident: ops.DEVICE, ops.fetch: ops.DRAM, ops.read: ops.SSD}[node.target]  # type: ignore[index]
             if what != "states":
                 homes.setdefault(stage, StageHome(memory, group=str(node.kwargs.get("group") or "")))
         elif node.target is ops.step and node.args[0] in homes:
@@ -116,8 +110,8 @@ def _empty() -> dict[str, int]:
 
 
 class ArenaPlan(NamedTuple):
-    """Of a memory's arena: the offset of each value that has a place there, the bytes of all, and the offset of what an
-    op of `STAGED` stages."""
+    """Of a memory's arena: the offset of each value that has a place there, the bytes of all, and the offset of the
+    workspace of each op that has it there."""
 
     offsets: dict[fx.Node, int]
     bytes: int
@@ -136,7 +130,7 @@ def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
             for value in node.all_input_nodes:
                 for place in places_of(value):
                     arena.give(place)
-        if memory == ops.DEVICE and node.target in STAGED:
+        if memory == ops.DEVICE and op_of(node).workspace_in_arena:
             staging[node] = arena.take("staging", work_of(program, node).workspace_bytes)
             arena.give("staging")
     return ArenaPlan(offsets, arena.size, staging)
@@ -147,7 +141,7 @@ def takes_place(node: fx.Node, memory: str | None = None) -> bool:
     kind = node.meta.get("type")
     if not isinstance(kind, ops.Value) or (memory is not None and kind.memory != memory):
         return False
-    if node.target not in ARENA_OPS[kind.memory]:
+    if not op_of(node).result_in_arena:
         return False
     if kind.memory == ops.DEVICE and kind.kind in ON_DEVICE:
         return True
@@ -170,8 +164,7 @@ def _total_of(scatter: fx.Node) -> fx.Node | None:
 def places_of(value: fx.Node) -> list[fx.Node]:
     """The ops that took the places in which a value lies; none where it is in no arena. One, or two where weights came
     in parts; what takes over a value in place lies where that lay."""
-    producer = value.args[0] if value.target is operator.getitem else value
-    assert isinstance(producer, fx.Node)
+    producer = producer_of(value)
     scatters = producer.target is ops.reduce_scatter
     if takes_place(producer):
         return [producer] if scatters else [*donated(producer), producer]
@@ -227,7 +220,7 @@ def profile_memory(program: Program) -> MemoryProfile:
                 account[kind.memory][value.name] = kind.bytes
                 now[kind.memory] += kind.bytes
         work = work_of(program, node)
-        workspace_bytes = 0 if node.target in STAGED else work.workspace_bytes
+        workspace_bytes = 0 if op_of(node).workspace_in_arena else work.workspace_bytes
         extra = {memory: workspace_bytes if memory == work.workspace_memory else 0 for memory in now}
         result.live_bytes[node] = now[ops.DEVICE] + extra[ops.DEVICE]
         for memory, taken in now.items():

@@ -13,7 +13,6 @@ A task starts when the following have ended:
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .. import ops
-from .memory import ARENA_OPS, STAGED, MemoryProfile, place_bytes, places_of, plan_arena, takes_place
-from .program import Program, donated, operands, values_of, work_of
+from ..calls import op_of
+from .memory import MemoryProfile, place_bytes, places_of, plan_arena, takes_place
+from .program import Program, donated, operands, producer_of, values_of, work_of
 
 
 @dataclass(eq=False)
@@ -76,11 +76,6 @@ def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> 
 def lack_of(memory: str) -> str:
     """The reason of a task that waits until some of a memory is given back."""
     return f"{memory} memory must be given back first"
-
-
-def producer_of(value: fx.Node) -> fx.Node:
-    """The op that produces a value, which may be one of several results."""
-    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
 def find_cycle(order: Order) -> list[tuple[int, str]] | None:
@@ -147,7 +142,7 @@ class _Device:
         self.updated: dict[str, int] = {}  # per stage
 
     def connect(self, memory: Memory | None) -> None:
-        arenas = [_ArenaWaits(self.program, memory) for memory in ARENA_OPS]
+        arenas = [_ArenaWaits(self.program, memory) for memory in ops.MEMORIES]
         budgets = [] if memory is None else memory.waits()
         for node in self.program.ops():
             index, work = self.task_of[node], self.work_of[node]
@@ -175,7 +170,7 @@ class _Device:
                 self.wait(index, reader, f"`{value.name}` is still read")
 
     def wait_for_stream(self, node: fx.Node, index: int, work: ops.Work) -> None:
-        if node.target in (ops.free, ops.resident):
+        if not op_of(node).streams:
             return
         before = self.last_on.get(work.stream)
         if before is not None:
@@ -184,13 +179,13 @@ class _Device:
 
     def wait_for_weights(self, node: fx.Node, index: int) -> None:
         """Who reads what persists of a stage waits for the updates before it, who updates it for the readers."""
-        if node.target in (ops.fetch, ops.read) and isinstance(node.args[0], str):
+        if op_of(node).persists_in in (ops.DRAM, ops.SSD) and isinstance(node.args[0], str):
             stage = node.args[0].partition(".")[0]
             self.fetches.setdefault(stage, []).append(index)
             if stage in self.updated:
                 self.wait(index, self.updated[stage], f"{stage} is updated first")
             return
-        if node.target is ops.all_gather and node.args[0].target is ops.resident:  # type: ignore[union-attr]
+        if node.target is ops.all_gather and operands(node)[0].target is ops.resident:
             self.fetches.setdefault(node.meta["type"].stage, []).append(index)
         changed = updated_stage(node)
         if changed is None:
@@ -204,11 +199,9 @@ class _Device:
 
 def updated_stage(node: fx.Node) -> str | None:
     """The stage of which an op changes what persists."""
-    if node.target in (ops.step, ops.redo):
-        return str(node.args[0])
-    if node.target is ops.write and node.kwargs.get("to") is not None:
-        return str(node.kwargs["to"]).partition(".")[0]
-    return None
+    op = op_of(node)
+    named = op.bind(node.args, node.kwargs)[op.updates] if op.updates else None
+    return None if named is None else str(named).partition(".")[0]
 
 
 class _ArenaWaits:
@@ -279,7 +272,7 @@ def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]
     if node.target is ops.free:
         freed = [v.meta["type"] for v in operands(node) if not places_of(v)]
         return 0, sum(kind.bytes for kind in freed if kind.memory == memory)
-    workspace = work.workspace_bytes if memory == work.workspace_memory and node.target not in STAGED else 0
+    workspace = 0 if memory != work.workspace_memory or op_of(node).workspace_in_arena else work.workspace_bytes
     if takes_place(node):
         gone = [v.meta["type"] for v in donated(node) if not places_of(v)]
         return workspace, workspace + sum(kind.bytes for kind in gone if kind.memory == memory)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from .. import ops
+from ..calls import op_of
 from ..errors import VerifyError
 from ..ops import Op
 from .interface import Interface
@@ -107,14 +108,12 @@ def infer(program: Program, node: fx.Node) -> Any:
     context = ops.Context(program.interface, program.device)
     args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
-    assert isinstance(node.target, ops.Op)
+    op = op_of(node)
     try:
-        result = node.target.infer(context, *args, **kwargs)
+        result = op.infer(context, *args, **kwargs)
     except (TypeError, KeyError, StopIteration, AttributeError, ValueError) as error:
         reason = f"unknown name {error}" if isinstance(error, KeyError) else str(error)
-        raise VerifyError(
-            f"`{node.target.name}` does not take these operands: {reason}", device=program.device
-        ) from error
+        raise VerifyError(f"`{op.name}` does not take these operands: {reason}", device=program.device) from error
     node.meta["type"] = result
     return result
 
@@ -137,7 +136,7 @@ def work_of(program: Program, node: fx.Node) -> ops.Work:
     context = ops.Context(program.interface, program.device)
     args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
-    return node.target.work(context, *args, **kwargs)  # type: ignore[union-attr]
+    return op_of(node).work(context, *args, **kwargs)
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
@@ -148,13 +147,33 @@ def values_of(node: fx.Node) -> list[fx.Node]:
     if isinstance(types, ops.Value):
         return [node]
     items = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return sorted(items, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
+    return sorted(items, key=result_index)
+
+
+def result_index(item: fx.Node) -> int:
+    """Which of an op's results a node stands for, where there are several."""
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def producer_of(value: fx.Node) -> fx.Node:
+    """The op that produces a value, which may be one of several results."""
+    producer = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(producer, fx.Node)
+    return producer
+
+
+def micro_batch_of(node: fx.Node) -> int:
+    """The micro-batch that an op works on, as its field says."""
+    number = node.kwargs["micro_batch"]
+    assert isinstance(number, int)
+    return number
 
 
 def donated(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory the op takes over: they are dead behind it and need no `free`."""
-    op = node.target
-    assert isinstance(op, ops.Op)
+    op = op_of(node)
     if not op.donates:
         return []
     bound = op.bind(node.args, node.kwargs)

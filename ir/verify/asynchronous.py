@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from .. import ops
+from ..calls import op_of
 from ..ops import shared_params
-from ..program import Program, operands, values_of
+from ..program import Program, micro_batch_of, operands, values_of
 from .case import Case, fail, line_of
 
 VersionPair = tuple[int, int]  # of a stage's own parameters, and of those that it shares
@@ -35,7 +36,7 @@ def readings(program: Program) -> dict[tuple[str, int], Reading]:
     """Per stage and micro-batch of a program."""
     found: dict[tuple[str, int], Reading] = {}
     for node, versions, ahead in _with_versions(program):
-        key = str(node.args[0]), _micro_batch(node)
+        key = str(node.args[0]), micro_batch_of(node)
         if node.target is ops.forward:
             found[key] = Reading(versions, ahead)
         elif key in found:
@@ -58,7 +59,7 @@ def _with_versions(program: Program) -> Iterator[tuple[fx.Node, VersionPair, Ver
         elif node.target is ops.predict:
             bound = ops.predict.bind(node.args, node.kwargs)
             made[node] = (own, shared), (bound["updates"], bound["shared"])
-        elif node.target in (ops.forward, ops.backward):
+        elif op_of(node).parts:
             versions, ahead = made.get(node.args[1], ((own, shared), (0, 0)))
             yield node, versions, ahead
 
@@ -74,7 +75,7 @@ def check_versions(case: Case) -> None:
         predicting = {str(node.args[0]) for node in program.ops() if node.target is ops.predict}
         begun: dict[tuple[str, int], tuple[fx.Node, VersionPair]] = {}
         for node, versions, ahead in _with_versions(program):
-            stage, m = str(node.args[0]), _micro_batch(node)
+            stage, m = str(node.args[0]), micro_batch_of(node)
             if node.target is ops.forward:
                 begun[stage, m] = node, versions
                 if stage in predicting:
@@ -91,7 +92,7 @@ def check_versions(case: Case) -> None:
 
 
 def _check_prediction(program: Program, node: fx.Node, versions: VersionPair, ahead: VersionPair) -> None:
-    stage, m = str(node.args[0]), _micro_batch(node)
+    stage, m = str(node.args[0]), micro_batch_of(node)
     spec, shared = program.interface.stages[stage], shared_params(program.interface, stage)
     has_own = any(p.requires_grad and p.name not in shared for p in spec.params)
     for version, more, there in zip(versions, ahead, (has_own, bool(shared))):
@@ -140,7 +141,7 @@ class _Updates:
         if wrong:
             message = f"the loss counts {wrong[0]}; that of a micro-batch with an update of its own counts 1.0"
             fail(self.program, node, message)
-        self.made[values_of(node)[-1]] = _micro_batch(node), frozenset()
+        self.made[values_of(node)[-1]] = micro_batch_of(node), frozenset()
 
     def all_reduce(self, node: fx.Node) -> None:
         group = str(node.kwargs["group"])
@@ -186,9 +187,3 @@ def _check_resident(program: Program) -> None:
     for node in program.ops():
         if node.target is ops.forward and node.args[0] not in names:
             fail(program, node, f"{node.args[0]} is not resident; asynchronous updates change weights on the device")
-
-
-def _micro_batch(node: fx.Node) -> int:
-    number = node.kwargs["micro_batch"]
-    assert isinstance(number, int)
-    return number

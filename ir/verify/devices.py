@@ -7,12 +7,22 @@ import itertools
 from torch import fx
 
 from .. import ops
+from ..calls import op_of
 from ..errors import VerifyError
-from ..program import MemoryProfile, Program, build_order, describe, find_cycle, over_budget, print_node, values_of
+from ..program import (
+    MemoryProfile,
+    Program,
+    build_order,
+    describe,
+    find_cycle,
+    operands,
+    over_budget,
+    print_node,
+    values_of,
+)
 from .case import Case, fail, line_of, message_key, where
 
 OpCall = tuple[Program, fx.Node]
-COLLECTIVES = (ops.all_reduce, ops.all_gather, ops.reduce_scatter)
 
 
 def check_devices(case: Case) -> None:
@@ -38,7 +48,7 @@ def check_messages(case: Case) -> None:
     recvs: dict[tuple[int, int, str], OpCall] = {}
     for program in case.programs:
         for node in program.ops():
-            if node.target not in (ops.send, ops.recv):
+            if op_of(node).meets != ops.PEER:
                 continue
             key, side = message_key(program, node), sends if node.target is ops.send else recvs
             if key in side:
@@ -55,7 +65,7 @@ def check_messages(case: Case) -> None:
 
 
 def _check_equal_types(send: OpCall, recv: OpCall) -> None:
-    sent: ops.Value = send[1].args[0].meta["type"]  # type: ignore[union-attr]
+    sent: ops.Value = operands(send[1])[0].meta["type"]
     received: ops.Value = recv[1].meta["type"]
     if (sent.shape, sent.dtype) != (received.shape, received.dtype):
         message = f"expects {describe(received)}, but {describe(sent)} is sent by {where(*send)}"
@@ -69,7 +79,7 @@ def check_collectives(case: Case) -> None:
     groups = case.programs[0].interface.groups
     for program in case.programs:
         for node in program.ops():
-            if node.target not in COLLECTIVES:
+            if op_of(node).meets != ops.GROUP:
                 continue
             group = str(node.kwargs["group"])
             if group not in groups:  # of lanes, which all do the same
@@ -91,11 +101,10 @@ def check_collectives(case: Case) -> None:
 
 def _meeting(program: Program, node: fx.Node) -> str:
     """What all members must bring to a collective: "grads of stage1 to reduce_scatter"."""
-    value: ops.Value = node.args[0].meta["type"]  # type: ignore[union-attr]
+    value: ops.Value = operands(node)[0].meta["type"]
     rows = program.interface.groups[str(node.kwargs["group"])]
     whole = value.stage and not any(param for _, _, param in rows)
-    assert isinstance(node.target, ops.Op)
-    return f"{value.kind}{f' of {value.stage}' if whole else ''} to {node.target.name}"
+    return f"{value.kind}{f' of {value.stage}' if whole else ''} to {op_of(node).name}"
 
 
 def check_deadlock(case: Case) -> None:

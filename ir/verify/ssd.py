@@ -78,7 +78,7 @@ def check_redo(case: Case) -> None:
                 if stage in redone:
                     fail(program, node, f"{stage} is redone already, in line {line_of(program, redone[stage])}")
                 if node.args[1] is not early[stage].args[1]:
-                    names = [n.args[1].name for n in (early[stage], node)]  # type: ignore[union-attr]
+                    names = [operands(n)[0].name for n in (early[stage], node)]
                     fail(program, node, f"{stage} was stepped on `{names[0]}` and is redone on `{names[1]}`")
                 redone[stage] = node
                 _check_norm(program, node, stepped)
@@ -89,7 +89,7 @@ def check_redo(case: Case) -> None:
 
 def _check_norm(program: Program, redo: fx.Node, stepped: dict[int, set[str]]) -> None:
     """The norm that a redo takes is over the gradients of all stages, on all devices."""
-    made = producer_of(redo.args[2])  # type: ignore[arg-type]
+    made = producer_of(operands(redo)[-1])
     reached = {program.device}
     while made.target is ops.all_reduce:
         reached |= set(program.interface.members(str(made.kwargs["group"])))

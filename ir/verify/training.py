@@ -9,46 +9,38 @@ from typing import Any
 from torch import fx
 
 from .. import ops
-from ..program import Interface, Program, StageSpec, operands, producer_of, values_of
+from ..calls import op_of
+from ..program import Interface, Program, StageSpec, micro_batch_of, operands, producer_of, values_of
 from .case import Case, fail, line_of, message_key
 
-COMMON = {ops.load, ops.resident, ops.fetch, ops.offload, ops.read, ops.write, ops.free, ops.send, ops.recv}
-COMMON |= {ops.all_gather}
-COMPUTING = {ops.forward, ops.backward, ops.backward_input, ops.backward_weight, ops.add}
-UPDATING = {ops.reduce_scatter, ops.all_reduce, ops.norm, ops.clip, ops.step, ops.redo}
-LEGAL = {"step": COMMON | COMPUTING | UPDATING, "evaluate": COMMON | {ops.evaluate}}
-LEGAL["asynchronous step"] = LEGAL["step"] | {ops.split, ops.stash, ops.predict}
-
-
-HOW = {ops.resident: "resident", ops.fetch: "fetched", ops.read: "read"}
-GIVING = (ops.backward, ops.backward_weight)  # gradients of parameters
-PASSING = (ops.recv, ops.add, ops.offload, ops.fetch, ops.read, ops.write)  # they pass on what another op made
+HOW = {ops.DEVICE: "resident", ops.DRAM: "fetched", ops.SSD: "read"}  # by where a stage persists
 
 
 def check_legality(case: Case) -> None:
     """Only the ops that the function may hold; one home for a stage's weights, and its update where they lie."""
-    allowed = LEGAL[f"{'asynchronous ' * case.is_asynchronous}{case.function}"]
+    function = ops.ASYNCHRONOUS if case.is_asynchronous else case.function
     for program in case.programs:
         homes: dict[str, fx.Node] = {}
         for node in program.ops():
-            if node.target not in allowed:
-                names = ", ".join(sorted(op.name for op in allowed))
-                fail(program, node, f"`{node.target.name}` is not allowed in `{case.function}`; there are {names}")  # type: ignore[union-attr]
-            if node.target in (ops.fetch, ops.resident, ops.read) and isinstance(node.args[0], str):
+            op = op_of(node)
+            if function not in op.allowed_in:
+                names = ", ".join(sorted(name for name, other in ops.ALL.items() if function in other.allowed_in))
+                fail(program, node, f"`{op.name}` is not allowed in `{case.function}`; there are {names}")
+            if op.persists_in and isinstance(node.args[0], str):
                 stage, _, what = node.args[0].partition(".")
                 if what == "states":
                     continue
                 home = homes.setdefault(stage, node)
                 if home.kwargs.get("group") != node.kwargs.get("group"):
                     fail(program, node, f"{stage} is fetched otherwise in line {line_of(program, home)}")
-                if home.target is not node.target:
-                    names = f"{HOW[home.target]} and {HOW[node.target]}"  # type: ignore[index]
+                if home.target is not op:
+                    names = f"{HOW[op_of(home).persists_in]} and {HOW[op.persists_in]}"
                     fail(program, node, f"{stage} is both {names}, first in line {line_of(program, home)}")
-            elif node.target is ops.step:
+            elif op is ops.step:
                 _check_update(program, node, homes)
-            elif node.target in (ops.backward, ops.backward_input):
+            elif op.takes_kept:
                 _check_kept(program, node)
-            elif node.target is ops.backward_weight:
+            elif op is ops.backward_weight:
                 _check_rest(program, node)
 
 
@@ -56,27 +48,27 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
     stage, memory = str(node.args[0]), operands(node)[0].meta["type"].memory
     if stage not in homes:
         fail(program, node, f"{stage} is updated on a device that has none of its weights")
-    wanted = ops.DEVICE if homes[stage].target is ops.resident else ops.DRAM
+    home = op_of(homes[stage]).persists_in
+    wanted = ops.DEVICE if home == ops.DEVICE else ops.DRAM
     spread, found = homes[stage].kwargs.get("group") or "", operands(node)[0].meta["type"].group
     if spread != found:
         names = [f"spread over {group!r}" if group else "whole" for group in (spread, found)]
         fail(program, node, f"{stage} is {names[0]} here, but these gradients are {names[1]}")
     if memory != wanted:
-        how = HOW[homes[stage].target]  # type: ignore[index]
-        fail(program, node, f"{stage} is {how}, so it is stepped in {wanted}, but its gradients lie in {memory}")
+        fail(program, node, f"{stage} is {HOW[home]}, so it is stepped in {wanted}, but its gradients lie in {memory}")
 
 
 def _check_kept(program: Program, node: fx.Node) -> None:
     """What forward kept borrows the weights that it ran on: backward must get these, for the same micro-batch."""
-    bound = node.target.bind(node.args, node.kwargs)  # type: ignore[union-attr]
+    bound = op_of(node).bind(node.args, node.kwargs)
     kept, weights = bound["kept"], bound["weights"]
     if kept is None:
         return
-    while kept.target in PASSING:  # only classes of saved tensors move, which hold nothing of the weights
-        kept = kept.args[0]
-    forward = kept.args[0]
+    forward = producer_of(kept)
+    while op_of(forward).passes_on:  # only classes of saved tensors move, which hold nothing of the weights
+        forward = producer_of(operands(forward)[0])
     if not kept.meta["type"].classes and not _same(weights, forward.args[1]):
-        made = forward.args[1].name
+        made = operands(forward)[0].name
         fail(program, node, f"`{kept.name}` was kept by a forward on `{made}`, but backward runs on `{weights.name}`")
     if bound["micro_batch"] != forward.kwargs["micro_batch"]:
         fail(program, node, f"`{kept.name}` is of micro-batch {forward.kwargs['micro_batch']}")
@@ -94,20 +86,10 @@ def _check_rest(program: Program, node: fx.Node) -> None:
     assert isinstance(rest, fx.Node)
     first = producer_of(rest)
     if not _same(weights, first.args[1]):
-        made, own = (value.name for value in (first.args[1], weights))  # type: ignore[union-attr]
+        made, own = (operands(half)[0].name for half in (first, node))
         fail(program, node, f"`{rest.name}` is left by a backward on `{made}`, but this half runs on `{own}`")
-    if _micro_batch(node) != _micro_batch(first):
-        fail(program, node, f"`{rest.name}` is of micro-batch {_micro_batch(first)}")
-
-
-# What of a stage's work on a micro-batch each op does; a backward may be split.
-PARTS: dict[object, tuple[str, ...]] = {
-    ops.forward: ("forward",),
-    ops.backward: ("backward_input", "backward_weight"),
-    ops.backward_input: ("backward_input",),
-    ops.backward_weight: ("backward_weight",),
-    ops.evaluate: ("evaluate",),
-}
+    if micro_batch_of(node) != micro_batch_of(first):
+        fail(program, node, f"`{rest.name}` is of micro-batch {micro_batch_of(first)}")
 
 
 def check_coverage(case: Case) -> None:
@@ -118,26 +100,26 @@ def check_coverage(case: Case) -> None:
     homes: dict[str, tuple[Program, fx.Node]] = {}
     for program in case.programs:
         for node in program.ops():
-            parts = PARTS.get(node.target, ())
-            if not parts:
+            op = op_of(node)
+            if not op.parts:
                 continue
-            stage, micro_batch = str(node.args[0]), _micro_batch(node)
+            stage, micro_batch = str(node.args[0]), micro_batch_of(node)
             home = homes.setdefault(stage, (program, node))[0]
             if home is not program and not _joined(interface, stage, home.device, program.device):
                 fail(program, node, f"{stage} runs on device {home.device} already, and no group joins the two")
-            if done.get(("forward", stage, micro_batch), (program, node))[0] is not program:
+            if done.get((ops.FORWARD, stage, micro_batch), (program, node))[0] is not program:
                 fail(program, node, f"forward of {stage}, micro-batch {micro_batch} runs on another device")
-            for part in parts:
+            for part in op.parts:
                 if (part, stage, micro_batch) in done:
-                    name, first = node.target.name, line_of(*done[part, stage, micro_batch])  # type: ignore[union-attr]
-                    fail(program, node, f"{name} of {stage}, micro-batch {micro_batch} is done in line {first}")
+                    first = line_of(*done[part, stage, micro_batch])
+                    fail(program, node, f"{op.name} of {stage}, micro-batch {micro_batch} is done in line {first}")
                 done[part, stage, micro_batch] = (program, node)
     for stage, spec in interface.stages.items():
         program = homes.get(stage, (case.programs[0], case.programs[0].batch))[0]
         for part in _wanted(case.function, spec):
             missing = [m for m in range(interface.micro_batches) if (part, stage, m) not in done]
             if missing:
-                whole = all(("backward_input", stage, m) not in done for m in missing)
+                whole = all((ops.BACKWARD_INPUT, stage, m) not in done for m in missing)
                 name = "backward" if whole and part.startswith("backward") else part
                 message = f"no {name} of {stage} for micro-batch {', '.join(map(str, missing))}"
                 fail(program, _last_op(program), message)
@@ -145,8 +127,8 @@ def check_coverage(case: Case) -> None:
 
 def _wanted(function: str, spec: StageSpec) -> tuple[str, ...]:
     if function == "evaluate":
-        return PARTS[ops.evaluate]
-    return (*PARTS[ops.forward], *(PARTS[ops.backward] if _has_gradients(spec) else ()))
+        return ops.evaluate.parts
+    return (*ops.forward.parts, *(ops.backward.parts if _has_gradients(spec) else ()))
 
 
 def _joined(interface: Interface, stage: str, first: int, second: int) -> bool:
@@ -177,35 +159,27 @@ def _last_op(program: Program) -> fx.Node:
 def check_micro_batches(case: Case) -> None:
     """No op mixes values of different micro-batches, also over messages."""
     owners = {node: program for program in case.programs for node in program.ops()}
-    sent = {message_key(program, node): node.args[0] for node, program in owners.items() if node.target is ops.send}
+    sent = {message_key(p, n): operands(n)[0] for n, p in owners.items() if n.target is ops.send}
 
-    def micro_batch_of(value: fx.Node) -> int:
+    def traced(value: fx.Node) -> int:
         producer = producer_of(value)
-        while producer.target in PASSING:
-            if producer.target is ops.recv:
-                value = sent[message_key(owners[producer], producer)]  # type: ignore[assignment]
-            else:
-                value = operands(producer)[0]
+        while op_of(producer).passes_on:
+            received = producer.target is ops.recv
+            value = sent[message_key(owners[producer], producer)] if received else operands(producer)[0]
             producer = producer_of(value)
-        return _micro_batch(producer)
+        return micro_batch_of(producer)
 
     for node, program in owners.items():
-        if node.target not in (ops.forward, ops.evaluate, ops.backward, ops.backward_input, ops.add):
+        if not op_of(node).parts and node.target is not ops.add:
             continue
         tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
         if not tensors:  # of gradients, which are summed over micro-batches
             continue
-        own = micro_batch_of(tensors[0]) if node.target is ops.add else _micro_batch(node)
+        own = traced(tensors[0]) if node.target is ops.add else micro_batch_of(node)
         for value in tensors:
-            other = micro_batch_of(value)
+            other = traced(value)
             if other != own:
                 fail(program, node, f"`{value.name}` is of micro-batch {other}, the op is of micro-batch {own}")
-
-
-def _micro_batch(node: fx.Node) -> int:
-    number = node.kwargs["micro_batch"]
-    assert isinstance(number, int)
-    return number
 
 
 @dataclass(frozen=True)
@@ -257,11 +231,11 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
     if not made:
         return
     given = [value for value in operands(node) if value in sums]
-    if node.target in GIVING:
-        own = _Sum(str(node.args[0]), frozenset({_micro_batch(node)}))
+    if op_of(node).gives_gradients:
+        own = _Sum(str(node.args[0]), frozenset({micro_batch_of(node)}))
         sums[made[0]] = _both(program, node, sums[given[0]], own) if given else own
         return
-    group = {str(node.kwargs["group"])} if node.target in (ops.all_reduce, ops.reduce_scatter) else set()
+    group = {str(node.kwargs["group"])} if op_of(node).meets == ops.GROUP else set()
     found = []
     for source in given:
         before = sums[source]
@@ -270,7 +244,7 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
         if group & before.groups and not added:
             fail(program, node, f"the gradients of {before.stage} were summed over {min(group)!r} before")
         found.append(before if added else replace(before, groups=before.groups | group))
-    if node.target in (ops.reduce_scatter, ops.add) and len(given) > 1:
+    if len(found) > len(made):
         found = [_both(program, node, *found)]
     sums.update(zip(made, found))
 
@@ -290,7 +264,7 @@ def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
 
 def _backwards(program: Program, stage: str) -> set[int]:
     """The micro-batches whose backward of a stage runs in a program."""
-    return {_micro_batch(n) for n in program.ops() if n.target in GIVING and n.args[0] == stage}
+    return {micro_batch_of(n) for n in program.ops() if op_of(n).gives_gradients and n.args[0] == stage}
 
 
 def _tied(interface: Interface, spec: StageSpec, device: int) -> set[str]:

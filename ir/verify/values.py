@@ -8,6 +8,7 @@ from collections import Counter
 from torch import fx
 
 from .. import ops
+from ..calls import op_of
 from ..errors import VerifyError
 from ..program import Program, describe, donated, infer, operands, values_of
 from .case import Case, fail, line_of
@@ -31,7 +32,7 @@ def check_structure(case: Case) -> None:
 
 def _check_call(program: Program, node: fx.Node) -> None:
     """Operands stand in their places, so that every reader of the program finds them there."""
-    parameters = node.target.signature.parameters  # type: ignore[union-attr]
+    parameters = op_of(node).signature.parameters
     for name in node.kwargs:
         parameter = parameters.get(name)
         if parameter is not None and parameter.default is parameter.empty and parameter.kind != parameter.KEYWORD_ONLY:
@@ -117,7 +118,7 @@ def _end_lives(program: Program, node: fx.Node, gone: dict[fx.Node, fx.Node]) ->
     for value in ended:
         assert isinstance(value, fx.Node)
         if counts[value] > 1:
-            message = "freed twice" if freeing else f"taken over by `{node.target.name}`, which also reads it"  # type: ignore[union-attr]
+            message = "freed twice" if freeing else f"taken over by `{op_of(node).name}`, which also reads it"
             fail(program, node, f"`{value.name}` is {message}")
         if not value.meta["type"].owned:
             fail(program, node, f"`{value.name}` stays across steps and cannot be taken over")
@@ -125,7 +126,7 @@ def _end_lives(program: Program, node: fx.Node, gone: dict[fx.Node, fx.Node]) ->
 
 
 def _ending(program: Program, node: fx.Node) -> str:
-    how = "freed" if node.target is ops.free else f"taken over by `{node.target.name}`"  # type: ignore[union-attr]
+    how = "freed" if node.target is ops.free else f"taken over by `{op_of(node).name}`"
     return f"{how} in line {line_of(program, node)}"
 
 

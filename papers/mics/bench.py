@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from ...compiler.models.named import find_model
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
-from ...ir.program import WRITTEN_OUT, Program, infer_all, profile_memory
+from ...ir.program import WRITTEN_OUT, Program, infer_all, micro_batch_of, profile_memory
 from ...runtime.simulate import CostModel, Timeline, simulate
 from ...runtime.simulate.sharing import TasksUnderWay
 from ..fuyou.bench import step_flops
@@ -193,11 +194,11 @@ def period_s(programs: Sequence[Program], timeline: Timeline) -> float:
     """Seconds from the beginning of the last micro-batch but one of a lane to that of the last; 0 where there is only
     one."""
     (first,) = programs
-    nodes = [node for node in first.ops() if node.target not in (ops.free, ops.resident)]
+    nodes = [node for node in first.ops() if op_of(node).streams]
     begins: dict[int, float] = {}
     for node, span in zip(nodes, timeline.spans, strict=True):
         if node.target is ops.forward:
-            begins.setdefault(int(node.kwargs["micro_batch"]), span.start_s)  # type: ignore[arg-type]
+            begins.setdefault(micro_batch_of(node), span.start_s)
     ordered = sorted(begins.values())
     return ordered[-1] - ordered[-2] if len(ordered) > 1 else 0.0
 

@@ -14,6 +14,7 @@ import networkx as nx
 from networkx.utils import UnionFind
 from torch import fx
 
+from ...ir.calls import function_name
 from .blocks import storage_root
 from .opgraph import OpGraph
 
@@ -49,8 +50,8 @@ def operator_name(node: fx.Node) -> str:
     path = str(node.meta.get("module_path", ""))
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
-    function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
-    return f"{path}.{function}" if path else str(function)
+    function = function_name(node.target, node.name)
+    return f"{path}.{function}" if path else function
 
 
 def _with_parameters(nodes: list[fx.Node]) -> Iterator[Pair]:

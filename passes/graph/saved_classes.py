@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...ir.calls import function_name
 from ...ir.program import SavedSpec
 from .blocks import Block, CostlyCall
 from .opgraph import value_tensors
@@ -54,7 +55,7 @@ def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[Sav
 def _class_name(node: fx.Node) -> str:
     """The path of the module that makes the call; of the model's own code, the function's name."""
     path = str(node.target) if node.op == "call_module" else str(node.meta.get("module_path", ""))
-    return path or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name))
+    return path or function_name(node.target, node.name)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -63,7 +64,7 @@ def _is_product(node: fx.Node) -> bool:
         return False
     if node.op == "call_module":
         return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = function_name(node.target)
     if node.target is not operator.matmul and name.strip("_") not in _PRODUCTS:
         return False
     operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta.get("val"))]

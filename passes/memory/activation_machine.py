@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from ...ir import ops
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import aligned_class, update_traffic
-from ...ir.program import Interface, Program, StageSpec, profile_memory
+from ...ir.program import Interface, Program, StageSpec, operands, profile_memory
 from ...runtime.simulate.cpu import update_s as cpu_update_s
 from ..alike import look
 from ..draft import Draft
@@ -235,15 +237,15 @@ def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int],
     return Tiers(weights_share, states_share, max(0.0, left) / len(neighbours), max(0.0, disks) / len(neighbours))
 
 
-def _messages(nodes: Iterable[object]) -> tuple[int, int, int, int]:
+def _messages(nodes: Iterable[fx.Node]) -> tuple[int, int, int, int]:
     """Bytes that messages bring and take, before the first backward and from there on."""
     found = [0, 0, 0, 0]
     half = 0
     for node in nodes:
-        if node.target is ops.backward:  # type: ignore[attr-defined]
+        if node.target is ops.backward:
             half = 2
-        elif node.target is ops.recv:  # type: ignore[attr-defined]
-            found[half] += node.meta["type"].bytes  # type: ignore[attr-defined]
-        elif node.target is ops.send:  # type: ignore[attr-defined]
-            found[half + 1] += node.args[0].meta["type"].bytes  # type: ignore[attr-defined]
+        elif node.target is ops.recv:
+            found[half] += node.meta["type"].bytes
+        elif node.target is ops.send:
+            found[half + 1] += operands(node)[0].meta["type"].bytes
     return found[0], found[1], found[2], found[3]

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.errors import PassError
 from ...ir.program import Program, StageSpec, infer, infer_all, place_frees, profile_memory, values_of
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
-from ..phases import WITH_KEPT
 from .insert_fetch import Early, look_ahead, profile_swapped
 
 
@@ -116,7 +116,7 @@ def rematerialise(program: Program, stages: set[str]) -> None:
         if node.target is ops.forward and node.args[0] in stages and node.kwargs.get("keep", True):
             kept = values_of(node)[-1]
             for user in list(kept.users):
-                if user.target in WITH_KEPT:
+                if op_of(user).takes_kept:
                     user.update_arg(2, None)
                 else:
                     user.args = tuple(arg for arg in user.args if arg is not kept)

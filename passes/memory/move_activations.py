@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.program import Program, StageSpec, infer, place_frees, producer_of, values_of
 
 
@@ -96,7 +97,7 @@ def keep_chosen(program: Program, choices: Mapping[str, Choice]) -> None:
             kept.meta["type"] = node.meta["type"][-1]
             continue
         for user in list(kept.users):
-            if user.target is ops.backward:
+            if op_of(user).takes_kept:
                 user.update_arg(2, None)
             else:
                 user.args = tuple(arg for arg in user.args if arg is not kept)
@@ -126,7 +127,7 @@ def input_bytes(program: Program, choices: Mapping[str, Choice]) -> dict[str, in
 class _Mover:
     def __init__(self, program: Program, choices: Mapping[str, Choice], ahead: Ahead):
         self.program, self.choices, self.ahead = program, choices, ahead
-        self.turns = [n for n in program.ops() if n.target in (ops.forward, ops.backward)]
+        self.turns = [n for n in program.ops() if op_of(n).parts]
         self.turn_of = {node: i for i, node in enumerate(self.turns)}
         self.whole = {  # stages all of whose saved tensors lie on the device, inputs and outputs perhaps among them
             str(n.args[0]) for n in self.turns if n.target is ops.forward and n.kwargs.get("keep", True) is True
@@ -162,8 +163,9 @@ class _Mover:
                 continue
             stage = str(node.args[0])
             choice = self.choices.get(stage, Choice())
-            kept, inputs = node.args[2], node.args[3]
-            wanted: list[tuple[Any, str]] = [(value, choice.inputs_to) for value in inputs]  # type: ignore[union-attr]
+            bound = ops.backward.bind(node.args, node.kwargs)
+            kept = bound["kept"]
+            wanted: list[tuple[Any, str]] = [(value, choice.inputs_to) for value in bound["inputs"]]
             wanted += [(kept, choice.classes_to)] if kept is not None and choice.classes else []
             for value, memory in wanted:
                 if value in found:

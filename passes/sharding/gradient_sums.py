@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import Program, place_frees
+from ...ir.calls import op_of
+from ...ir.program import Program, place_frees, producer_of
 
 STEP, TWO_HOP, MICRO_BATCH = "step", "two-hop", "micro-batch"
 WAYS = (STEP, TWO_HOP, MICRO_BATCH)
@@ -75,11 +76,11 @@ def _apart(program: Program, total: fx.Node) -> list[fx.Node]:
     value: fx.Node | None = total
     while value is not None:
         found.append(value)
-        producer = value if isinstance(value.target, ops.Op) else value.args[0]
-        assert isinstance(producer, fx.Node) and isinstance(producer.target, ops.Op)
-        before = producer.target.bind(producer.args, producer.kwargs)["grads"]
+        producer = producer_of(value)
+        op = op_of(producer)
+        before = op.bind(producer.args, producer.kwargs)["grads"]
         if before is not None:
-            place = list(producer.target.signature.parameters).index("grads")
+            place = list(op.signature.parameters).index("grads")
             producer.args = producer.args[:place]
             producer.kwargs = {name: given for name, given in producer.kwargs.items() if name != "grads"}
         value = before

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import Program, work_of
 from .exchange import gather_rows, seats_of, sum_rows
@@ -212,7 +213,7 @@ def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[st
     orders: dict[tuple[int, int], list[str]] = {}
     for program in programs:
         for node in program.ops():
-            if node.target in (ops.send, ops.recv):
+            if op_of(node).meets == ops.PEER:
                 work = work_of(program, node)
                 own = program.device
                 pair = (own, work.peer) if node.target is ops.send else (work.peer, own)
@@ -225,7 +226,7 @@ def group_memories(programs: Sequence[Program]) -> dict[str, str]:
     found: dict[str, str] = {}
     for program in programs:
         for node in program.ops():
-            if node.target in (ops.all_reduce, ops.all_gather, ops.reduce_scatter):
+            if op_of(node).meets == ops.GROUP:
                 work = work_of(program, node)
                 found[work.group] = ops.DRAM if ops.DRAM in (work.source, found.get(work.group)) else ops.DEVICE
     return found

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.program import (
     ON_DEVICE,
     PAGE,
-    STAGED,
     Memory,
     Persistent,
     Program,
@@ -129,7 +129,7 @@ def plan_issues(
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[places[0]] if places else None, place_bytes(node)
         elif takes_place(node):
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
-        if node.target not in (ops.free, ops.resident):
+        if op_of(node).streams:
             plan.streams.add(plan.ops[-1].stream)
     order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
     direct: list[set[int]] = [set() for _ in plan.ops]
@@ -147,8 +147,7 @@ def plan_issues(
 
 
 def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) -> Issue:
-    assert isinstance(node.target, ops.Op)
-    made, read = values_of(node), operands(node)
+    op, made, read = op_of(node), values_of(node), operands(node)
     gone = [v for v in (read if node.target is ops.free else donated(node)) if not places_of(v)]
     kinds = [v.meta["type"] for v in made or read]
     owned = [v for v in made if v.meta["type"].owned and not places_of(v)]
@@ -156,7 +155,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
     micro_batch = node.kwargs.get("micro_batch")
     return Issue(
         index=index,
-        op=node.target.name,
+        op=op.name,
         line=line,
         text=print_node(node) or "",
         stream=stream,
@@ -164,7 +163,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         results=[v.name for v in made],
         takes=takes,
         gives=[(v.meta["type"].memory, v.name) for v in gone],
-        workspace_bytes=0 if node.target in STAGED else work.workspace_bytes,
+        workspace_bytes=0 if op.workspace_in_arena else work.workspace_bytes,
         workspace_memory=work.workspace_memory,
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
@@ -206,7 +205,7 @@ def _last_on_others(issue: Issue, before: set[int], issues: list[Issue], direct:
 def _expand(indices: set[int], issues: list[Issue], direct: list[set[int]]) -> set[int]:
     found: set[int] = set()
     for index in indices:
-        if issues[index].op in ("free", "resident"):
+        if not ops.ALL[issues[index].op].streams:
             found |= _expand(direct[index], issues, direct)
         else:
             found.add(index)

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,7 +40,6 @@ from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
 
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
-NOT_COUNTED = ("recv", "all_reduce", "all_gather", "reduce_scatter")  # with their sender; in a ring by the library
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
 
 
@@ -158,15 +158,9 @@ class DeviceSession:
 
     def _transfer_s(self, issue: Issue) -> float:
         """What a transfer takes on the described hardware; a receive is held down by its send."""
-        own, dram, ssd = self.spec.name, f"dram{self.spec.host}", f"ssd{self.spec.host}"
-        routes = {"fetch": (dram, own), "offload": (own, dram)}
-        if issue.op in ("read", "write"):
-            routes |= {"read": (ssd, dram), "write": (dram, ssd)}
-        if issue.op == "send":
-            routes["send"] = (own, self.hardware.devices[issue.peer].name)
-        if issue.op not in routes:
+        if not ops.ALL[issue.op].transfers:
             return 0.0
-        route = routes[issue.op]
+        route = self._route(issue)
         return issue.moved_bytes / self.hardware.bandwidth(*route) + self.hardware.latency_s(*route)
 
     def _stop_growth(self) -> float | None:
@@ -421,15 +415,25 @@ class DeviceSession:
         }
 
     def _moved_bytes(self, plan: Issues) -> dict[str, int]:
-        """Per route between two memories by name. What is received counts with its sender."""
-        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}", ops.SSD: f"ssd{self.spec.host}"}
-        names |= {f"device{i}": device.name for i, device in enumerate(self.hardware.devices)}
+        """Per route between two memories by name. What is received counts with its sender, a collective's bytes with
+        the library that moves them in a ring."""
         moved: dict[str, int] = {}
         for issue in plan.ops:
-            if issue.moved_bytes and issue.op not in NOT_COUNTED:
-                route = " -> ".join(names[end] for end in issue.route)
+            op = ops.ALL[issue.op]
+            if issue.moved_bytes and (op.transfers or not op.meets):
+                route = " -> ".join(self._route(issue))
                 moved[route] = moved.get(route, 0) + issue.moved_bytes
         return moved
+
+    def _route(self, issue: Issue) -> tuple[str, str]:
+        """The machine's names of the memories that an op moves bytes between."""
+        source, target = issue.route
+        return self._memory_names[source], self._memory_names[target]
+
+    @cached_property
+    def _memory_names(self) -> dict[str, str]:
+        names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}", ops.SSD: f"ssd{self.spec.host}"}
+        return names | {f"device{i}": device.name for i, device in enumerate(self.hardware.devices)}
 
     def _charge_kept(self, plan: Issues) -> None:
         """From the second step on, what forward leaves for backward is charged by its measured bytes."""

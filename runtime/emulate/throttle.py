@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.links import Link
 from ...ir.program import Program, work_of
 from ..simulate import CostModel, costs_of
 from ..simulate.sharing import Cost
 
-TRANSFERS = (ops.fetch, ops.offload, ops.read, ops.write, ops.send)  # a receive is held down by its send
 ROUNDING = 1e-6
 
 
@@ -52,7 +51,7 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
             numbers[name], collective_s[name] = {}, {}
             for index, node in enumerate(own[name].ops()):
                 cost = costs[name][device][index]
-                if node.target in TRANSFERS and full & _resources(cost, model.links):
+                if op_of(node).transfers and full & _resources(cost, model.links):
                     numbers[name][index] = len(rows) + index
                 elif work_of(own[name], node).group:
                     collective_s[name][index] = _alone_s(cost, model.links)
@@ -71,7 +70,7 @@ def _contended(
     for name, rows in costs.items():
         for device, own in enumerate(programs):
             for node, cost in zip(own[name].ops(), rows[device], strict=True):
-                if node.target not in TRANSFERS:
+                if not op_of(node).transfers:
                     continue
                 user = (device, work_of(own[name], node).stream)
                 for path, _ in (flow for part in cost.parts() for flow in part.flows):

@@ -226,7 +226,7 @@ def without_waiting(spans: Sequence[Span]) -> list[Span]:
 
 def _message_of(span: Span) -> tuple[int, int, str] | None:
     """Sender, receiver and tag, from the op's text."""
-    if span.op not in ("send", "recv"):
+    if ops.ALL[span.op].meets != ops.PEER:
         return None
     fields = dict(part.split("=", 1) for part in span.text.rstrip(")").split(", ") if "=" in part.partition("(")[0])
     other = int(fields["dst" if span.op == "send" else "src"])

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ...ir import ops
 from ...ir.errors import WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Interface, bound_interface, place_of
@@ -113,7 +114,7 @@ def describe_error(error: BaseException, session: DeviceSession | None) -> dict[
         "message": str(error),
         "details": {key: value for key, value in vars(error).items() if isinstance(value, (str, int))},
         "line": error.line if isinstance(error, WorkerError) else None if label is None else label.text,
-        "waited": label is not None and label.op in ("send", "recv", "all_reduce", "all_gather", "reduce_scatter"),
+        "waited": label is not None and bool(ops.ALL[label.op].meets),
         "traceback": "".join(traceback.format_exception(error)),
     }
 

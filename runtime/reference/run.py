@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.errors import PenstockError, PlanError, VerifyError, WorkerError
 from ...ir.precision import PRECISIONS
 from ...ir.program import (
-    STAGED,
     Account,
     ParamSpec,
     Program,
@@ -34,6 +34,7 @@ from ...ir.program import (
     places_of,
     plan_arena,
     print_node,
+    result_index,
     values_of,
     work_of,
 )
@@ -243,11 +244,10 @@ class DeviceRun:
     def results(self) -> dict[str, list[Any]]:
         """What the program returns. Raises `VerifyError` for a value that it has freed."""
         end = next((n for n in reversed(self.program.graph.nodes) if n.op == "output"), None)
-        return {} if end is None else fx.node.map_arg(dict(end.args[0]), lambda n: self._value(n, end))  # type: ignore
+        return {} if end is None else fx.node.map_arg(dict(end.args[0]), lambda n: self._value(n, end))
 
     def _execute(self, node: fx.Node) -> None:
-        op = node.target
-        assert isinstance(op, ops.Op)
+        op = op_of(node)
         args = fx.node.map_arg(node.args, lambda n: self._value(n, node))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self._value(n, node))
         result = getattr(self.runtime, op.name)(*args, **kwargs)
@@ -256,14 +256,14 @@ class DeviceRun:
             self._remove(value, node)
         produced = values_of(node)
         if isinstance(node.meta.get("type"), tuple):
-            found = {int(str(item.args[1])): item for item in produced}
+            found = {result_index(item): item for item in produced}
             for i, value in enumerate(result):
                 if i in found:
                     self._place(found[i], value, node)
         elif produced:
             self._place(produced[0], result, node)
         work = work_of(self.program, node)
-        if work.workspace_bytes and op not in STAGED:  # these have a place in the arena
+        if work.workspace_bytes and not op.workspace_in_arena:
             memory = ops.DRAM if work.workspace_memory == ops.DRAM else f"device{self.program.device}"
             account, name = self.accounts[memory], f"workspace of {op.name}"
             account.take(name, work.workspace_bytes, str(print_node(node)))

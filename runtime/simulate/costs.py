@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
 from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of, whole_link
@@ -29,7 +30,6 @@ from .sharing import Cost
 
 URGENT, AHEAD = 0, 1
 OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
-PRIORITY = {ops.fetch: AHEAD, ops.offload: AHEAD, ops.read: AHEAD, ops.write: AHEAD}
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class CostModel:
             return self.collective([(d, w) for d, _, w in task.parts])
         if work.stream in (ops.SEND, ops.RECV):
             return self.transfer(device, work, URGENT)
-        priority = PRIORITY.get(node.target, URGENT)  # type: ignore[call-overload]
+        priority = AHEAD if op_of(node).transfers else URGENT
         if is_weights_fetch(node) and self.hardware.hosts[self.hardware.devices[device].host].ordered_fetches:
             priority += turn_of(node)
         key = (device, work, priority)
@@ -197,10 +197,7 @@ def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:
     order = build_order(programs, {})
     free = Cost()
     return [
-        [
-            free if node.target in (ops.free, ops.resident) else model.cost(order.tasks[order.task_of[node]])
-            for node in program.ops()
-        ]
+        [model.cost(order.tasks[order.task_of[node]]) if op_of(node).streams else free for node in program.ops()]
         for program in programs
     ]
 

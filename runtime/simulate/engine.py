@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT, Order, Program, build_order, memory_change, print_node, shown
 from ...ir.verify.case import Case
@@ -103,12 +104,13 @@ def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> 
             if own or memory == ops.DRAM:
                 peak_bytes[host] = peak_bytes.get(host, 0) + own
         for node in program.ops():
-            if node.target in (ops.free, ops.resident):
+            op = op_of(node)
+            if not op.streams:
                 continue
             task = order.task_of[node]
             stream, text = order.work_of[node].stream, print_node(node) or ""
             began_s, ended_s = engine.began_s[task], engine.ended_s[task]
-            spans.append(Span(program.device, stream, node.target.name, text, began_s, ended_s))  # type: ignore[union-attr]
+            spans.append(Span(program.device, stream, op.name, text, began_s, ended_s))
     moved = {link: 0.0 for link in hardware.links()}
     for path, amount in engine.progress.moved.items():
         for link in path:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 from torch import fx
 
 from ...ir import ops
+from ...ir.calls import op_of
 
 LAST_TURN = 1 << 20  # more than any number of stages
 
@@ -18,7 +17,7 @@ def is_weights_fetch(node: fx.Node) -> bool:
 def turn_of(fetch: fx.Node) -> int:
     """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
     user: fx.Node | None = fetch
-    while user is not None and user.target in (ops.fetch, operator.getitem, ops.all_gather):
-        user = next((u for u in user.users if u.target is not ops.free), None)
+    while user is not None and op_of(user).prepares:
+        user = next((u for u in user.users if u.op != "output" and u.target is not ops.free), None)
     stage = int(fetch.meta["type"].stage.removeprefix("stage"))
-    return 2 * LAST_TURN - stage if user is not None and user.target in (ops.backward, ops.backward_input) else stage
+    return 2 * LAST_TURN - stage if user is not None and op_of(user).is_backward else stage

@@ -17,6 +17,7 @@ from statistics import median_low
 from torch import fx
 
 from ...ir import ops
+from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Order, Program, bind, build_order, place_of, print_node
 from ...ir.verify.case import Case
@@ -25,7 +26,6 @@ from .timeline import Span, Timeline
 
 LEAST_RATIO = 1.25  # of the time expected; what is less is how times scatter
 LEAST_SHARE = 0.02  # of the step, that it must have held up
-WAITING = ("recv", "send", "all_reduce", "all_gather", "reduce_scatter", "load", "free")
 Key = tuple[str, str]  # stream, op
 SecondsByKey = dict[int, dict[Key, list[tuple[str, float]]]]  # device -> key -> (text, seconds) in issue order
 
@@ -98,7 +98,7 @@ def _expected(
     device: int, equals: Sequence[int], found: SecondsByKey, predicted: SecondsByKey
 ) -> dict[Key, list[float]]:
     """Seconds of each op that the device does by itself."""
-    keys = [key for key in found[device] if key[1] not in WAITING]
+    keys = [key for key in found[device] if _is_alone(ops.ALL[key[1]])]
     if len(equals) > 1:
         return {key: _usual([found[other].get(key, []) for other in equals]) for key in keys}
     scale = {key: _scale(key, found, predicted) for key in keys}
@@ -107,6 +107,11 @@ def _expected(
         for key in keys
         if len(predicted[device].get(key, [])) == len(found[device][key])
     }
+
+
+def _is_alone(op: ops.Op) -> bool:
+    """Whether the device does this by itself: it waits neither for other devices nor for its host."""
+    return bool(op.streams) and ops.HOST not in op.streams and not op.meets
 
 
 def _usual(rows: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
@@ -218,8 +223,9 @@ def _numbered(program: Program, order: Order) -> Iterator[tuple[fx.Node, Key, in
     """Each op that takes time: its stream and name, and how many such come before it."""
     counts: dict[Key, int] = {}
     for node in program.ops():
-        if node.target in (ops.free, ops.resident) or not print_node(node):
+        op = op_of(node)
+        if not op.streams or not print_node(node):
             continue
-        key = order.work_of[node].stream, node.target.name  # type: ignore[union-attr]
+        key = order.work_of[node].stream, op.name
         counts[key] = counts.get(key, 0) + 1
         yield node, key, counts[key] - 1
