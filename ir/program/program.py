@@ -43,7 +43,7 @@ class Program:
 
     def ops(self) -> Iterator[fx.Node]:
         """The nodes that call an op, in issue order."""
-        return (n for n in self.graph.nodes if n.op == "call_function" and isinstance(n.target, ops.Op))
+        return (n for n in self.graph.nodes if isinstance(n.target, Op))
 
     def emit(self, op: Op, *args: Any, names: Sequence[str] = (), **fields: Any) -> list[fx.Node]:
         """Append an op; return one node per value that it produces, named after `names` (made unique)."""

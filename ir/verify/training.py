@@ -199,9 +199,13 @@ def check_gradients(case: Case) -> None:
     interface = case.programs[0].interface
     updates: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
     returned: dict[str, list[tuple[Program, fx.Node, _Sum]]] = {}
+    backwards: dict[str, dict[int, set[int]]] = {}  # stage -> device -> micro-batches
     for program in case.programs:
         sums: dict[fx.Node, _Sum] = {}
         for node in program.ops():
+            if op_of(node).gives_gradients:
+                devices = backwards.setdefault(str(node.args[0]), {})
+                devices.setdefault(program.device, set()).add(micro_batch_of(node))
             if node.target is ops.step:
                 updates.setdefault(str(node.args[0]), []).append((program, node, sums[operands(node)[0]]))
             else:
@@ -214,13 +218,13 @@ def check_gradients(case: Case) -> None:
         if spec.trained_params == 0:
             continue
         ends = updates.get(stage) or returned.get(stage, [])
-        homes = {program.device: program for program in case.programs if _backwards(program, stage)}
-        for device in homes or {0: case.programs[0]}:
+        homes = backwards.get(stage, {})
+        for device in homes or (0,):
             own = [end for end in ends if end[0].device == device]
             if len(own) != 1:
                 place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
                 fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
-            _check_sum(*own[0], _backwards(own[0][0], stage), _tied(interface, spec, device))
+            _check_sum(*own[0], homes.get(device, set()), _tied(interface, spec, device))
         if stage in updates:  # what is returned may still be added up
             _check_devices(ends, interface, set(homes))
 
@@ -260,11 +264,6 @@ def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
             program, node, f"gradients of {first.stage} summed over {names[0]} are added to such summed over {names[1]}"
         )
     return replace(first, micro_batches=first.micro_batches | second.micro_batches)
-
-
-def _backwards(program: Program, stage: str) -> set[int]:
-    """The micro-batches whose backward of a stage runs in a program."""
-    return {micro_batch_of(n) for n in program.ops() if op_of(n).gives_gradients and n.args[0] == stage}
 
 
 def _tied(interface: Interface, spec: StageSpec, device: int) -> set[str]:

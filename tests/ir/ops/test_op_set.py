@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from penstock.ir import ops
+from penstock.ir.calls import op_of
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, place_frees
 from penstock.runtime.device.runtime import DeviceRuntime
@@ -22,6 +23,51 @@ def test_every_op_is_a_method_with_the_ops_signature(runtime: type, op: ops.Op) 
     found = list(inspect.signature(getattr(runtime, op.name)).parameters.values())[1:]
     want = list(op.signature.parameters.values())
     assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in want]
+
+
+# Per trait, and value of it, the ops that have it; all others have the default.
+HOLDERS = {
+    ("streams", ()): "free resident",
+    ("allowed_in", ops.TRAINING): "add all_reduce backward backward_input backward_weight clip forward norm redo "
+    "reduce_scatter step",
+    ("allowed_in", ops.EVALUATION): "evaluate",
+    ("allowed_in", (ops.ASYNCHRONOUS,)): "predict split stash",
+    ("allowed_in", ops.EVERYWHERE): "all_gather fetch free load offload read recv resident send write",
+    ("parts", ("forward",)): "forward",
+    ("parts", ("evaluate",)): "evaluate",
+    ("parts", ("backward_input", "backward_weight")): "backward",
+    ("parts", ("backward_input",)): "backward_input",
+    ("parts", ("backward_weight",)): "backward_weight",
+    ("takes_kept", True): "backward backward_input",
+    ("gives_gradients", True): "backward backward_weight",
+    ("is_backward", True): "backward backward_input backward_weight",
+    ("passes_on", True): "add fetch offload read recv write",
+    ("prepares", True): "all_gather all_reduce clip fetch load norm recv resident",
+    ("transfers", True): "fetch offload read send write",
+    ("meets", ops.PEER): "recv send",
+    ("meets", ops.GROUP): "all_gather all_reduce reduce_scatter",
+    ("persists_in", ops.DEVICE): "resident",
+    ("persists_in", ops.DRAM): "fetch",
+    ("persists_in", ops.SSD): "read",
+    ("updates", "stage"): "redo step",
+    ("updates", "to"): "write",
+    ("result_in_arena", True): "all_gather fetch offload read reduce_scatter write",
+    ("workspace_in_arena", True): "all_gather reduce_scatter",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("trait", "value"), HOLDERS, ids=str)
+def test_a_trait_is_held_by_these_ops(trait: str, value: object) -> None:
+    assert " ".join(sorted(op.name for op in ops.ALL.values() if getattr(op, trait) == value)) == HOLDERS[trait, value]
+
+
+def test_a_trait_has_no_other_values_and_names_operands_of_its_op() -> None:
+    for op in ops.ALL.values():
+        for trait in ("allowed_in", "parts", "meets", "persists_in", "updates"):
+            value = getattr(op, trait)
+            assert not value or (trait, value) in HOLDERS
+        assert not op.updates or op.updates in op.signature.parameters
+        assert op.signature.parameters.keys() >= set(op.donates)
 
 
 def test_the_reference_has_no_op_of_its_own() -> None:
@@ -49,8 +95,8 @@ def test_the_simulator_times_every_op() -> None:
     versions[0].emit(ops.split, "stage0", grads)
     place_frees(versions[0])
     programs = (*swapped, *evaluated, *shared, *stored, *split, *versions)
-    assert {n.target.name for p in programs for n in p.ops()} == ops.ALL.keys()  # type: ignore[union-attr]
+    assert {op_of(n).name for p in programs for n in p.ops()} == ops.ALL.keys()
     timed = set()
     for programs in (swapped, evaluated, shared, stored, split, versions):
         timed |= {span.op for span in simulate(programs, Hardware.cpu(num_devices=2, ssd="1GB")).spans}
-    assert timed == ops.ALL.keys() - {"free", "resident"}  # they take no time
+    assert timed == {name for name, op in ops.ALL.items() if op.streams}
