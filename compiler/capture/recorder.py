@@ -77,7 +77,7 @@ class Recorder(GraphWriter):
             return call(module, *args, **kwargs) if self.busy else self.on_module(call, module, args, kwargs)
 
         def on_apply(kind: type, *args: Any) -> Any:
-            run = apply.__func__.__get__(kind)
+            run = apply.__get__(None, kind)
             return run(*args) if self.busy else self.on_autograd_function(kind, run, args)
 
         def on_enter(context: torch.autocast) -> Any:

@@ -163,7 +163,7 @@ class _Parser:
             if node.name != name:  # fx reserves a few names; keep the text's
                 node.name = name
             self.names[name] = node
-        source = nodes[0] if nodes else next(reversed(self.program.graph.nodes))
+        source = nodes[0] if nodes else next(iter(reversed(self.program.graph.nodes)))
         while source.target is operator.getitem:
             source = source.args[0]  # type: ignore[assignment]
         source.meta["line"] = statement.lineno

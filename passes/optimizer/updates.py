@@ -101,7 +101,7 @@ class _Writer:
         results = self.program.results()
         results.pop("grads", None)
         self.program.returns(results)
-        output = next(reversed(graph.nodes))
+        output = graph.output_node()
         for stage, value in self.grads.items():
             self.grads[stage] = self.collect(stage, value)
         if self.script.begin is not None:

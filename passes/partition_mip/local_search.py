@@ -4,11 +4,14 @@ In: a `MipProblem` and an objective over cut positions (inf: does not fit). Out:
 stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights, all in proportion
 to the stages' devices, and some devices with no more than stays on them. Moves: a cut one block to either side, a
 block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times slower
-than the best; that is why there are many, and why the best starts of many numbers of stages are followed.
+than the best; that is why there are many, and why the best starts of many numbers of stages are followed. Where no move
+helps, the way to a better partition may lead over a worse one: the last evaluations go to the moves from the best
+partitions whose moves have not all been tried.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
@@ -21,6 +24,7 @@ Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # of a resident device's memory is for weights, gradients and states
 FOLLOWED = 10  # numbers of stages whose best start is improved
+WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
 class Search:
@@ -41,6 +45,7 @@ class Search:
         order = sorted(self.best.values())
         for _, cuts in order[:FOLLOWED]:
             self.climb(cuts, set(counts))
+        self.widen(set(counts))
         return min(self.best.values(), default=None)
 
     def run_all(self, counts: Sequence[int]) -> tuple[float, Cuts] | None:
@@ -77,6 +82,20 @@ class Search:
             if took_s < now_s * (1 - 1e-9):
                 cuts, now_s, missed = tried, took_s, 0
                 near = list(self.moves(cuts, counts))
+
+    def widen(self, counts: set[int]) -> None:
+        """Try `WIDENED` moves from the best partitions known, whether they help or not."""
+        limit = len(self.known) + WIDENED
+        waiting = [(seconds, cuts) for cuts, seconds in self.known.items() if seconds < math.inf]
+        heapq.heapify(waiting)
+        while waiting and not self.is_late():
+            for tried in self.moves(heapq.heappop(waiting)[1], counts):
+                if tried in self.known:
+                    continue
+                if len(self.known) == limit:
+                    return
+                if self.seconds(tried) < math.inf:
+                    heapq.heappush(waiting, (self.known[tried], tried))
 
     def moves(self, cuts: Cuts, counts: set[int]) -> Iterator[Cuts]:
         last = len(cuts) - 1

@@ -65,7 +65,7 @@ def peak_bytes(trial: Program, every: str) -> int:
     grads = results.pop("grads", [])
     trial.returns(results)
     homes = homes_of(trial)
-    with trial.graph.inserting_before(next(reversed(trial.graph.nodes))):
+    with trial.graph.inserting_before(trial.graph.output_node()):
         for value in grads:
             stage = str(value.meta["type"].stage)
             if homes[stage].weights == ops.DEVICE:

@@ -181,7 +181,7 @@ class StageStore:
         """What does not lie on SSD."""
         for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
             self.weights[name].copy_(given)
-            if name in self.masters and (self.file is None or not self.file.has_states or not self.file.master):
+            if self.file is None and name in self.masters:  # beside a file masters are in it, or are the weights
                 self.masters[name].copy_(given)
         self.runner.load_buffers(dict(buffers))
 

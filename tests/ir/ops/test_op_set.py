@@ -79,7 +79,7 @@ def test_the_simulator_times_every_op() -> None:
     interface = interface_of(*models(tied=True), tied=True)
     swapped, evaluated = training(interface, swap=True, max_norm=1.0), evaluation(interface)
     results = evaluated[1].results()
-    with evaluated[1].graph.inserting_before(next(reversed(evaluated[1].graph.nodes))):
+    with evaluated[1].graph.inserting_before(evaluated[1].graph.output_node()):
         total = evaluated[1].emit(ops.add, *results["loss"][:2])
     evaluated[1].returns({"loss": total})
     place_frees(evaluated[1])

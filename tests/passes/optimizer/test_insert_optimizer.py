@@ -81,7 +81,7 @@ def test_gradients_leave_the_device_behind_their_last_backward() -> None:
     program = late.programs[0]
     grads = program.results()["grads"]
     program.returns({"loss": program.results()["loss"]})
-    with program.graph.inserting_before(next(reversed(program.graph.nodes))):
+    with program.graph.inserting_before(program.graph.output_node()):
         for value in reversed(grads):
             (gone,) = program.emit(ops.offload, value)
             program.emit(ops.step, value.meta["type"].stage, gone)

@@ -44,6 +44,16 @@ def test_local_search_comes_close(p: MipProblem) -> None:
     assert fits(p, found[1]) and contended_s(p, found[1]) == found[0]
 
 
+def test_the_best_partition_is_found_behind_worse_ones() -> None:
+    """Moves that help end 6% above it."""
+    kinds = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+    p = problem(kinds, [3.0, 1.7], [1, 1], [600.0, 60.0], micro_batches=3, rate=0.5)
+    search = Search(p, contended_s)
+    found = search.run(range(1, p.num_blocks + 1))
+    assert found is not None and found[0] == pytest.approx(brute_force(p))
+    assert len(search.known) < 2 ** (p.num_blocks - 1) / 4
+
+
 @settings(max_examples=10, deadline=None)
 @given(small_problems(most_blocks=7))
 def test_no_partition_is_faster_than_a_lower_bound(p: MipProblem) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from penstock.ir.errors import BatchError, CheckpointError, HardwareError, PlanError, WorkerError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import PAGE
+from penstock.ir.program import PAGE, Program
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.processes.driver import InProcessDriver, without_waiting
 from penstock.runtime.processes.local import LocalWorkers, start_driver, worker_environment
@@ -161,6 +162,11 @@ def test_dram_is_shared_out_between_the_devices_of_a_host(tmp_path: Path) -> Non
     whole = setup.hardware.dram_budget_bytes(0)
     per_stage = 16 * 16 * (4 + 8) + PAGE  # weights, optimizer states; gradients in a page of the arena
     assert [setup.dram_budget_bytes(i) for i in range(2)] == [whole - 2 * per_stage] * 2
+    idle = [Program(device, programs[0].interface, function="evaluate") for device in range(2)]
+    for program in idle:
+        program.graph.output({})
+    files = write_chain(tmp_path, [*programs, *idle], 16)  # the program that needs most of a device's DRAM counts
+    assert replace(setup, files=files).dram_budget_bytes(0) == whole - 2 * per_stage
 
 
 def test_gpus_of_several_hosts_need_torchrun(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def flip_bit(file: SsdFile, stripe: int, position: int, bit: int = 0) -> None:
 moves = st.lists(st.tuples(st.booleans(), st.integers(0, 39), st.integers(1, 40)), min_size=1, max_size=12)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])
 def test_regions_read_as_written_over_any_number_of_disks(make: Make, count: int, engine: str) -> None:
