@@ -15,10 +15,10 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..ir.errors import PlanError
-from ..passes.decisions import Activations, Lanes, Memory, OnSsd, Sharding
+from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
 
 SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
-Phase = Literal["forward", "backward"]
+PhaseName = Literal["forward", "backward"]
 
 
 class Prediction(BaseModel):
@@ -67,11 +67,11 @@ class Decisions(BaseModel):
     schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
-    fetch: dict[str, dict[Phase, int]]  # swapped stage -> per phase how many parameters come one phase early
+    fetch: dict[str, dict[PhaseName, int]]  # swapped stage -> per phase how many parameters come one phase early
     sharding: Sharding | None = None
     sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
     ssd: OnSsd = OnSsd()
-    optimizer: dict[str, Memory]  # stage -> where its states live, and with resident weights where it is stepped
+    optimizer: dict[str, MemoryName]  # stage -> where its states live, and with resident weights where it is stepped
     staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
     clipping: Literal["", "exact", "speculative"] = ""  # how an overlapping optimizer clips; "": it does not, or waits
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 from ..ir import ops
 from ..ir.program import StageSpec
 
-Memory = Literal["device", "dram", "ssd"]
+MemoryName = Literal["device", "dram", "ssd"]
 StageTiers = dict[str, Literal["states", "all"]]  # of each stage that is on SSD, what of it
 NEAREST = ("shards", "pipeline")  # whose devices are neighbours
 
@@ -85,7 +85,7 @@ class Sharding(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    tier: Memory
+    tier: MemoryName
     ahead: Annotated[int, Field(ge=0)] = 1
     hierarchical: bool = False
     held: list[str] = []
@@ -97,8 +97,8 @@ class Activations(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     classes: list[str] = []
-    classes_to: Memory = "device"
-    inputs_to: Memory = "device"
+    classes_to: MemoryName = "device"
+    inputs_to: MemoryName = "device"
 
     @property
     def is_plain(self) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .graph.stages import PlannedStage
 
 # Measures blocks on the devices of the machine at hand: the same blocks, with seconds by device name.
-Profiler = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
+MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
 StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
 
 
@@ -38,7 +38,7 @@ class Options:
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     state_bytes_of: StateBytes | None = None  # where it depends on a parameter's shape
-    profiler: Profiler | None = None  # None: times come from the roofline
+    profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property
     def optimizer_bytes_per_param(self) -> float:

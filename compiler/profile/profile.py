@@ -23,7 +23,7 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.presets import gpu
 from ...ir.program import Interface, Program
 from ...ir.units import format_bytes
-from ...passes.draft import Profiler as Measure
+from ...passes.draft import MeasureBlocks
 from ...passes.graph.blocks import Block
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
@@ -102,7 +102,7 @@ def make_profiler(profile: bool | str | Path | None, precision: str) -> Profiler
     return Profiler(ProfileCache(None if profile is True else profile), precision)
 
 
-def for_machines_like(profiler: Measure, hardware: Hardware) -> Measure:
+def for_machines_like(profiler: MeasureBlocks, hardware: Hardware) -> MeasureBlocks:
     """For plans that only ask what if: devices of another machine take the seconds of the first one of `hardware` that
     computes as they do, whatever their memory and links. Raises `HardwareError` for a device that has no such twin."""
 
@@ -142,7 +142,7 @@ def parts_here(hardware: Hardware) -> list[DeviceKind]:
         why = _why_absent(device, number)
         if why:
             raise HardwareError(
-                f"profile: {device.name} of {hardware.name} {why}; here is {_what_is_here()}. Measure on a machine "
+                f"profile: {device.name} of {hardware.name} {why}; here is {_what_is_here()}. MeasureBlocks on a machine "
                 "that has it, or leave profile out: times then come from the hardware document"
             )
         number_of_gpus += device.kind == "cuda"

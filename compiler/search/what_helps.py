@@ -11,10 +11,10 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...ir.errors import PassError, PenstockError
-from ...ir.machine.hardware import Device, Hardware, Host
+from ...ir.machine.hardware import Device, Hardware, Host, MachinePart
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.partition.partition import Partition
@@ -35,6 +35,7 @@ from .candidates import (
 )
 from .trial import why_not
 
+Part = TypeVar("Part", bound=MachinePart)
 FASTER = 2.0
 COMPUTATION = "computation"
 MORE_DRAM_BYTES = 64 * 10**9
@@ -216,11 +217,12 @@ def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Devic
 
 def _faster(device: Device) -> Device:
     rates = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
-    faster = _scaled(device, "memory_bandwidth")
-    return faster.model_copy(update={"peak_flops": rates, "op_overhead_s": device.op_overhead_s / FASTER})
+    return _scaled(device, "memory_bandwidth").model_copy(
+        update={"peak_flops": rates, "op_overhead_s": device.op_overhead_s / FASTER}
+    )
 
 
-def _scaled(part: Any, *names: str) -> Any:
+def _scaled(part: Part, *names: str) -> Part:
     return part.model_copy(update={name: getattr(part, name) * FASTER for name in names})
 
 

@@ -178,7 +178,7 @@ def places_of(value: fx.Node) -> list[fx.Node]:
 def place_bytes(node: fx.Node) -> int:
     """What a place must hold: the op's value, without the part that was there before."""
     there = [value for value in donated(node) if value.meta["type"].kind == "part"]
-    return node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there)
+    return int(node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there))
 
 
 @dataclass

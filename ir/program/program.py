@@ -39,7 +39,8 @@ class Program:
 
     @property
     def batch(self) -> fx.Node:
-        return next(iter(self.graph.nodes))
+        first: fx.Node = next(iter(self.graph.nodes))
+        return first
 
     def ops(self) -> Iterator[fx.Node]:
         """The nodes that call an op, in issue order."""

@@ -165,7 +165,7 @@ class _Parser:
             self.names[name] = node
         source = nodes[0] if nodes else next(iter(reversed(self.program.graph.nodes)))
         while source.target is operator.getitem:
-            source = source.args[0]  # type: ignore[assignment]
+            source = source.args[0]
         source.meta["line"] = statement.lineno
 
     def value(self, expression: ast.expr | None) -> Any:

@@ -77,7 +77,8 @@ def _unpack(program: Program, node: fx.Node) -> ops.Value:
     types = source.meta["type"]
     if not isinstance(types, tuple) or not isinstance(index, int) or not 0 <= index < len(types):
         fail(program, source, f"there is no result {index} to unpack")
-    return types[index]
+    found: ops.Value = types[index]
+    return found
 
 
 def _check_unpacked(program: Program, node: fx.Node) -> None:

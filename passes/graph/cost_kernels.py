@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
-class Flops:
+class KernelFlops:
     """A dispatch mode that counts FLOPs."""
 
     flops: float
@@ -23,7 +23,7 @@ class Flops:
 
 def _count(flops: float) -> None:
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Flops):
+        if isinstance(mode, KernelFlops):
             mode.flops += flops
 
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype
-from .cost_kernels import CUDA_STAND_INS, STAND_INS, Flops, cuda_dropout
+from .cost_kernels import CUDA_STAND_INS, STAND_INS, KernelFlops, cuda_dropout
 from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
 
@@ -233,7 +233,7 @@ class _Costly:
     is_changed: bool = False
 
 
-class _Meter(TorchDispatchMode, Flops):
+class _Meter(TorchDispatchMode, KernelFlops):
     """Counts FLOPs, bytes read and written, calls, and the peak of live new storages; notes costly calls."""
 
     def __init__(self, run: _BlockRun) -> None:

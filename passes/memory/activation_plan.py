@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ...ir.ops import DEVICE, DRAM, SSD
 from ...ir.units import format_bytes, format_seconds
-from ..decisions import Memory
+from ..decisions import MemoryName
 
 INPUTS, CLASSES = "inputs", "classes"  # what of a stage is placed, each in one memory
 ClassPlace = tuple[str, str]  # (stage, INPUTS or CLASSES)
@@ -87,7 +87,7 @@ class ActivationProblem:
     items: tuple[Item, ...]
     inputs: Mapping[str, int]
     stages: tuple[str, ...]
-    memories: tuple[Memory, ...] = (DEVICE, DRAM, SSD)
+    memories: tuple[MemoryName, ...] = (DEVICE, DRAM, SSD)
     swapped: bool = False  # whether weights come from DRAM
 
 
@@ -103,7 +103,7 @@ class Point:
     step_s: float
     forward_bound: str
     backward_bound: str
-    places: Mapping[ClassPlace, Memory] = field(default_factory=dict, compare=False)
+    places: Mapping[ClassPlace, MemoryName] = field(default_factory=dict, compare=False)
     fits: bool = True
 
 
@@ -149,7 +149,7 @@ def point_of(
     return Point(count, kept_bytes, moved, ssd_bytes, step_s, forward_bound, backward_bound, places, fits)
 
 
-def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[ClassPlace, Memory], bool]:
+def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[ClassPlace, MemoryName], bool]:
     """A memory for the inputs and the classes of every stage, and whether all of them have room.
 
     The last stages stay on the device: they are used again first, when there is least time to move them. What then
@@ -160,7 +160,7 @@ def place(problem: ActivationProblem, classes: Mapping[str, int]) -> tuple[dict[
     left = {DEVICE: problem.room.device_bytes, DRAM: problem.room.dram_bytes, SSD: problem.room.ssd_bytes}
     number = {stage: i for i, stage in enumerate(problem.stages)}
     waiting = sorted((key for key in sizes if sizes[key]), key=lambda key: (-number[key[0]], key[1]))
-    found: dict[ClassPlace, Memory] = {}
+    found: dict[ClassPlace, MemoryName] = {}
     for memory in problem.memories:
         if memory != DEVICE:
             waiting.sort(key=lambda key: ((number[key[0]] * GOLDEN) % 1, key[1]))

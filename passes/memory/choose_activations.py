@@ -20,14 +20,14 @@ from ...ir.program import Program, plan_arena
 from ...ir.units import format_bytes, format_seconds
 from ..alike import once
 from ..base import Pass
-from ..decisions import Activations, Memory
+from ..decisions import Activations, MemoryName
 from ..draft import Draft
 from .activation_machine import Machine, machine_of
 from .activation_plan import CLASSES, INPUTS, ActivationProblem, Item, Point, best, by_benefit, sweep, table
 from .insert_remat import stages_to_rematerialise
 from .move_activations import Ahead, input_bytes, keep_chosen, move_activations, turn_bytes
 
-MEMORIES: dict[str, tuple[Memory, ...]] = {
+MEMORIES: dict[str, tuple[MemoryName, ...]] = {
     "auto": (ops.DEVICE, ops.DRAM, ops.SSD),
     "device": (ops.DEVICE,),
     "dram": (ops.DRAM,),
@@ -131,7 +131,7 @@ class ChooseActivations(Pass):
         return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
     def curve(
-        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[Memory, ...]
+        self, program: Program, machine: Machine, names: Sequence[str], memories: tuple[MemoryName, ...]
     ) -> tuple[ActivationProblem, list[Point]]:
         """The model of the step in which these stages are rematerialised and use these memories, and its sweep."""
         memories = tuple(m for m in memories if m != ops.SSD or machine.has_ssd)

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
-from .memory import Footprints, StageNeed
+from .memory import Footprints, StageMemory
 
 TRIALS = 4000  # of exchanges
 WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
 
 
 def longest_first(
-    loads: Sequence[Sequence[int]], needs: Sequence[StageNeed], memory: Footprints, swapped: bool, by_bytes: bool
+    loads: Sequence[Sequence[int]], needs: Sequence[StageMemory], memory: Footprints, swapped: bool, by_bytes: bool
 ) -> list[int] | None:
     """The device of each stage; `loads`: per device, per stage. None where a stage finds no device with memory for it.
     `by_bytes`: the largest stage first, to the device with the most room, where computation leaves no choice."""
@@ -48,10 +48,10 @@ def longest_first(
 
 
 def earliest_end(
-    flow: PipelineEstimate, needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+    flow: PipelineEstimate, needs: Sequence[StageMemory], memory: Footprints, swapped: bool
 ) -> list[int] | None:
     """Stage by stage in order, to the device with memory for it that is done with all micro-batches' forwards first."""
-    held: list[list[StageNeed]] = [[] for _ in memory.budgets]
+    held: list[list[StageMemory]] = [[] for _ in memory.budgets]
     free = [0] * len(held)
     done: list[list[int]] = []
     device_of: list[int] = []
@@ -69,7 +69,7 @@ def earliest_end(
 
 
 def exchange(
-    flow: PipelineEstimate, device_of: list[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+    flow: PipelineEstimate, device_of: list[int], needs: Sequence[StageMemory], memory: Footprints, swapped: bool
 ) -> list[int]:
     """Let stages change devices, alone or in pairs, while the synchronous step gets shorter."""
     best = list(device_of)
@@ -96,7 +96,7 @@ def exchange(
 
 
 def _fit(
-    device_of: Sequence[int], devices: set[int], needs: Sequence[StageNeed], memory: Footprints, swapped: bool
+    device_of: Sequence[int], devices: set[int], needs: Sequence[StageMemory], memory: Footprints, swapped: bool
 ) -> bool:
     held = {d: [need for need, home in zip(needs, device_of) if home == d] for d in devices}
     return all(memory.fits(d, own, swapped) for d, own in held.items())

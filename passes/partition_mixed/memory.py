@@ -1,6 +1,6 @@
 """What sets of blocks need on a device: stages that need not be runs of neighbours, and several of them at once.
 
-In: a draft with blocks. Out: `StageNeed` of any set of blocks, and whether a device holds several of these. A device
+In: a draft with blocks. Out: `StageMemory` of any set of blocks, and whether a device holds several of these. A device
 keeps its stages resident (weights, gradients and optimizer states stay; FTPipe) if they all fit beside the inputs of
 all micro-batches and one rematerialised micro-batch of one stage; else they are swapped one by one, without states.
 """
@@ -19,7 +19,7 @@ from .graph import BlockGraph
 
 
 @dataclass(frozen=True)
-class StageNeed:
+class StageMemory:
     """Device memory of one stage. `inputs`: each value that enters, and of each whether a gradient goes back for it."""
 
     weight_bytes: int  # weights and gradients
@@ -75,7 +75,7 @@ class Footprints:
         """Weights, gradients and optimizer states."""
         return sum(sum(row) for row in self.parameters[block].values())
 
-    def stage(self, members: Iterable[int]) -> StageNeed:
+    def stage(self, members: Iterable[int]) -> StageMemory:
         own = list(members)
         inside = set(own)
         parameters = {key: row for i in own for key, row in self.parameters[i].items()}
@@ -93,7 +93,7 @@ class Footprints:
         counted = {key for i in own for key in self.own[i]}
         between = sum(size for key, size in saved.items() if key not in counted and key not in entering)
         outputs = (k for i in own for k in self.graph.made[i] if not inside.issuperset(self.graph.values[k].readers))
-        return StageNeed(
+        return StageMemory(
             sum(weights for weights, _ in parameters.values()),
             sum(states for _, states in parameters.values()),
             sum(self.kept[i] for i in own) + between,
@@ -103,7 +103,7 @@ class Footprints:
             min(own, default=0),
         )
 
-    def activation_bytes(self, stages: Sequence[StageNeed]) -> int:
+    def activation_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them;
         gradients of values that several stages read, or that are made here, until the last part is there; and twice
         the gradients of one input."""
@@ -128,12 +128,12 @@ class Footprints:
         passing = max((sum(size for size, _ in stage.inputs.values()) for stage in stages), default=0)
         return self.micro_batches * peak + 2 * passing
 
-    def resident_bytes(self, stages: Sequence[StageNeed]) -> int:
+    def resident_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Of all these stages on one device, with everything that lasts on it."""
         lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
         return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
 
-    def spared(self, device: int, stages: Sequence[StageNeed]) -> list[bool]:
+    def spared(self, device: int, stages: Sequence[StageMemory]) -> list[bool]:
         """Which resident stages of a device can keep the saved tensors of all micro-batches: the smallest ones."""
         room = self.budgets[device] - self.resident_bytes(stages)
         found = [False] * len(stages)
@@ -142,11 +142,11 @@ class Footprints:
             found[j] = room >= 0
         return found
 
-    def swapped_bytes(self, stages: Sequence[StageNeed]) -> int:
+    def swapped_bytes(self, stages: Sequence[StageMemory]) -> int:
         """Of all these stages on one device, one at a time."""
         largest = max((stage.weight_bytes + stage.work_bytes for stage in stages), default=0)
         return largest + self.activation_bytes(stages)
 
-    def fits(self, device: int, stages: Sequence[StageNeed], swapped: bool) -> bool:
+    def fits(self, device: int, stages: Sequence[StageMemory], swapped: bool) -> bool:
         need = self.swapped_bytes(stages) if swapped else self.resident_bytes(stages)
         return need <= self.budgets[device]

@@ -27,12 +27,12 @@ from ...ir.program import StageHome, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
 from ..alike import look, once
 from ..base import Pass
-from ..decisions import Memory, Sharding
+from ..decisions import MemoryName, Sharding
 from ..draft import Draft
 from .gathering import gather_weights, peak_bytes
 from .gradient_sums import STEP, TWO_HOP
 
-SHARD_TIERS: dict[str, tuple[Memory, ...]] = {  # those that are tried in turn
+SHARD_TIERS: dict[str, tuple[MemoryName, ...]] = {  # those that are tried in turn
     "auto": (ops.DEVICE, ops.DRAM),
     "device": (ops.DEVICE,),
     "dram": (ops.DRAM,),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...ir import ops
-from .cores import available_cores, optimizer_cores
+from .host import available_cores, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
 from .setup import DeviceSetup

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .cores import use_cores
+from .host import use_cores
 
 SWITCH_S = 0.0005  # how long a thread keeps the interpreter from others: a stream's needs it for moments, but at once
 StreamTask = Callable[[], None]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...ir.program import Interface, ParamSpec, StageSpec, TensorSpec
 from ..device.file import INTERFACE_FILE, DeviceFile, open_device_file
-from ..device.malloc import keep_freed_memory
+from ..device.host import keep_freed_memory
 from ..stage.runner import StageRunner
 from .detect import usable_cores
 from .waiting import waited_s

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..device.malloc import keep_freed_memory
+from ..device.host import keep_freed_memory
 from ..device.streams import SWITCH_S
 from .disks import disk_rates
 from .links import fetch_latency_s, message_rates

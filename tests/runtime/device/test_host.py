@@ -1,14 +1,18 @@
-"""The optimizer leaves cores to those who feed the GPU."""
+"""The optimizer leaves cores to those who feed the GPU; freed memory stays with the process."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.device.cores import available_cores, optimizer_cores, use_cores
+from penstock.runtime.device.host import available_cores, optimizer_cores, use_cores
 
 
 def test_a_gpu_alone_has_all_cores_but_two() -> None:
@@ -38,3 +42,28 @@ def test_only_the_thread_that_asks_is_kept_to_its_cores() -> None:
     thread.start()
     thread.join()
     assert seen == [{whole[0]}] and available_cores() == whole
+
+
+CHILD = """
+import json, resource, torch
+from penstock.runtime.device.host import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.ones(2**20) for _ in range(30)]  # 120 MiB, 30720 pages
+    del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+kept = keep_freed_memory()
+print(json.dumps([kept, [faults() for _ in range(4)]]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_memory_freed_once_is_not_faulted_in_again():
+    run = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    kept, faults = json.loads(run.stdout)
+    if not kept:
+        pytest.skip("this C library's malloc cannot be told")
+    assert faults[0] > 20_000  # else this test measures nothing
+    assert faults[-1] < 2_000  # small blocks in between may make the heap grow once more, not for ever

@@ -1,0 +1,49 @@
+"""What the process of a device asks of its host: cores for the optimizer, and freed memory that stays.
+
+The thread that issues work to a GPU, and those that read and write disks, must never wait for a core that the optimizer
+has (Fuyou 4.3: the two are decoupled), else the GPU idles. So the optimizer of a GPU uses all cores of the GPU's share
+but those that feed it.
+
+By default the C library gives freed memory back to the kernel, which hands it out again page by page, zeroed: with what
+a step of training takes and frees on a CPU device, this costs several per cent of its time. A device's memory is its
+own, so the process keeps what it once had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+FOR_ISSUING = 2  # cores: one for the thread that issues, one for disks and messages
+FEWEST_TO_SPLIT = 4  # a share below this keeps one core free, a single one none
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in glibc's malloc.h
+_NEVER = 2**31 - 1
+_OWN_MAPPING_BYTES = 2**30  # larger blocks are still mapped alone, and unmapped
+
+
+def available_cores() -> list[int]:
+    """Those that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def optimizer_cores(cores: Sequence[int], place: int, count: int) -> list[int]:
+    """The cores for the optimizer of the GPU number `place` of `count` on this host, out of its equal share."""
+    assert 0 <= place < count and cores
+    share = list(cores[place * len(cores) // count : (place + 1) * len(cores) // count]) or [cores[place % len(cores)]]
+    free = FOR_ISSUING if len(share) >= FEWEST_TO_SPLIT else min(1, len(share) - 1)
+    return share[free:]
+
+
+def use_cores(cores: Sequence[int]) -> None:
+    """Keep the calling thread, and the threads that it starts from now on, to these cores."""
+    os.sched_setaffinity(0, cores)
+
+
+def keep_freed_memory() -> bool:
+    """From here on, freed blocks wait in this process for their next use. False where malloc is not glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _OWN_MAPPING_BYTES), (_TRIM_THRESHOLD, _NEVER))
+    return all(mallopt(name, value) == 1 for name, value in settings)
