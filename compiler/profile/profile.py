@@ -142,7 +142,7 @@ def parts_here(hardware: Hardware) -> list[DeviceKind]:
         why = _why_absent(device, number)
         if why:
             raise HardwareError(
-                f"profile: {device.name} of {hardware.name} {why}; here is {_what_is_here()}. MeasureBlocks on a machine "
+                f"profile: {device.name} of {hardware.name} {why}; here is {_what_is_here()}. Measure on a machine "
                 "that has it, or leave profile out: times then come from the hardware document"
             )
         number_of_gpus += device.kind == "cuda"
