@@ -224,7 +224,7 @@ def test_a_layer_that_all_depths_share_is_tied_across_stages() -> None:
     assert [n for n in names if n.startswith(layer)] == [layer, *(f"{layer}#{i}" for i in (2, 3, 4))]
     draft = draft_of(graph, micro_batches=2)
     first = names.index(layer)
-    apply(draft, *all_passes(0), decisions={"stages": cut(names, [first + 1, first + 2, first + 3])})
+    apply(draft, *all_passes(), decisions={"stages": cut(names, [first + 1, first + 2, first + 3])})
     groups = draft.programs[0].interface.groups
     weight = f"{layer}.albert_layers.0.ffn.weight"
     assert groups[f"tie.{weight}"] == tuple((i % 2, f"stage{i}", weight) for i in range(4))
@@ -254,7 +254,7 @@ def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -
     graph, batches, _ = case(name)
     roomy = apply(draft_of(graph, micro_batches=2), *all_passes(4))
     peaks = [profile_memory(p).peak_bytes[ops.DEVICE] for p in roomy.programs]
-    hardware = Hardware.cpu(num_devices=2, memory=max(peaks) * 2 // 3) if tight else roomy.hardware
+    hardware = Hardware.cpu(num_devices=2, memory=max(peaks) * 2 // 3) if tight else roomy.machine
     draft = apply(draft_of(graph, hardware, micro_batches=2), *all_passes(4), memory=True)
     machine = reference(draft)
     machine.step(joined(batches[:2]))

@@ -38,8 +38,8 @@ def machine(dram: int = EVERYTHING, num_devices: int = 1, ssd: str | None = "1GB
 
 def swapped(hardware: Hardware, depth: int = 7, width: int = 64, **options: object) -> Draft:
     """Equal stages, all of which come from DRAM."""
-    draft = draft_of(chain(depth, width), hardware, **{"micro_batches": 2, "stages": depth + 1, **options})
-    apply(draft, *to_schedule())
+    draft = draft_of(chain(depth, width), hardware, **{"micro_batches": 2, **options})
+    apply(draft, *to_schedule(depth + 1))
     names = [s.spec.name for s in draft.stages]
     decisions = {"rematerialise": names, "fetch": {name: {} for name in names}}
     return apply(draft, InsertRemat(), InsertFetch(), decisions=decisions)
@@ -57,7 +57,7 @@ def least_bytes(num_devices: int) -> int:
 
 
 def test_text(golden: Golden) -> None:
-    draft = swapped(machine(), depth=2, width=16, stages=3)
+    draft = swapped(machine(), depth=2, width=16)
     decision = OnSsd(stages={"stage0": "all", "stage1": "states", "stage2": "all"}, ahead=1)
     golden(text_of(apply(draft, InsertSsd(), decisions={"ssd": decision})), "two-of-three-stages")
 
