@@ -23,7 +23,7 @@ PAGES = [
     "docs/reservoir.md",
     "docs/many_hosts.md",
 ]
-FILE = re.compile(r"`((?:compiler|passes|codegen|runtime|tests|bench|examples|docs)/[\w./-]*)`")
+FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
 
 
 def section(title: str) -> str:
@@ -80,7 +80,7 @@ def test_the_passes_of_the_walk_are_those_of_the_baselines() -> None:
 def test_every_class_that_the_walk_names_exists() -> None:
     walk = section("A call to `compile`, file by file")
     source = "\n".join(
-        f.read_text("utf-8") for room in ("compiler", "passes", "runtime") for f in (ROOT / room).glob("*.py")
+        f.read_text("utf-8") for room in ("compiler", "passes", "runtime", "ir") for f in (ROOT / room).rglob("*.py")
     )
     named = set(re.findall(r"`([A-Z]\w+)`", walk))
     assert {"Draft", "Plan", "Job"} <= named
