@@ -38,10 +38,10 @@ class CallText(Protocol):
 
 
 class Body:
-    """Writes one forward, at once. `path` is the dotted path of the module it belongs to.
+    """Writes one forward when it is made. `path` is the dotted path of the module that the forward belongs to.
 
-    `hints` are wanted names. Ready afterwards: `lines`, `returned` (the text of each output), `first_names` (what the
-    inputs are called as arguments).
+    `hints` are wanted names. The results are `lines`, `returned` (the text of each output) and `first_names` (the names
+    of the inputs as arguments).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Body:
         self.leaves = {str(n.target) for n in self.steps if isinstance(n, fx.Node) and n.op == "call_module"}
         self.root_type = next((str(n.meta.get("module_type", "")) for n in roots), "")
         apart: set[Any] = set()  # steps too wide to hold their operands
-        self.places: dict[str, list[int]] = {}  # of each name's bindings
+        self.places: dict[str, list[int]] = {}  # per name, the steps that bind it
         while True:
             self.statements = Statements(self.steps, self.outputs, apart)
             expected = self.places
@@ -81,7 +81,7 @@ class Body:
     def _write(self, expected: dict[str, list[int]]) -> set[Any]:
         """Write everything; return the steps whose statement is too wide for a line and holds other ops.
 
-        `expected`: where names will be bound, as an earlier writing found.
+        `expected` has the steps that bind each name, as an earlier call found them.
         """
         self.expected, self.places, self.deletes = expected, {}, False
         self.lines: list[Line] = []
@@ -137,7 +137,7 @@ class Body:
             self._emit(f"{self._bind(node, self._suggest(node))} = ", text, types)
 
     def _unpack(self, node: fx.Node, types: str) -> None:
-        """A tuple-valued op: its parts get their names at once."""
+        """Write a tuple-valued op: its parts get their names in its own statement."""
         text = self.expressions.node(node)
         rows = self.statements.unpacked[node]
         wanted = assigned_names(node)
@@ -154,7 +154,7 @@ class Body:
         arguments = [self._name(n).text for n in call.inputs]
         self.calls.append((call, arguments, 1))
         results = self.call_text(call).results
-        if results == (RESULT,):  # no name of its own: that of the operand which it replaces
+        if results == (RESULT,):  # no name of its own: take that of the operand that it replaces
             dying = [n for n in call.inputs if n in self.text and self.statements.last_use(n, 0) == self.now]
             results = (self._called(dying[0]) or RESULT,) if dying else results
         names = [self._bind(n, usable(name)) for n, name in zip(call.outputs, results)]
@@ -162,7 +162,7 @@ class Body:
         self._emit(left, _call_text(member("self", "", call.path), arguments), describe_all(call.outputs))
 
     def _loop(self, loop: Loop) -> None:
-        """`for i in range(...)`: what one round gives, the next one takes under the same name."""
+        """Write `for i in range(...)`; each round takes the results of the round before under the same names."""
         assert self.call_text is not None
         carried: dict[fx.Node, str] = {}
         for start, result in loop.carried:
@@ -183,7 +183,7 @@ class Body:
             self.names.holder[inside[twin].text] = self.statements.last_use(node, self.now)
 
     def _carry(self, start: fx.Node, result: fx.Node) -> str:
-        """The name that a loop hands on; a copy where its first value is still needed behind the loop."""
+        """The name that a loop carries; it is copied first if its value is still needed after the loop."""
         name = self._name(start).text
         if self.statements.last_use(start, self.now) > self.now or not name.isidentifier():
             first, name = name, self.names.take(self.hints.get(start, usable(op_name(start))), self.now, FOREVER)
@@ -208,7 +208,7 @@ class Body:
         return self._take(node, self.hints.get(node, wanted), self.statements.last_use(node, self.now))
 
     def _suggest(self, node: fx.Node) -> str:
-        """The name that the user's line gives to this value, if it is the line's last; else after the op."""
+        """The name that the user's line gives to this value, if it is the line's last value; else one after the op."""
         following = self.statements.follows(self.now)
         source = node.meta.get("source")
         is_last = not (isinstance(following, fx.Node) and source and following.meta.get("source") == source)
@@ -226,7 +226,7 @@ class Body:
         return op_name(node)
 
     def _called(self, node: fx.Node) -> str:
-        """What a value is called, without the number that tells it from others of the name."""
+        """A value's name, without the number that tells it from other values of that name."""
         if node.op == "get_attr":
             return op_name(node)
         if node in self.statements.inlined:
@@ -247,7 +247,7 @@ class Body:
     def _release(self, at_least: int = 0) -> None:
         """`del` large tensors that are not read again, as a function's end would free them in the user's code.
 
-        Between sections only if they hold `at_least` so many bytes together, lest every other line be a `del`.
+        This is done only if they hold `at_least` bytes together, lest every other line of a section be a `del`.
         """
         dead = [name for name, node in self.bound.items() if self._is_waste(name, node)]
         if dead and sum(_bytes(self.bound[name]) for name in dead) >= at_least:
@@ -299,7 +299,7 @@ def _call_text(function: str, arguments: list[str]) -> Text:
 
 
 def _leaves(node: fx.Node, following: Statement | None) -> bool:
-    """Whether the module call that the node was recorded in ends behind it."""
+    """Whether the module call that the node was recorded in ends after it."""
     return not isinstance(following, fx.Node) or following.meta.get("module_call") != node.meta.get("module_call")
 
 

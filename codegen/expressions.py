@@ -72,7 +72,7 @@ class Expressions:
         return signs or target in (operator.getitem, operator.setitem, getattr) or tensor_method(target) is not None
 
     def node(self, node: fx.Node) -> Text:
-        """The node's value."""
+        """The expression of the node's value."""
         if node.op == "get_attr":
             return Text(member("self", self.path, str(node.target)))
         if "eval_args" not in node.meta:
@@ -182,7 +182,7 @@ class Expressions:
 
 
 def tensor_method(target: Any) -> str | None:
-    """Under which name a function is a method of tensors; `__pow__` is one whose own name is another."""
+    """The name under which a function is a method of tensors; that of `__pow__` differs from its own."""
     name = getattr(target, "__name__", "")
     for method in (name, f"__{name}__", f"__r{name}__"):
         if name and getattr(torch.Tensor, method, None) is target:

@@ -97,10 +97,10 @@ def _program_text(program: Program) -> str:
 
 
 def _phases(program: Program) -> dict[fx.Node, str]:
-    """The first op of each stretch in which the device works on one stage in one direction.
+    """The first op of each stretch in which the device works on one stage in one direction, with the phase's name.
 
-    What brings the operands of its first computation belongs to a stretch. A stage whose forwards and backwards
-    alternate has no such stretches, and no comments.
+    A stretch begins with the ops that bring the operands of its first computation. If forwards and backwards alternate,
+    there are no such stretches and no comments.
     """
     nodes = list(program.ops())
     stretches: list[tuple[str, int, int]] = []  # (phase, place of its first op, number of computations)

@@ -171,7 +171,7 @@ def _public_names() -> dict[int, tuple[str, str]]:
 
 
 def is_importable(module: str) -> bool:
-    """Whether a fresh interpreter with this one's path could import the module. `__main__` it could not."""
+    """Whether a fresh interpreter with this one's path could import the module, which is false for `__main__`."""
     if module == "__main__":
         return False
     if module in sys.builtin_module_names:

@@ -1,4 +1,4 @@
-"""Which ops stand inside the statement of another: those of one source line, which the user too wrote as one.
+"""Which ops stand inside the statement of another op: ops of one source line, which the user wrote as one, too.
 
 In: steps of a function body in order. Out: the nodes without a statement of their own. The order of evaluation never
 changes: Python evaluates operands from left to right, so an op may stand inside its reader only if, from left to right,
@@ -98,7 +98,7 @@ def _reads_once(node: fx.Node, reader: fx.Node) -> bool:
 
 
 def is_in_place_method(node: fx.Node) -> bool:
-    """`x.add_(y)`: changes and returns its receiver."""
+    """Whether a node calls a method such as `x.add_(y)`, which changes and returns its receiver."""
     if node.op != "call_method" or not isinstance(node.args[0], fx.Node):
         return False
     name = str(node.target)

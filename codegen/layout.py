@@ -13,14 +13,14 @@ from ..ir.program import SHORT_DTYPES
 from .expressions import Text
 
 INDENT = "    "
-MAX_WIDTH = 110  # of code; comments may stand behind it
+MAX_WIDTH = 110  # of code; comments may stand after it
 COMMENT_COLUMN = 76
 MIN_WRAPPED = 24  # shorter arguments are not worth lines of their own
 
 
 @dataclass(frozen=True)
 class Line:
-    """One statement: its text lines at `depth` (0: directly in the function), and a comment behind the last."""
+    """One statement: its text lines at `depth` (0: directly in the function), and a comment after the last."""
 
     depth: int
     texts: list[str]
@@ -66,7 +66,7 @@ def type_text(shape: Iterable[Any], dtype: torch.dtype) -> str:
 
 
 def signature(code: str, comment: str) -> list[str]:
-    """The line of a `def` with the types of its arguments behind it, or below it where they are long."""
+    """The line of a `def` with the types of its arguments after it, or below it if they are long."""
     if len(behind(code, comment)) <= MAX_WIDTH + 10 or not comment:
         return [behind(code, comment)]
     indent = " " * (len(code) - len(code.lstrip()) + 4) + "# "

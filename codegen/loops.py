@@ -20,8 +20,8 @@ MAX_PERIOD = 4
 
 @dataclass(eq=False)
 class Loop:
-    """`rounds[r][j]` is the j-th call of round r. `carried`: (value before the loop, value of the first round) that
-    have one name: each round reads what the one before made."""
+    """`rounds[r][j]` is the j-th call of round r. `carried` has pairs (value before the loop, value of the first round)
+    that share a name, because each round reads what the round before made."""
 
     rounds: list[list[BlockCall]]
     indices: list[int]  # of the first call of each round; all -1 where every round calls the same module
@@ -64,7 +64,7 @@ class Loop:
 def find_loops(
     items: Sequence[CallOrNode], key: Callable[[BlockCall], Any], outputs: Sequence[fx.Node]
 ) -> list[CallOrNode | Loop]:
-    """Replace runs of calls with equal `key` by loops, the longest first found from the left."""
+    """Replace runs of calls with equal `key` by loops, from left to right, each time by the longest."""
     readers: dict[fx.Node, list[Any]] = {n: [None] for n in outputs}
     for item in items:
         for read in item_reads(item):
@@ -139,7 +139,7 @@ def _roles(first: list[BlockCall], second: list[BlockCall]) -> list[list[Role]] 
         for a, b in zip(old.inputs, new.inputs):
             if b in now and before.get(a) == now[b]:
                 row.append(("inside", *now[b]))
-            elif b in before and before[b][0] >= j:  # made behind its use, so still there under the same name
+            elif b in before and before[b][0] >= j:  # made after its use, so still there under the same name
                 row.append(("carried", *before[b]))
             elif a is b and a not in before:
                 row.append(("same", a, 0))

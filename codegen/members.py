@@ -34,7 +34,7 @@ class Members:
 
     def __init__(self, root: nn.Module, base: str = "", dtypes: Mapping[str, str] | None = None):
         self.root, self.base = root, base
-        self.dtypes = dtypes or {}  # of the computation, by dotted name, where it is not the user's own
+        self.dtypes = dtypes or {}  # of the computation, by dotted name, where not the user's own
         self.lines: list[Line] = []
         self.scopes: set[str] = set()
 
@@ -140,7 +140,7 @@ def ties(root: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 
 def parameters_of(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The distinct parameters behind dotted names of leaf modules and tensors, by their own dotted name."""
+    """The distinct parameters of leaf modules and tensors with these dotted names, by their own dotted name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name in names:
         owner, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What values are called in generated code: as in the user's own source line where it says so, else after the op.
+"""The names of values in generated code: those that the user's source line gives them, else names after the op.
 
 In: node meta (`source`, `module_path`). Out: suggestions, and `LiveNames`, which makes them unique among live values.
 """
@@ -21,7 +21,7 @@ _SOURCE = re.compile(r"^[^:]*:\d+: (.*)$")
 _ASSIGNMENT = re.compile(r"^((?:[a-zA-Z_]\w*)(?:, [a-zA-Z_]\w*)*)(?:: [^=]+)? (?:[-+*/@&|^]|//|\*\*)?= (.+)$")
 _UNWANTED = TAKEN | set(keyword.kwlist) | set(dir(builtins)) | {"_"}
 _OPERATORS = {"and_": "both", "or_": "either", "getitem": "part", "truediv": "quotient", "floordiv": "quotient"}
-# What these give is the same thing in another form: it keeps its name.
+# The result of these ops is the operand in another form, so it keeps the operand's name.
 _SAME_THING = {
     "to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "detach", "view", "reshape",
     "expand", "expand_as", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "getitem", "getattr",
@@ -29,7 +29,7 @@ _SAME_THING = {
 _SHORTER = {
     "scaled_dot_product_attention": "attention", "multi_head_attention_forward": "attention", "layer_norm": "norm",
 }  # fmt: skip
-RESULT = "out"  # what a block returns, where the user's code has no name for it
+RESULT = "out"  # the name of a block's result if the user's code has none
 
 
 def code_of(node: fx.Node) -> str:
@@ -94,7 +94,7 @@ def name_in_source(reader: fx.Node, operand: fx.Node) -> str:
 
 
 def module_name(path: str, kind: str) -> str:
-    """The last part of a dotted path, or for a number in a list the module's class: `conv2d`, `layer_norm`."""
+    """The last part of a dotted path, or, if that is a number in a list, the module's class: `conv2d`, `layer_norm`."""
     last = path.rpartition(".")[2]
     return usable(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind or "value").lower() if last.isdigit() else last)
 

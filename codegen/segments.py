@@ -1,4 +1,4 @@
-"""A stage graph cut into what is printed as a class of its own (a user's block) and the nodes around it.
+"""Cuts a stage graph into calls of the user's blocks, each printed as a class of its own, and the nodes around them.
 
 In: nodes with `block` in their meta. Out: `BlockCall`s and loose nodes, in an order that computes the same.
 """
@@ -21,7 +21,7 @@ _SWITCHES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
 
 @dataclass(eq=False)
 class BlockCall:
-    """One call of a block. `inputs` and `outputs` are nodes outside and inside of it, in order of use and making."""
+    """One call of a block. `inputs` are nodes outside of it in order of use, `outputs` nodes inside of it in order."""
 
     path: str
     nodes: list[fx.Node]
@@ -33,7 +33,7 @@ CallOrNode = fx.Node | BlockCall
 
 
 def is_switch(node: fx.Node) -> bool:
-    """A node that turns gradients or autocast on or off; the text says so with `with` instead."""
+    """Whether a node turns gradients or autocast on or off; the text says so with `with` instead."""
     return node.op == "call_function" and function_name(node.target) in _SWITCHES
 
 
@@ -64,7 +64,7 @@ def segments(graph: fx.Graph) -> list[CallOrNode]:
 
 
 def _homes(nodes: list[fx.Node]) -> dict[fx.Node, str]:
-    """The block that each node is printed in. Loose nodes that only one block reads, and that it made, join it."""
+    """The block that each node is printed in. Loose nodes of a block's module that only this block reads join it."""
     home: dict[fx.Node, str] = {}
     modules = {str(n.target) for n in nodes if n.op == "call_module"}
     for node in nodes:
@@ -116,7 +116,7 @@ def _gather(nodes: list[fx.Node], home: dict[fx.Node, str]) -> list[CallOrNode]:
 
 
 def _can_precede(loose: Sequence[fx.Node], run: Sequence[fx.Node]) -> bool:
-    """Whether loose nodes recorded behind `run` compute the same before it."""
+    """Whether loose nodes recorded after `run` compute the same before it."""
     if not loose:
         return True
     inside, touched = set(run), {storage_root(n) for r in run for n in (r, *reads(r))}
@@ -145,7 +145,7 @@ def _only_classes(items: list[CallOrNode]) -> list[CallOrNode]:
 
 
 def _is_worth_a_class(call: BlockCall) -> bool:
-    """It holds something, and is one of a list of modules or too long to stand in the stage's own text."""
+    """Whether a block has members, and is one of a list of modules or too long to stand in the stage's own text."""
     has_members = any(n.op in ("call_module", "get_attr") for n in call.nodes)
     return has_members and (call.path.rpartition(".")[2].isdigit() or len(call.nodes) >= MIN_NODES)
 

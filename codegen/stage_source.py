@@ -58,7 +58,7 @@ class StageSource:
         return self.library.add(self.spec.name, self.module, call, self.dtypes)
 
     def _loop_names(self) -> dict[fx.Node, str]:
-        """What is carried through a loop is called, before it too, as the block calls its result."""
+        """Values that a loop carries get, before the loop, too, the name that the block gives its result."""
         names: dict[fx.Node, str] = {}
         for step in self.steps:
             if isinstance(step, Loop):
@@ -69,7 +69,7 @@ class StageSource:
         return names
 
     def _input_names(self) -> dict[fx.Node, str]:
-        """As the user's lines that made them call them; inputs of the batch have names of their own."""
+        """Inputs have the names of the user's lines that made them; inputs of the batch have names of their own."""
         names: dict[fx.Node, str] = {}
         for node in self.inputs:
             assigned = assigned_names(node)
@@ -117,7 +117,7 @@ class StageSource:
 
 
 def _same_class(calls: list[BlockCall], library: BlockLibrary) -> list[list[BlockCall]]:
-    """Distinct modules in order, those of one class and one owner together."""
+    """Distinct modules in order, grouped by class and owner."""
     groups: dict[tuple[BlockClass, str], dict[str, BlockCall]] = {}
     for call in calls:
         groups.setdefault((library.of_call[call], call.path.rpartition(".")[0]), {}).setdefault(call.path, call)

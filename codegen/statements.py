@@ -23,7 +23,7 @@ _MAX_UNPACKED = 16
 
 class Statements:
     """`order`: the steps with a statement. `inlined`: nodes printed inside their reader. `unpacked`: per tuple-valued
-    node and position, the nodes that take it out. `same_object`: results of in-place ops, and what they changed."""
+    node and position, the nodes that take this item. `same_object`: per result of an in-place op, what it changed."""
 
     def __init__(self, steps: Sequence[Statement], outputs: Sequence[fx.Node], apart: set[Any]):
         self.readers: dict[fx.Node, list[Any]] = {}
@@ -50,7 +50,7 @@ class Statements:
         return self._last_use.get(self._root(node), default)
 
     def follows(self, place: int) -> Statement | None:
-        """The step behind the statement at `place`."""
+        """The step after the statement at `place`."""
         return self.order[place + 1] if place + 1 < len(self.order) else None
 
     def _items(self, node: fx.Node) -> list[list[fx.Node]]:

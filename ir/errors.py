@@ -77,7 +77,7 @@ class CheckpointError(PenstockError):
 class SsdError(PenstockError):
     """A file on SSD could not be read or written, or does not hold what was written there.
 
-    `file` is its path, `offset_bytes` where, `errno` the system's number for the reason (None: found by Penstock).
+    `file` is its path, `offset_bytes` the place in it, `errno` the system's error number (None: Penstock found it).
     """
 
     def __init__(self, message: str, *, file: str = "", offset_bytes: int = 0, errno: int | None = None):
@@ -90,7 +90,7 @@ class SsdError(PenstockError):
 class WorkerError(PenstockError):
     """A worker process failed or vanished; every other worker has been stopped.
 
-    `device` is its index, `line` the program line it was at (text), `remote` its own traceback.
+    `device` is its index, `line` the text of the program line that it ran, `remote` its own traceback.
     """
 
     def __init__(self, message: str, *, device: int | None = None, line: str | None = None, remote: str = ""):
@@ -101,8 +101,8 @@ class WorkerError(PenstockError):
 
 
 def error_to_data(error: BaseException) -> dict[str, Any]:
-    """An error as plain data that may cross to another process: its type by name, its message, what an error of ours
-    knows beside it, and its traceback, which is empty where it was never raised."""
+    """An error as plain data for another process: the name of its type, its message, the fields of a `PenstockError`,
+    and its traceback, which is empty if it was never raised."""
     known = vars(error).items() if isinstance(error, PenstockError) else ()
     return {
         "type": type(error).__name__,
@@ -113,10 +113,9 @@ def error_to_data(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_data(data: Mapping[str, Any], who: str, device: int | None = None, prefix: str = "") -> PenstockError:
-    """The error of another process from what `error_to_data` gave there, with `prefix` before its message.
+    """The error that `error_to_data` turned into data in another process, with `prefix` before its message.
 
-    What is none of the errors above becomes a `WorkerError` that says `who` raised it; `device`: where a `WorkerError`
-    arose.
+    An error that is no `PenstockError` becomes a `WorkerError` that says `who` raised it, on `device`.
     """
     kind, message = globals().get(data["type"]), prefix + data["message"]
     if kind is WorkerError or not (isinstance(kind, type) and issubclass(kind, PenstockError)):

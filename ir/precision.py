@@ -30,7 +30,7 @@ class Precision:
 
     @property
     def master_bytes(self) -> int:
-        """The master of one trained parameter."""
+        """Bytes of the master of one trained parameter; 0 without masters."""
         return MASTER_BYTES if self.has_masters else 0
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:

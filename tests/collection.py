@@ -1,8 +1,8 @@
 """Pytest plugin: how this repository's tests are collected. Loaded by name from setup.cfg.
 
 The repository root holds the package's `__init__.py`, so pytest would take it for a package of tests and import it once
-more under the name of the folder. Here it is a plain directory. Tests marked `gpu` are skipped, and counted, where
-there is no CUDA GPU.
+more under the name of the folder. With this plugin it is a plain directory. Tests marked `gpu` are skipped, and
+counted, if there is no CUDA GPU.
 """
 
 from __future__ import annotations

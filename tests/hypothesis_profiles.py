@@ -2,7 +2,7 @@
 
     pytest -m hypothesis --hypothesis-profile random --hypothesis-seed 7 --examples 10
 
-tries ten times as many as each test says, drawn from the seed 7. Loaded by name from setup.cfg.
+tries ten times the number of examples that each test asks for, drawn from the seed 7. Loaded by name from setup.cfg.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Mutant:
 
 
 def silent(tree: ast.AST) -> Iterator[ast.AST]:
-    """What no test can notice or nobody need: annotations, what only type checkers read, messages, decorators."""
+    """Code that no test can or need notice: annotations, code for type checkers only, messages, decorators."""
     for node in ast.walk(tree):
         match node:
             case ast.AnnAssign(annotation=annotation) | ast.arg(annotation=annotation) if annotation is not None:
@@ -123,7 +123,7 @@ def product_files(root: Path, paths: Sequence[str]) -> list[str]:
 
 
 def draw(root: Path, paths: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """The same ones for the same files, number and seed; a larger number of one seed begins with the same ones."""
+    """Random mutants, the same for the same files, number and seed; with a larger number, more come after them."""
     sources = {file: (root / file).read_text("utf-8") for file in product_files(root, paths)}
     every = [mutant for file, source in sources.items() for mutant in mutants_of(file, source)]
     random.Random(seed).shuffle(every)
@@ -150,7 +150,7 @@ def imported(root: Path, file: str) -> set[str]:
 
 @cache
 def importers(root: Path) -> dict[str, set[str]]:
-    """Per file those that import it."""
+    """For each file, the files that import it."""
     found: dict[str, set[str]] = {}
     for file in product_files(root, (*ROOMS, "codegen", "compiler", "cli", "papers", "tests")):
         for other in imported(root, file):
@@ -159,7 +159,7 @@ def importers(root: Path) -> dict[str, set[str]]:
 
 
 def likely_tests(root: Path, file: str) -> list[str]:
-    """Test files, most likely first: the file's own, its folder's, then those that lead to it by the fewest imports."""
+    """Test files, most likely first: the file's own, its folder's, then tests that lead to it by the fewest imports."""
     own = Path("tests", file).parent
     mirrored = sorted((root / own).glob("test_*.py"), key=lambda path: (path.stem != f"test_{Path(file).stem}", path))
     order = [path.relative_to(root).as_posix() for path in mirrored]
@@ -183,7 +183,7 @@ class Copy:
         self.green: dict[str, bool] = {}  # per test whether it passes without a change
 
     def first_failure(self, tests: Sequence[str]) -> str | None:
-        """The first test that fails; "" where none does. None where the time is over."""
+        """The first test that fails; "" where none does. None if the time limit has passed."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with tempfile.TemporaryFile("w+") as output:
@@ -208,7 +208,7 @@ class Copy:
         return self.green[test]
 
     def verdict(self, mutant: Mutant) -> tuple[str, str]:
-        """What became of the mutant, and which test told."""
+        """What became of the mutant, and the test that showed it."""
         path = self.root / mutant.file
         source = path.read_text("utf-8")
         tests = likely_tests(self.root, mutant.file)

@@ -1,4 +1,4 @@
-"""Random tiny models: `model, batches = random_model(seed)`. Every seed is another one, and always the same.
+"""Random tiny models: `model, batches, traits = random_model(seed)`. Each seed has its own model, always the same.
 
 They draw from what makes partitioning hard: values read far down, branches, layers and weights used twice, in-place
 operations, dropout, normalisation with running statistics, buffers that are written, frozen layers, several inputs,
@@ -28,7 +28,7 @@ class Traits:
 
 
 class Layer(nn.Module):
-    """One of several kinds of a small layer on `h`; `other` is a second value for those that read two."""
+    """One of several kinds of a small layer on `h`; `other` is a second value for kinds that read two."""
 
     KINDS = ("linear", "layer_norm", "batch_norm", "in_place", "dropout", "halves", "gate", "masked", "counted")
 
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class RandomModel(nn.Module):
-    """`steps`: the layer, the two values that it reads (0 is the first), and whether it adds to the first of them."""
+    """`steps`: the layer, the numbers of the two values that it reads, and whether it adds to the first of them."""
 
     def __init__(self, draw: random.Random, is_chain: bool):
         super().__init__()

@@ -76,8 +76,8 @@ class MachinePart(BaseModel):
 class Ssd(MachinePart):
     """One disk. Reads and writes take turns on it.
 
-    `directory` is a writable one on it, where a run puts its files; `endurance_bytes` what it may be written in its
-    life (TBW on its datasheet).
+    `directory` is a writable directory on the disk, for the files of a run; `endurance_bytes` is the number of bytes
+    that may be written to the disk in its life (TBW on its datasheet).
     """
 
     size_bytes: Bytes
@@ -119,7 +119,7 @@ class Host(MachinePart):
     p2p: bool = False
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
-    ordered_fetches: bool = False  # those of the stage that runs first come first: see `turns`
+    ordered_fetches: bool = False  # weights of the stage that runs first are fetched first
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
 
@@ -155,7 +155,7 @@ class Device(MachinePart):
 
     @property
     def budget_bytes(self) -> int:
-        """What a plan may use of the memory."""
+        """The bytes of the memory that a plan may use."""
         return int(self.memory_bytes * self.usable_fraction)
 
     def achieved_flops(self, dtype: str = "fp32") -> float:
@@ -166,9 +166,9 @@ class Device(MachinePart):
         return self.peak_flops[dtype] * self.achieved_fraction[dtype]  # type: ignore[index]
 
     def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1) -> float:
-        """Seconds of many calls one behind the other: arithmetic, traffic to memory, overhead of `launches` calls.
+        """Seconds of many calls one after the other: arithmetic, traffic to memory, overhead of `launches` calls.
 
-        They add up, as those that only read and write do not run under the matrix products of the others.
+        These add up, as calls that only read and write do not overlap with the matrix products of other calls.
         """
         arithmetic_s = flops / self.achieved_flops(dtype)
         return arithmetic_s + num_bytes / self.memory_bandwidth + launches * self.op_overhead_s
@@ -243,7 +243,7 @@ class Hardware(MachinePart):
         return {device.name: device.budget_bytes for device in self.devices} | own
 
     def budget_bytes(self, memory: str) -> int:
-        """What a plan may use of a memory: "gpu0", "dram0", "ssd0.1", or "ssd0" for all disks of host 0."""
+        """The bytes of a memory that a plan may use: "gpu0", "dram0", "ssd0.1", or "ssd0" for all disks of host 0."""
         if memory in self.device_by_name:
             return self.device_by_name[memory].budget_bytes
         if memory not in self._own_memories:
@@ -254,11 +254,11 @@ class Hardware(MachinePart):
         return self.budget_bytes(f"dram{host}")
 
     def ssd_budget_bytes(self, host: int = 0) -> int:
-        """Of all disks of a host together; 0 where it has none."""
+        """The budget of all disks of a host together; 0 if it has none."""
         return sum(ssd.budget_bytes for ssd in self.hosts[host].ssds)
 
     def ssd_directories(self, host: int = 0) -> list[str]:
-        """Where a run may put its files on a host's disks, as far as the document says."""
+        """The directories on a host's disks that the document names for the files of a run."""
         return [ssd.directory for ssd in self.hosts[host].ssds if ssd.directory is not None]
 
     def host_of(self, memory: str) -> int:

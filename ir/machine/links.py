@@ -23,8 +23,8 @@ class Link:
     """One direction of one physical connection.
 
     `simplex` names a medium that several links take turns on (an SSD's reads and writes): the shares
-    rate / bandwidth of all links on one medium add up to at most 1. Where flows share, each gets as much as the others
-    times its `weight`, the product over its links: amounts of other kinds than bytes are compared by it.
+    rate / bandwidth of all links on one medium add up to at most 1. Flows that share a link get rates in proportion to
+    their weights: a flow's weight is the product of its links' `weight`, which makes other amounts comparable to bytes.
     """
 
     name: str
@@ -119,7 +119,7 @@ def _from_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
 
 def build_graph(hardware: Hardware) -> nx.MultiDiGraph:
     """Memories (with their budget in bytes) and switches as nodes, links as edges keyed by name."""
-    import networkx as nx  # here, because a worker needs none and starts sooner without
+    import networkx as nx  # imported here, because a worker needs no graph and starts sooner without it
 
     graph = nx.MultiDiGraph(name=hardware.name)
     for memory, budget_bytes in hardware.memories().items():

@@ -50,7 +50,7 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:
-    """The first `count` devices, or all and more of the same in the same order over the root complexes."""
+    """The first `count` devices; if there are fewer, all of them and then copies of them in the same order."""
     if not isinstance(count, int) or count < 1:
         raise HardwareError(f"num_devices: found {count!r}, allowed: a whole number of 1 or more")
     if num_hosts > 1:

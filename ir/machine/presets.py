@@ -235,7 +235,7 @@ def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -
 
 
 def _server(name: str, part_name: str, count: int) -> Document:
-    """A data-centre server, or the share of one that `count` of its 8 GPUs come with."""
+    """A data-centre server with 8 GPUs, or the share of it that belongs to `count` of them."""
     if count > 8:
         raise HardwareError(f"hardware preset {name!r}: such a server holds at most 8 GPUs")
     part, share = PARTS[part_name], count / 8
@@ -325,8 +325,8 @@ def cpu_document(
     hosts: int = 1,
     network: str | float | None = None,
 ) -> Document:
-    """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order; any of the rates
-    throttles transfers."""
+    """CPU devices with a memory budget each, joined by loopback, divided over hosts in their order. If any of the rates
+    is given, transfers are throttled."""
     if not 1 <= hosts <= max(1, num_devices):
         raise HardwareError(f"hosts={hosts}: found {num_devices} devices, allowed: 1 to {num_devices}, one on each")
     if network is not None and hosts == 1:

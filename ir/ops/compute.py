@@ -32,7 +32,7 @@ def _stage_operands(ctx: Context, stage: str, weights: Value, inputs: tuple[Valu
 
 
 def _saved(spec: StageSpec, classes: Sequence[str]) -> list[SavedSpec]:
-    """Of the stage's classes of saved tensors those named. Raises `ValueError` for another name or one named twice."""
+    """The stage's classes of saved tensors with these names. Raises `ValueError` for an unknown or repeated name."""
     known = {saved.name: saved for saved in spec.saved}
     for name in classes:
         if name not in known:
@@ -45,7 +45,7 @@ def _saved(spec: StageSpec, classes: Sequence[str]) -> list[SavedSpec]:
 def _forward(
     ctx: Context, stage: str, weights: Value, *inputs: Value, micro_batch: int, keep: Keep = True
 ) -> tuple[Value, ...]:
-    """`keep`: what backward shall find: all that autograd saves, nothing, or these classes of saved tensors."""
+    """`keep` says what is kept for backward: all that autograd saves, nothing, or these classes of saved tensors."""
     spec = _stage_operands(ctx, stage, weights, inputs, micro_batch)
     outputs = tuple(tensor(o) for o in spec.outputs)
     if keep is True:
@@ -57,7 +57,7 @@ def _forward(
 
 
 def aligned_class(saved: SavedSpec) -> int:
-    """Bytes of a class in a buffer that holds several."""
+    """Bytes of a class of saved tensors in a buffer that holds several classes."""
     return -(-saved.bytes // 512) * 512
 
 
@@ -106,8 +106,8 @@ def _backward(
     *,
     micro_batch: int,
 ) -> tuple[Value, ...]:
-    """`kept` None rematerialises from `inputs`; classes that it holds are not computed again. `douts`: per output its
-    gradient, a factor for the loss, or None."""
+    """Without `kept`, the stage is rematerialised from `inputs`; classes of saved tensors in `kept` are not computed
+    again. `douts` has for each output its gradient, a factor if it is the loss, or None."""
     spec = _stage_operands(ctx, stage, weights, tuple(inputs), micro_batch)
     if kept is not None and want(kept, "kept", "kept", DEVICE).stage != stage:
         raise ValueError(f"kept belongs to {kept.stage}, not to {stage}")
@@ -170,7 +170,7 @@ backward = Op(
 
 
 def _add(ctx: Context, left: Value, right: Value) -> Value:
-    """Of two tensors, or of two sums of gradients that were scattered over the same group."""
+    """The sum of two tensors, or of two sums of gradients that were scattered over the same group."""
     if isinstance(left, Value) and left.kind == "grads" and left.group:
         if left != right:
             raise ValueError(f"gradients of {left.stage}, scattered over {left.group!r}, cannot take up others")

@@ -59,7 +59,7 @@ recv = Op(
 
 
 def _all_reduce(ctx: Context, *values: Value, group: str) -> tuple[Value, ...]:
-    """Sum over the group's members. Grads: only the tied parameter that the group names, else all; norms: the whole."""
+    """Sums over the group's members: norms, or gradients, of which only the tied parameter if the group names one."""
     members = [stage for stage, _ in ctx.group(group)]
     if len(members) != len(values):
         raise ValueError(f"group {group} has {len(members)} members on device {ctx.device}, found {len(values)} values")
@@ -93,8 +93,8 @@ all_reduce = Op(
 
 
 def _all_gather(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Value:
-    """A stage's whole weights, out of the shards of all members. `hierarchical` says how, not what: first between
-    hosts, each member with those at its place there, then inside each host."""
+    """A stage's whole weights, made from the shards of all members. `hierarchical` changes how, not what: each member
+    gathers first from the members at its place on other hosts, then inside its host."""
     if want(shard, "shard", "shard", DEVICE).group != group:
         raise ValueError(f"the shard is of group {shard.group!r}, not of {group!r}")
     return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
@@ -108,7 +108,7 @@ def _once_round(group: str, num_bytes: int, workspace_bytes: int, hierarchical: 
 
 
 def _gather_work(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Work:
-    """All shards arrive one behind the other, before their pieces are put in place."""
+    """The workspace holds all shards, one after the other, before their pieces are put in place."""
     whole = ctx.stage(shard.stage).weight_bytes
     return _once_round(group, whole, shard.bytes * ctx.interface.size(group), hierarchical)
 
@@ -129,7 +129,7 @@ all_gather = Op(
 def _scatter_work(
     ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
 ) -> Work:
-    """What is sent, member by member, is replaced by what arrives; there is room for one more."""
+    """The workspace has one block per member, in which what arrives replaces what was sent, and one spare block."""
     part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
     return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes, hierarchical)
 
@@ -137,8 +137,8 @@ def _scatter_work(
 def _reduce_scatter(
     ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
 ) -> Value:
-    """The sum of the members' gradients of a stage, of which each keeps its own shard's part; added to `total`, what
-    came of earlier micro-batches. `hierarchical` says how: first inside each host, then between hosts."""
+    """The sum of the members' gradients of a stage, of which each member keeps its shard's part. It is added to
+    `total`, the sum of earlier micro-batches. `hierarchical` adds up first inside each host, then between hosts."""
     if want(grads, "grads", "grads", DEVICE).group:
         raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
     ctx.group(group)

@@ -1,4 +1,4 @@
-"""Names that ops share: of streams, of memories, of groups of devices, and what their traits name."""
+"""Names that ops share: streams, memories, groups of devices, and the values of their traits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEVICE: Final = "device"
 DRAM: Final = "dram"
 SSD: Final = "ssd"
 MEMORIES = (DEVICE, DRAM, SSD)
-# Groups of devices in several lanes: those that share a stage's weights, and those that have the same of them.
+# Groups over lanes: the devices that hold the shards of one stage, and the devices that hold the same shard of it.
 SHARDS, REPLICAS = "shards", "replicas"
 MESH_GROUPS = (SHARDS, REPLICAS)
-# The functions of a file; an asynchronous step may hold more than another.
+# The functions of a file; an asynchronous step may hold more ops than another step.
 STEP, ASYNCHRONOUS, EVALUATE = "step", "asynchronous step", "evaluate"
 TRAINING, EVALUATION = (STEP, ASYNCHRONOUS), (EVALUATE,)
 EVERYWHERE = (*TRAINING, *EVALUATION)
-# The parts of a stage's work on one micro-batch in training; a backward is two.
+# The parts of a stage's work on one micro-batch in training; a backward has two.
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "forward", "backward_input", "backward_weight"
-# Whom a call waits for on other devices.
+# Which other devices a call waits for.
 PEER, GROUP = "peer", "group"

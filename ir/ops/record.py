@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Value:
     """The type of one value: what it is, how many bytes, and in which memory it lives.
 
-    `owned` is False for what stays across steps (resident weights): it is never freed by a program. `group` names the
-    devices over which a shard, or the gradients of one, are spread; this is one member's piece. `classes`: of what a
-    forward kept, the classes of saved tensors, where it did not keep everything. `part`: of gradients, where those of
-    parameters that stages share lie apart, "own" or "shared".
+    `owned` is False for a value that stays across steps (resident weights); no program frees it. `group` names the
+    devices over which weights or gradients are spread; the value is then one member's piece. `classes` are the classes
+    of saved tensors that a forward kept, if it did not keep everything. `part` is "own" or "shared" where gradients of
+    parameters that stages share are a value of their own.
     """
 
     # tensor | weights | part or shard (of weights) | kept | grads | norm | states (optimizer states and fp32 masters of
@@ -49,10 +49,10 @@ class Work:
 
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
     "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of
-    `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive; `group` names a
-    collective, in which `moved_bytes` are those of the whole value and `rounds` says how often it goes round the ring
-    of members; `hierarchical`: first between hosts, each member with those at its place there, then inside each host
-    (MiCS 3.3).
+    `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive. `group` is that of a
+    collective, whose `moved_bytes` are those of the whole value; this goes round the ring of members `rounds` times. A
+    `hierarchical` collective runs once between hosts, among the members at the same place on each, and once inside
+    each host (MiCS 3.3).
     """
 
     stream: str
@@ -99,18 +99,19 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """See the module's text. Instances are the targets of a program's graph nodes.
+    """A record of the instruction set. Instances are the targets of a program's graph nodes.
 
     The traits, beside `streams`, which is empty for an op that takes no time:
     - `donates`: the operands whose memory the op takes over.
     - `allowed_in`: the functions that may hold the op.
-    - `parts`: what the op does of a stage's work on one micro-batch; such an op takes the stage and its weights first.
-    - `passes_on`: the result is of the micro-batch of the op's first operand, which it moves or adds up.
+    - `parts`: the parts of a stage's work on one micro-batch that the op does; its first operands are then the stage
+      and its weights.
+    - `passes_on`: the op moves or adds up its first operand, so the result is of the same micro-batch.
     - `prepares`: the op brings operands of the computation that comes after it in the text.
     - `transfers`: the op moves a value over links; a receive does not, as its send does.
     - `meets`: a call waits for other devices: for `Work.peer` (PEER), or for the members of `Work.group` (GROUP).
-    - `persists_in`: the memory in which lies what the op names of a stage, such as "stage1.weights".
-    - `updates`: the operand that names the stage of which the op changes what persists.
+    - `persists_in`: the memory of the persistent state that the op names, such as "stage1.weights".
+    - `updates`: the operand that names the stage whose persistent state the op changes.
     - `result_in_arena`: the result may have a place in the arena of its memory.
     - `workspace_in_arena`: the workspace has a place in the device's arena.
     """

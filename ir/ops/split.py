@@ -1,6 +1,6 @@
 """A backward in two ops, so that the second may wait: the gradients of a stage's inputs, then those of its parameters.
 
-The first hands on what the stage before waits for; the second fills the time in which nothing else can run.
+The first op makes what the stage before waits for; the second fills the time in which nothing else can run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["backward_input", "backward_weight", "rest_bytes"]
 
 
 def rest_bytes(spec: StageSpec) -> int:
-    """What lies between the halves: all that autograd saved, inputs included, and the gradients at which parameters
-    come in. The graph is held as a whole."""
+    """Bytes held between the two ops: all that autograd saved, inputs included, because its graph is held as a whole,
+    and the gradients from which those of parameters are computed."""
     return spec.kept_bytes + sum(i.bytes for i in spec.inputs) + spec.split_bytes
 
 
@@ -34,7 +34,7 @@ def _backward_input(
     *,
     micro_batch: int,
 ) -> tuple[Value, ...]:
-    """As `backward`, but for gradients of parameters. Takes over `kept`; None rematerialises."""
+    """As `backward`, without the gradients of parameters. The op takes over `kept`."""
     *dinputs, _ = backward.infer(ctx, stage, weights, kept, inputs, douts, micro_batch=micro_batch)
     spec = ctx.stage(stage)
     if not dinputs or not spec.trained_params:
@@ -58,7 +58,7 @@ def _backward_input_work(
         launches=whole.launches - late.launches,
         workspace_bytes=max(
             s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0
-        ),  # `rest` has the rest
+        ),  # the other saved tensors count as `rest`
         seconds=tuple((name, seconds - before.get(name, 0.0)) for name, seconds in whole.seconds),
     )
 
@@ -78,7 +78,7 @@ backward_input = Op(
 def _backward_weight(
     ctx: Context, stage: str, weights: Value, rest: Value, grads: Value | None = None, *, micro_batch: int
 ) -> Value:
-    """On the weights that `backward_input` ran on."""
+    """The gradients of parameters, on the weights that `backward_input` ran on."""
     spec = ctx.stage(stage)
     check_micro_batch(ctx, micro_batch)
     if want(weights, "weights", "weights", DEVICE).stage != stage:

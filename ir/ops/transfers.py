@@ -1,9 +1,9 @@
 """The ops that move values between memories: inputs, weights, optimizer states, gradients, activations.
 
 A stage's weights persist in one memory: on the device (`resident` names them), in DRAM ("stage1.weights" is fetched),
-or on SSD ("stage1.weights" is read, and what that gives is fetched). Optimizer states and fp32 masters persist with the
-weights, or on SSD: "stage1.states" are these alone, "stage1.all" the weights with them. With a `group`, this is the
-device's shard of a stage that is spread over that group.
+or on SSD ("stage1.weights" is read, and the result is fetched). Optimizer states and fp32 masters persist with the
+weights, or on SSD: "stage1.states" names these alone, "stage1.all" the weights with them. With a `group`, a name stands
+for the device's shard of a stage that is spread over that group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .record import Context, Op, Value, Work, tensor, want
 
 __all__ = ["fetch", "free", "load", "offload", "read", "resident", "write"]
 
-PERSISTENT = ("weights", "states", "all")  # what a text names of a stage
+PERSISTENT = ("weights", "states", "all")  # what a program's text may name of a stage
 MOVABLE = ("tensor", "kept")  # activations
 
 
@@ -45,7 +45,7 @@ load = Op(
 def persistent(
     ctx: Context, name: str, memory: str, kinds: tuple[str, ...] = ("weights",), group: str | None = None
 ) -> Value:
-    """The value that a text's name ("stage1.weights") stands for. Raises `ValueError` for another form."""
+    """The value that a name such as "stage1.weights" stands for. Raises `ValueError` for another form."""
     stage, _, what = name.partition(".")
     if what not in kinds:
         forms = " or ".join(f"'stage.{kind}'" for kind in kinds)
@@ -81,7 +81,7 @@ resident = Op(
 def _fetch(
     ctx: Context, what: str | Value, begun: Value | None = None, *, params: int | None = None, group: str | None = None
 ) -> Value:
-    """Weights that persist in DRAM, by name, or a value that lies there. With `params`, only the stage's first so many
+    """Weights that persist in DRAM, by name, or a value that lies there. With `params`, only the stage's first `params`
     parameters; a second fetch takes over this part as `begun`. With `group`, this device's shard of a stage that is
     spread over the group."""
     if isinstance(what, Value) and (what.kind not in ("weights", *MOVABLE) or what.memory != DRAM):
@@ -160,7 +160,7 @@ def _read(ctx: Context, what: str | Value, *, group: str | None = None) -> Value
 
 
 def _read_work(ctx: Context, what: str | Value, *, group: str | None = None) -> Work:
-    """Of "stage1.all" the weights are not read where masters stand for them."""
+    """The weights in "stage1.all" are not read if they follow from the masters."""
     value, interface = _read(ctx, what, group=group), ctx.interface
     apart = value.kind == "all" and interface.masters_say_all(ctx.stage(value.stage))
     moved = interface.states_bytes(interface.part_of(value.stage, value.group)) if apart else value.bytes
@@ -181,7 +181,8 @@ read = Op(
 
 
 def _write(ctx: Context, value: Value, *, to: str | None = None) -> Value | None:
-    """With `to`, back to its own place in the stage's file; else an activation, of which the program has a value."""
+    """With `to`, `value` goes back to its place in the stage's file; else it is an activation, and the result is a
+    value on SSD."""
     if not isinstance(value, Value) or value.memory != DRAM:
         raise ValueError("what is written to SSD must lie in DRAM")
     if to is None:

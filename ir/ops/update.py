@@ -20,7 +20,8 @@ def _norm(ctx: Context, *grads: Value) -> Value:
 
 
 def _memory_of(grads: tuple[Value, ...]) -> str:
-    """Where gradients that lie in several memories come together: DRAM, as a host thread sees a device's, too."""
+    """The memory in which a norm is computed: DRAM unless all gradients lie on the device, whose memory the host's
+    threads see, too."""
     return DEVICE if grads and all(value.memory == DEVICE for value in grads) else DRAM
 
 
@@ -64,8 +65,8 @@ def _step(
 ) -> Value | None:
     """Update the stage's weights where its gradients lie; with `norm`, skip the step when that is not finite (fp16).
 
-    With `states`, which came from SSD, these are updated, and what the op gives is written back. `speculative`: before
-    the norm of all gradients is known, as if nothing were to be clipped; a `redo` must follow.
+    With `states`, which were read from SSD, the op updates these, and its result is written back. A `speculative` step
+    runs before the norm of all gradients is known, as if nothing had to be clipped; a `redo` must follow.
     """
     if want(grads, "grads", "grads").stage != stage:
         raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
@@ -83,7 +84,7 @@ def _step(
 
 
 def update_traffic(params: float, state_bytes: float) -> float:
-    """Bytes that an update reads and writes: masters and states both ways, gradients one."""
+    """Bytes that an update moves: it reads and writes masters and states, and reads gradients."""
     return (8 + 4) * params + 2 * state_bytes
 
 
@@ -122,8 +123,8 @@ step = Op(
 
 
 def _redo(ctx: Context, stage: str, grads: Value, norm: Value, *, max_norm: float) -> None:
-    """Behind a speculative step: where that norm had to be clipped, or is not finite, the stage goes back to what it
-    was, and is stepped again on the clipped gradients, or not at all."""
+    """After a speculative step: if `norm` exceeds `max_norm` or is not finite, the stage goes back to what it was
+    before, and is stepped again on the clipped gradients, or not at all."""
     if want(grads, "grads", "grads", DRAM).stage != stage:
         raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
     want(norm, "norm", "norm")

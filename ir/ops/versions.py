@@ -1,9 +1,9 @@
 """The ops of asynchronous training: versions of a stage's weights beside those that updates change in place, and
-gradients of shared parameters apart from a stage's own, which are there earlier.
+gradients of shared parameters apart from those of a stage's own parameters, which are there earlier.
 
-A stage whose weights stay on its device is updated several times in a program. Its weights are one value all the time,
-and what an op finds there is what the updates before it in the text have made. `stash` keeps a version, `predict`
-makes one that is still to come.
+A stage whose weights stay on its device is updated several times in a program. Its weights are one value throughout,
+and an op finds there what the updates before it in the text have made. `stash` keeps a version, `predict` makes a
+future one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ stash = Op(
 
 
 def _predict(ctx: Context, stage: str, weights: Value, *, updates: int, shared: int = 0) -> Value:
-    """A stage's weights as its optimizer would have them so many updates from now if its running averages stayed;
-    `shared`: updates of parameters that other stages have, too."""
+    """A stage's weights as they would be after `updates` more updates if the optimizer's running averages stayed;
+    `shared` is the number of updates for parameters that other stages have, too."""
     if min(updates, shared) < 0 or not updates + shared:
         raise ValueError(f"updates={updates!r}, shared={shared!r}; a prediction is of one update or more")
     return _version(ctx, stage, weights)
@@ -61,7 +61,7 @@ def _predict_work(ctx: Context, stage: str, weights: Value, *, updates: int, sha
         COMPUTE,
         traffic_bytes=2 * weights.bytes + interface.state_bytes(spec) + 8 * spec.trained_params,
         launches=5 * len(spec.params),
-        workspace_bytes=3 * 4 * largest,  # of one parameter at a time: its update and what that is made of
+        workspace_bytes=3 * 4 * largest,  # for one parameter at a time: its update and the terms of it
     )
 
 
@@ -81,7 +81,7 @@ def shared_params(interface: Interface, stage: str) -> frozenset[str]:
 
 
 def apart(values: Mapping[str, T], shared: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:
-    """Those of other names, and those of these."""
+    """The `values` whose names are not in `shared`, and those whose names are."""
     own = {name: value for name, value in values.items() if name not in shared}
     return own, {name: value for name, value in values.items() if name in shared}
 

@@ -1,4 +1,4 @@
-"""The programs of a plan: stages, values, their text, what they take of memory, their order, the copies of them."""
+"""The programs of a plan: their stages, values, text, memory and order, and the lanes that run copies of them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class FirstFit:
         return offset
 
     def give(self, key: Hashable) -> None:
-        """Nothing where the key has no place."""
+        """Give the key's place back; does nothing if it has none."""
         number = self._numbers.pop(key, None)
         if number is not None:
             self._live = [row for row in self._live if row[2] != number]

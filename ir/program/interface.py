@@ -19,14 +19,14 @@ from .stage import PAGE, STATE_ROOM, ParamSpec, SavedSpec, StageSpec, TensorSpec
 class Interface:
     """What all programs of one plan share and their texts refer to by name.
 
-    `groups`: name to its members, each (device, stage, parameter name), reduced together. A member without a name
-    takes part with the whole value, one without a stage with any stage; "world" is every device.
-    `lanes`: where several copies of the computation share the micro-batches, the machine's devices of each, in the
-    order of the programs; `num_devices` and `micro_batches` are then those of one, and devices that `SHARDS` or
-    `REPLICAS` joins are in other lanes, so that these groups have no rows. `shards`: so many lanes, one behind the
-    other, share each stage's weights. See `lanes.py`.
-    `state_bytes_per_param`: optimizer states of one trained parameter; `states`: of each stage, where that depends on
-    the shapes of its parameters; `master`: fp32 copies exist beside the weights.
+    `groups` has the members of each group by its name: (device, stage, parameter name), reduced together. A member
+    without a parameter name takes part with the whole value, one without a stage with any stage; "world" is every
+    device.
+    `lanes` has the machine's devices of each lane, in the order of the programs (see `lanes.py`); `num_devices` and
+    `micro_batches` are then those of one lane. The groups `SHARDS` and `REPLICAS` join devices of different lanes and
+    have no rows. Every `shards` consecutive lanes share each stage's weights.
+    `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
+    stage for which that depends on the shapes of its parameters. `master`: fp32 copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
     """
 
@@ -48,7 +48,7 @@ class Interface:
 
     @property
     def total_micro_batches(self) -> int:
-        """Of all lanes together."""
+        """The micro-batches of all lanes together."""
         return self.micro_batches * max(1, len(self.lanes))
 
     @property
@@ -57,34 +57,34 @@ class Interface:
         return self.num_devices * max(1, len(self.lanes))
 
     def size(self, group: str) -> int:
-        """How many devices a group has."""
+        """The number of devices in a group."""
         if self.lanes and group in ops.MESH_GROUPS:
             return self.shards if group == ops.SHARDS else self.replicas
         return len(self.members(group))
 
     def state_bytes(self, spec: StageSpec) -> int:
-        """Optimizer states of a stage."""
+        """Bytes of a stage's optimizer states."""
         return self.states.get(spec.name, int(self.state_bytes_per_param * spec.trained_params))
 
     def master_bytes(self, spec: StageSpec) -> int:
-        """The fp32 masters of a stage, if there are any."""
+        """Bytes of a stage's fp32 masters; 0 if there are none."""
         return MASTER_BYTES * spec.trained_params if self.master else 0
 
     def optimizer_bytes(self, spec: StageSpec) -> int:
-        """What the optimizer keeps of a stage: masters and states."""
+        """Bytes that the optimizer keeps of a stage: masters and states."""
         return self.master_bytes(spec) + self.state_bytes(spec)
 
     def states_bytes(self, spec: StageSpec) -> int:
-        """A buffer of what the optimizer keeps of a stage, with room to align each parameter's."""
+        """Bytes of a buffer for a stage's masters and states, with room to align those of each parameter."""
         trained = [p for p in spec.params if p.requires_grad]
         return aligned(self.optimizer_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
 
     def all_bytes(self, spec: StageSpec) -> int:
-        """A buffer of a stage's weights, and behind them its masters and states."""
+        """Bytes of a buffer for a stage's weights and, after them, its masters and states."""
         return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
     def masters_say_all(self, spec: StageSpec) -> bool:
-        """Whether weights follow from masters. A frozen parameter has none, so that its weight is to be read, too."""
+        """Whether all weights follow from masters; a frozen parameter has no master, so its weight must be read."""
         return self.master and all(param.requires_grad for param in spec.params)
 
     def members(self, group: str) -> list[int]:
@@ -92,7 +92,7 @@ class Interface:
         return list(dict.fromkeys(device for device, _, _ in self.groups[group]))
 
     def part_of(self, stage: str, group: str) -> StageSpec:
-        """The stage as a member of the group keeps it: whole where there is no group, else a shard."""
+        """The stage as a member of the group keeps it: whole if there is no group, else a shard."""
         spec = self.stages[stage]
         return spec.shard(self.size(group)) if group else spec
 

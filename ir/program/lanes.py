@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 NUMBERED = re.compile(r"(?P<kind>rc|nic|ssd|ssdbus|host)(?P<host>\d+)(?:\.(?P<complex>\d+))?(?P<rest>\..+)")
 WRITTEN_OUT = 16  # devices
 DIMENSIONS = ("replica", "shard", "pipeline")  # of the layout of devices
-WORLD = "world"  # all that have a part of one copy of the weights
+WORLD = "world"  # all devices that have a part of one copy of the weights
 GroupRow = tuple[int, str, str]
 
 
 def bind(programs: Sequence[Program]) -> list[Program]:
-    """One program for every device, in order, out of those of a lane: with the machine's devices, the batch's
-    micro-batches, and groups that have members. Where there are no lanes, the programs as they are."""
+    """One program for every device of the machine, in order, made from the programs of a lane: with the machine's
+    devices, the batch's micro-batches, and groups that have members. Without lanes, the programs as they are."""
     interface = programs[0].interface
     if not interface.lanes:
         return list(programs)
@@ -45,7 +45,7 @@ def bind(programs: Sequence[Program]) -> list[Program]:
 
 
 def bind_one(program: Program, lane: int, whole: Interface | None = None) -> Program:
-    """A lane's program as the lane of that number runs it. `whole`: see `bound_interface`."""
+    """The program that lane number `lane` runs, made from the program of a lane. `whole`: see `bound_interface`."""
     interface, role = program.interface, program.device
     if not interface.lanes:
         return program
@@ -69,7 +69,7 @@ def _bound(interface: Interface, lane: int, role: int, name: str, value: Any) ->
 
 
 def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
-    """What a group of a lane's program is called among those of the whole machine."""
+    """The name, among the groups of the whole machine, of a group in a lane's program."""
     replica, place = divmod(lane, interface.shards)
     if group == ops.SHARDS:
         return f"{group}.{role}.{replica}"
@@ -79,7 +79,7 @@ def group_name(interface: Interface, lane: int, role: int, group: str) -> str:
 
 
 def bound_interface(interface: Interface) -> Interface:
-    """The same for the whole machine: no lanes, all devices, all micro-batches, every group with its members."""
+    """The interface of the whole machine: no lanes, all devices, all micro-batches, every group with its members."""
     groups: dict[str, list[GroupRow]] = {}
     for lane, devices in enumerate(interface.lanes):
         for role in range(len(devices)):
@@ -116,9 +116,9 @@ def members_of(interface: Interface, lane: int, role: int, group: str) -> list[i
 
 def device_mesh(interface: Interface, device: int = 0, kind: str = "cpu") -> DeviceMesh:
     """torch's view of the layout, as `device` of the machine sees it: dimensions "replica", "shard" and "pipeline". The
-    members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `Link` makes those
-    that the plan needs."""
-    from torch.distributed.device_mesh import DeviceMesh  # here, because planning does without
+    members of `ops.MESH_GROUPS` are its rows. No process group is made, not even the default one: a `PeerLink` makes
+    those that the plan needs."""
+    from torch.distributed.device_mesh import DeviceMesh  # imported here, because planning does not need it
 
     lanes = interface.lanes or (tuple(range(interface.num_devices)),)
     rows = torch.tensor(lanes).view(interface.replicas, interface.shards, interface.num_devices)
@@ -133,8 +133,8 @@ def place_of(interface: Interface, device: int) -> tuple[int, int]:
 
 
 def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
-    """What a machine is for one of its lanes: the devices of the first, and of everything that several lanes share its
-    part. A device has no more memory than the smallest that stands in its place in any lane.
+    """A machine as one lane has it: the devices of the first lane, and its part of everything that several lanes share.
+    A device has no more memory than the smallest device in the same place of any lane.
 
     Lanes share a host's DRAM, cores, disks, network and root complexes by the number of their devices there.
     """
@@ -175,8 +175,8 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
 
 
 def whole_link(hardware: Hardware, lanes: Sequence[Sequence[int]], lane: Sequence[int], link: str) -> str:
-    """What a link of the first lane's part of a machine (`slice_of`) is called for a lane in the whole of it, where
-    hosts and root complexes are counted anew."""
+    """The name that a link of the first lane's part of a machine has for `lane` in the whole machine: `slice_of`
+    numbers hosts and root complexes anew."""
     own = [hardware.devices[index] for index in lane]
     owner, _, rest = link.partition(".")
     for role, index in enumerate(lanes[0]):
@@ -203,13 +203,13 @@ def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
 
 
 def written_out(interface: Interface, hardware: Hardware, most: int = WRITTEN_OUT) -> bool:
-    """Whether all lanes are simulated and shown one by one: on few devices, or where they are not alike."""
+    """Whether all lanes are simulated and shown one by one: on at most `most` devices, or if lanes are not alike."""
     return hardware.num_devices <= most or not are_alike(hardware, interface.lanes)
 
 
 def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_OUT) -> tuple[list[Program], Hardware]:
-    """Programs that stand for all of a plan, and the machine whose devices they are of: every device's own, or those of
-    a lane with its part of the machine, where there are more than `most` devices and lanes are alike."""
+    """The programs that are shown for a plan, and their machine: every device's program on the whole machine, or, if
+    it has more than `most` devices and lanes are alike, those of a lane on its part of the machine."""
     interface = programs[0].interface
     if not interface.lanes or written_out(interface, hardware, most):
         return bind(programs), hardware
@@ -217,13 +217,13 @@ def shown(programs: Sequence[Program], hardware: Hardware, most: int = WRITTEN_O
 
 
 def lane_of(interface: Interface, hardware: Hardware) -> Hardware:
-    """What the programs of a lane have of a machine."""
+    """The part of a machine that the programs of a lane have."""
     return slice_of(hardware, interface.lanes) if interface.lanes else hardware
 
 
 def are_alike(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> bool:
-    """Whether the machine looks the same from every lane: its devices, their hosts and root complexes, and how many
-    devices of other lanes are there too."""
+    """Whether the machine looks the same from every lane: its devices, their hosts and root complexes, and the number
+    of other lanes' devices there."""
     own = {index: hardware.devices[index] for lane in lanes for index in lane}
     kinds = {i: device.model_dump_json(exclude={"name", "host", "root_complex"}) for i, device in own.items()}
     hosts = {h: hardware.hosts[h].model_dump_json(exclude={"root_complexes"}) for h in {d.host for d in own.values()}}

@@ -1,11 +1,11 @@
 """Memory of a program, counted in issue order: the same rules for the verifier, the passes and the runtimes.
 
 Each memory holds, added up:
-- what persists across steps (`persistent_bytes`): on a device resident weights with their optimizer states, and
-  buffers; in DRAM and on SSD the weights and states that live there;
-- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device fetched and gathered
-  weights, scattered gradients, and what is staged while either is on its way between devices; in DRAM what was read or
-  offloaded, on SSD activations that were written;
+- what persists across steps (`persistent_bytes`): on a device, resident weights with their optimizer states, and
+  buffers; in DRAM and on SSD, the weights and states that live there;
+- an arena: one preallocated block in which values have planned places (`plan_arena`): on a device, fetched and gathered
+  weights, scattered gradients, and the workspace of gathers and scatters; in DRAM, values that were read or offloaded;
+  on SSD, activations that were written;
 - every other live value, and the workspace of the op that runs.
 """
 
@@ -47,8 +47,8 @@ class Persistent:
 
 @dataclass
 class StageHome:
-    """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: of
-    the weights only a shard is here. `undo`: a second copy of what an update changes."""
+    """Where one stage persists: the memory of its weights, and of its states if the program updates it. `group`: if it
+    is given, only a shard of the weights is here. `undo`: what an update changes is kept a second time."""
 
     weights: str
     states: str | None = None
@@ -73,15 +73,15 @@ def homes_of(program: Program) -> dict[str, StageHome]:
 
 
 def persistent_bytes(program: Program) -> Persistent:
-    """What stays: per stage its weights, fp32 master copies, optimizer states and buffers, where the program has them.
+    """Bytes that stay: each stage's weights, fp32 masters, optimizer states and buffers, where the program has them.
 
-    What a speculative update must be able to go back to lies there a second time.
+    What a speculative update changes counts a second time, because the update may be undone.
     """
     return bytes_of_homes(program.interface, homes_of(program))
 
 
 def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Persistent:
-    """What stays of stages that persist there, on one device and in its host's memories."""
+    """Bytes that stay of stages with these homes, on one device and in its host's memories."""
     where = {memory: _empty() for memory in ops.MEMORIES}
     for stage, home in homes.items():
         spec = interface.part_of(stage, home.group)
@@ -98,7 +98,7 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
         own["states"] += states
         if home.undo and home.states == ops.SSD:
             own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
-            if home.weights == ops.DRAM and not interface.master:  # which are the masters
+            if home.weights == ops.DRAM and not interface.master:  # the weights are the masters
                 where[ops.DRAM]["undo"] += spec.weight_bytes
         elif home.undo:
             own["undo"] += states + MASTER_BYTES * spec.trained_params
@@ -110,8 +110,8 @@ def _empty() -> dict[str, int]:
 
 
 class ArenaPlan(NamedTuple):
-    """Of a memory's arena: the offset of each value that has a place there, the bytes of all, and the offset of the
-    workspace of each op that has it there."""
+    """The arena of a memory: the offset of each value that has a place in it, its size, and the offset of each op's
+    workspace that lies in it."""
 
     offsets: dict[fx.Node, int]
     bytes: int
@@ -137,7 +137,7 @@ def plan_arena(program: Program, memory: str = ops.DEVICE) -> ArenaPlan:
 
 
 def takes_place(node: fx.Node, memory: str | None = None) -> bool:
-    """Whether an op brings a value into the arena of a memory, or of any."""
+    """Whether an op brings a value into the arena of `memory`, or, without one, of any memory."""
     kind = node.meta.get("type")
     if not isinstance(kind, ops.Value) or (memory is not None and kind.memory != memory):
         return False
@@ -151,7 +151,7 @@ def takes_place(node: fx.Node, memory: str | None = None) -> bool:
 
 
 def _returned(value: fx.Node) -> bool:
-    """Results of the step are handed out, so they lie in no arena."""
+    """Whether a value is a result of the step; results are handed out, so they lie in no arena."""
     return any(user.op == "output" for user in value.users)
 
 
@@ -162,8 +162,8 @@ def _total_of(scatter: fx.Node) -> fx.Node | None:
 
 
 def places_of(value: fx.Node) -> list[fx.Node]:
-    """The ops that took the places in which a value lies; none where it is in no arena. One, or two where weights came
-    in parts; what takes over a value in place lies where that lay."""
+    """The ops that took the places in which a value lies: none if it is in no arena, two if weights came in two parts,
+    else one. A value that takes over another in place lies in the same places."""
     producer = producer_of(value)
     scatters = producer.target is ops.reduce_scatter
     if takes_place(producer):
@@ -176,14 +176,14 @@ def places_of(value: fx.Node) -> list[fx.Node]:
 
 
 def place_bytes(node: fx.Node) -> int:
-    """What a place must hold: the op's value, without the part that was there before."""
+    """Bytes of the place that an op takes: its value, without the part that was fetched before."""
     there = [value for value in donated(node) if value.meta["type"].kind == "part"]
     return int(node.meta["type"].bytes - sum(part.meta["type"].bytes for part in there))
 
 
 @dataclass
 class MemoryProfile:
-    """Peak bytes per memory of one program, the op at which each is reached, and device bytes after every op."""
+    """Peak bytes per memory of one program, the op at which each is reached, and device bytes at every op."""
 
     peak_bytes: dict[str, int]
     peak_at: dict[str, fx.Node | None]
@@ -194,7 +194,7 @@ class MemoryProfile:
 
     @property
     def arena_bytes(self) -> int:
-        """Of the device's arena."""
+        """Bytes of the device's arena."""
         return self.arenas[ops.DEVICE]
 
 
@@ -232,7 +232,7 @@ def profile_memory(program: Program) -> MemoryProfile:
 
 
 class Account:
-    """Bytes taken from one memory with a budget; taking more than is left raises, it never grows."""
+    """Bytes taken from one memory with a fixed budget; taking more than is left raises `BudgetExceeded`."""
 
     def __init__(self, memory: str, budget_bytes: int):
         self.memory = memory

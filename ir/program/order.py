@@ -1,14 +1,14 @@
-"""Who waits for whom: the partial order in which all devices' ops run. The verifier and the simulator share it.
+"""Which op waits for which: the partial order in which all devices' ops run. The verifier and the simulator share it.
 
 A task is what happens at one time: an op, a send together with its receive, or all members' calls of a collective.
 A task starts when the following have ended:
 - the producers of its operands; for what it takes over in place or frees, also the earlier readers;
 - the task before it on each of its streams (`free` and `resident` occupy none);
-- of a stage that is updated: an update waits for the fetches and reads before it, these for the updates before them;
-- of memory: who takes a place in an arena waits for the frees of what lay there, and any op that takes memory
-  waits for the first releases of its own text, as many as make it fit the budget even if no later release has happened
-  and everything before it in the text has started. So memory never overflows, whichever stream runs ahead, and an op
-  never waits for anything behind it in its text.
+- for an update of a stage, the fetches and reads of the stage before it; for these, the updates before them;
+- for an op that takes a place in an arena, the frees of what lay there; for any op that takes memory, the first N
+  releases of its own text, where N is the smallest number with which it fits the budget even if no later release has
+  happened and everything before it in the text has started. So memory never overflows, whichever stream runs ahead,
+  and an op never waits for anything after it in its text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .program import Program, donated, operands, producer_of, values_of, work_of
 
 @dataclass(eq=False)
 class Task:
-    """`parts`: per participating op its device, node and work. `waits`: indices of tasks, each with the reason."""
+    """`parts`: per participating op its device, node and work. `waits`: indices of tasks, each with its reason."""
 
     parts: list[tuple[int, fx.Node, ops.Work]]
     waits: list[tuple[int, str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Memory:
 
 
 def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
-    """The order of programs whose types are inferred and whose messages match; also of one of them alone.
+    """The order of programs whose types are inferred and whose messages match, or of one program alone.
 
     Devices without an entry in `memories` wait for a place in their arena only.
     """
@@ -74,7 +74,7 @@ def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> 
 
 
 def lack_of(memory: str) -> str:
-    """The reason of a task that waits until some of a memory is given back."""
+    """The reason why a task waits until some of a memory is given back."""
     return f"{memory} memory must be given back first"
 
 
@@ -117,7 +117,7 @@ def _create_tasks(programs: Sequence[Program], order: Order) -> None:
                 key = (work.peer, device, work.tag)
             elif work.group:
                 calls[work.group] = calls.get(work.group, 0) + 1
-                # Over lanes that are all alike nobody of the other lanes is late.
+                # Lanes are all alike, so the devices of other lanes are not late.
                 over_lanes = program.interface.lanes and work.group in ops.MESH_GROUPS
                 key = None if over_lanes else (work.group, calls[work.group])
             index = len(order.tasks) if key is None else meetings.setdefault(key, len(order.tasks))
@@ -137,7 +137,7 @@ class _Device:
         self.task_of = order.task_of
         self.work_of = order.work_of
         self.last_on: dict[str, int] = {}  # per stream the last task
-        self.readers: dict[fx.Node, list[int]] = {}  # per value, those walked over so far
+        self.readers: dict[fx.Node, list[int]] = {}  # per value, the tasks walked over so far that read it
         self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
         self.updated: dict[str, int] = {}  # per stage
 
@@ -178,7 +178,7 @@ class _Device:
         self.last_on[work.stream] = index
 
     def wait_for_weights(self, node: fx.Node, index: int) -> None:
-        """Who reads what persists of a stage waits for the updates before it, who updates it for the readers."""
+        """A reader of a stage's persistent state waits for the updates before it, and an update for earlier readers."""
         if op_of(node).persists_in in (ops.DRAM, ops.SSD) and isinstance(node.args[0], str):
             stage = node.args[0].partition(".")[0]
             self.fetches.setdefault(stage, []).append(index)
@@ -198,14 +198,14 @@ class _Device:
 
 
 def updated_stage(node: fx.Node) -> str | None:
-    """The stage of which an op changes what persists."""
+    """The stage whose persistent state an op changes, or None."""
     op = op_of(node)
     named = op.bind(node.args, node.kwargs)[op.updates] if op.updates else None
     return None if named is None else str(named).partition(".")[0]
 
 
 class _ArenaWaits:
-    """Who takes a place in an arena waits for the frees of all that overlapped it before."""
+    """An op that takes a place in an arena waits for the frees of everything that overlapped the place before."""
 
     def __init__(self, program: Program, memory: str):
         self.memory = memory
@@ -239,14 +239,14 @@ class _ArenaWaits:
 
 
 class _BudgetWaits:
-    """An op that takes some of a memory waits for the first releases of its text, as many as it takes to fit."""
+    """An op that takes memory waits for the first N releases of its text, the smallest number with which it fits."""
 
     def __init__(self, memory: str, spare_bytes: int):
         self.memory = memory
         self.spare_bytes = spare_bytes  # if everything up to here had started and ended
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
-        self.waited: dict[str, int] = {}  # per stream, how many releases its ops have waited for
+        self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
 
     def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
         taken, given = memory_change(node, work, self.memory)
@@ -267,7 +267,7 @@ class _BudgetWaits:
 def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]:
     """Bytes of a memory that an op takes when it starts and gives back when it ends, outside the arena.
 
-    Results that replace what the op takes over in place count with the difference only.
+    Results that replace operands in place count only with the difference in bytes.
     """
     if node.target is ops.free:
         freed = [v.meta["type"] for v in operands(node) if not places_of(v)]

@@ -52,7 +52,7 @@ class Program:
         return self.bind_results(node, names)
 
     def bind_results(self, node: fx.Node, names: Sequence[str] = ()) -> list[fx.Node]:
-        """Infer the node's types and give each of its results a node of its own, right behind it."""
+        """Infer the node's types and give each of its results a node of its own, right after it."""
         result = infer(self, node)
         if result is None:
             return []
@@ -72,7 +72,7 @@ class Program:
         return values
 
     def returns(self, results: dict[str, list[fx.Node]]) -> None:
-        """Set what the step hands back (replacing what it did)."""
+        """Set what the step returns, in place of what it returned before."""
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self.graph.erase_node(node)
@@ -85,7 +85,7 @@ class Program:
         return {}
 
     def copy(self) -> Program:
-        """A program of its own, which a pass may rewrite; types are inferred anew."""
+        """A program of its own, which a pass may rewrite; types are copied, too."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(self.graph, mapping)
@@ -133,7 +133,7 @@ def infer_all(program: Program) -> None:
 
 
 def work_of(program: Program, node: fx.Node) -> ops.Work:
-    """What the op occupies and for how much, from the types of its operands."""
+    """What the op occupies and how much of it, from the types of its operands."""
     context = ops.Context(program.interface, program.device)
     args = fx.node.map_arg(node.args, lambda n: n.meta.get("type"))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta.get("type"))
@@ -173,7 +173,7 @@ def micro_batch_of(node: fx.Node) -> int:
 
 
 def donated(node: fx.Node) -> list[fx.Node]:
-    """The operands whose memory the op takes over: they are dead behind it and need no `free`."""
+    """The operands whose memory the op takes over: they are dead after it and need no `free`."""
     op = op_of(node)
     if not op.donates:
         return []
@@ -190,7 +190,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def place_frees(program: Program) -> None:
-    """Put one `free` behind the last use of every value that the program owns; removes all older frees first.
+    """Put one `free` after the last use of every value that the program owns; removes all older frees first.
 
     Values freed at the same place share one op. Results, donated values and resident weights are not freed.
     """
@@ -208,7 +208,7 @@ def place_frees(program: Program) -> None:
                 continue
             users = [user for user in value.users if user.op == "call_function"]
             end = max([*users, node], key=lambda n: position[n])
-            if end is node:  # never used: free behind the unpacking
+            if end is node:  # never used: free after the unpacking
                 end = max(values_of(node), key=lambda n: position[n])
             last.setdefault(end, []).append(value)
     for end, values in last.items():

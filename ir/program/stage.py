@@ -9,13 +9,13 @@ from itertools import accumulate
 
 import torch
 
-PAGE = 4096  # what lies in DRAM or on SSD begins at a multiple, so that disks read and write it in place
+PAGE = 4096  # data in DRAM or on SSD begins at a multiple of it, so that disks read and write it in place
 STATE_ROOM = 256  # bytes a parameter, to align its master and its states
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor at the border of a stage. `batched`: dimension 0 is the micro-batch (else it is sent whole)."""
+    """One tensor at the border of a stage."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorSpec:
 class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name.
 
-    `dtype` is that of the computation; `owner` is False where another stage counts and saves this tied parameter.
+    `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter.
     """
 
     name: str
@@ -53,8 +53,8 @@ class ParamSpec:
 class SavedSpec:
     """A class of saved tensors: the output of one costly call in a stage's forward, for one micro-batch.
 
-    Where it is kept, rematerialisation saves its `flops`. `calls`: which of the stage's costly calls it is, counted
-    from 0 in the order in which they run. `is_saved`: autograd saves it too, it is part of the stage's `kept_bytes`.
+    If it is kept, rematerialisation saves its `flops`. `calls`: which of the stage's costly calls it is, counted from 0
+    in the order in which they run. `is_saved`: autograd saves it, too, so it is part of the stage's `kept_bytes`.
     """
 
     name: str
@@ -92,10 +92,10 @@ class StageSpec:
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
     seconds: tuple[tuple[str, float, float, float], ...] = ()  # measured: device, forward, rematerialisation, backward
-    saved: tuple[SavedSpec, ...] = ()  # what could be kept, so that less is computed again
-    taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation that takes all of `saved`
-    weight_share: float = 0.5  # of backward's work, what only the gradients of parameters need
-    split_bytes: int = 0  # gradients that wait for that part where backward is split
+    saved: tuple[SavedSpec, ...] = ()  # what can be kept, so that less is computed again
+    taking: tuple[tuple[str, float], ...] = ()  # measured: device, rematerialisation with all of `saved` kept
+    weight_share: float = 0.5  # the share of backward's work that only gradients of parameters need
+    split_bytes: int = 0  # gradients that wait for that share if backward is split
 
     @property
     def weight_bytes(self) -> int:
@@ -103,12 +103,12 @@ class StageSpec:
         return self.part_bytes(len(self.params))
 
     def part_bytes(self, num_params: int) -> int:
-        """Bytes of the first so many parameters."""
+        """Bytes of the first `num_params` parameters."""
         return self._ends_bytes[num_params]
 
     @cached_property
     def _ends_bytes(self) -> tuple[int, ...]:
-        """Where each parameter begins in the flat buffer, and at last its end; planning asks for it often."""
+        """The offset of each parameter in the flat buffer, then the buffer's end; planning asks for them often."""
         return tuple(accumulate((aligned(p.bytes) for p in self.params), initial=0))
 
     @property
@@ -120,8 +120,8 @@ class StageSpec:
         return sum(p.numel for p in self.params if p.requires_grad)
 
     def again_s(self, device: str, whole_s: float, spared_flops: float) -> float:
-        """Seconds of a rematerialisation that takes `whole_s` but for classes of saved tensors of so many FLOPs. Where
-        a device was not measured with all classes, seconds are split by arithmetic."""
+        """Seconds of a rematerialisation with classes of saved tensors of `spared_flops` kept; it takes `whole_s` with
+        none. For a device that was not measured with all classes kept, seconds are proportional to FLOPs."""
         if device not in dict(self.taking):
             return whole_s * (1.0 - spared_flops / self.forward_flops if self.forward_flops else 1.0)
         every_flops = sum(saved.flops for saved in self.saved)
@@ -129,7 +129,7 @@ class StageSpec:
         return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])
 
     def shard(self, count: int) -> StageSpec:
-        """The stage as one of `count` members of a group keeps it: of every parameter, read as one row, a piece. All
+        """The stage as one of `count` members of a group keeps it: a piece of every parameter, read as one row. All
         pieces are equally long; zeros fill the last."""
         if count not in self._shards:
             pieces = (replace(p, shape=(-(-p.numel // count),)) for p in self.params)
@@ -149,5 +149,5 @@ def dtype_bytes(name: str) -> int:
 
 
 def aligned(num_bytes: int, alignment: int = 512) -> int:
-    """Rounded up so that every tensor of a flat buffer starts where copies and vector loads like it."""
+    """Bytes rounded up so that every tensor of a flat buffer starts where copies and vector loads are fast."""
     return -(-num_bytes // alignment) * alignment

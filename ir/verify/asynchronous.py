@@ -2,7 +2,7 @@
 version of the weights that it must have.
 
 Version v of a stage's own weights is what its first v updates have made; the update with micro-batch k turns version k
-into k + 1. The parameters that it shares with other stages have versions of their own, updated as often, but later.
+into k + 1. Parameters that it shares with other stages have versions of their own, updated as often, but later.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VersionPair = tuple[int, int]  # of a stage's own parameters, and of those that 
 
 @dataclass
 class Reading:
-    """Which versions the forward and the backward of one micro-batch read. `ahead`: how many updates later than that
-    the forward's weights were made out to be."""
+    """The versions that the forward and the backward of one micro-batch read. `ahead`: the number of updates by which
+    the forward's weights are predicted ahead of its version."""
 
     forward: VersionPair
     ahead: VersionPair = (0, 0)
@@ -33,7 +33,7 @@ class Reading:
 
 
 def readings(program: Program) -> dict[tuple[str, int], Reading]:
-    """Per stage and micro-batch of a program."""
+    """The versions that each stage of a program reads for each micro-batch."""
     found: dict[tuple[str, int], Reading] = {}
     for node, versions, ahead in _with_versions(program):
         key = str(node.args[0]), micro_batch_of(node)
@@ -45,7 +45,7 @@ def readings(program: Program) -> dict[tuple[str, int], Reading]:
 
 
 def _with_versions(program: Program) -> Iterator[tuple[fx.Node, VersionPair, VersionPair]]:
-    """Forwards and backwards, with the versions of their weights and the updates that these were carried on by."""
+    """Forwards and backwards, with the versions of their weights and the updates by which these are predicted ahead."""
     updates: dict[str, VersionPair] = {}
     made: dict[Any, tuple[VersionPair, VersionPair]] = {}  # stashed or predicted weights
     for node in program.ops():
@@ -65,8 +65,8 @@ def _with_versions(program: Program) -> Iterator[tuple[fx.Node, VersionPair, Ver
 
 
 def check_versions(case: Case) -> None:
-    """What one micro-batch's forward kept, or what its backward must read as well, is not updated in between; weights
-    are predicted for the update of the micro-batch that runs on them."""
+    """Weights are not updated between a micro-batch's forward and backward if forward kept tensors or the stage stashes
+    weights. Predicted weights are those of the version that the micro-batch's own update changes."""
     if not case.is_asynchronous:
         return
     for program in case.programs:
@@ -101,8 +101,8 @@ def _check_prediction(program: Program, node: fx.Node, versions: VersionPair, ah
 
 
 def check_updates(case: Case) -> None:
-    """A stage's gradients of each micro-batch, of a loss that counts fully, reach one update of their own, in order;
-    shared parameters' after they were summed over all stages, the same micro-batch on each."""
+    """A stage's gradients of each micro-batch, of its whole loss, reach an update of their own, in order; those of
+    shared parameters are first summed over all their stages, for the same micro-batch on each."""
     if case.is_asynchronous:
         for program in case.programs:
             _Updates(program).check()

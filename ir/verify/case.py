@@ -17,7 +17,7 @@ from ..program import Memory, MemoryProfile, Program, line_numbers, print_node, 
 
 @dataclass
 class Case:
-    """All devices' programs, and the machine whose budgets they must keep (None: budgets are not looked at)."""
+    """All devices' programs, and the machine whose budgets they must keep (None: budgets are not checked)."""
 
     programs: Sequence[Program]
     hardware: Hardware | None = None
@@ -41,7 +41,7 @@ class Case:
 
     @cached_property
     def memories(self) -> dict[int, Memory]:
-        """Per device its own memory; of its host's DRAM its peak and an equal part of what all peaks leave."""
+        """Each device's own memory; of its host's DRAM, its peak and an equal part of what all peaks leave."""
         found: dict[int, Memory] = {}
         if self.hardware is None:
             return found

@@ -73,8 +73,8 @@ def _check_equal_types(send: OpCall, recv: OpCall) -> None:
 
 
 def check_collectives(case: Case) -> None:
-    """All members of a group call it equally often, each time with the same op and the same kind of value; a gather and
-    a sum over devices also of the same stage."""
+    """All members of a group call it equally often, each time with the same op and kind of value, and with the same
+    stage unless the group names parameters."""
     calls: dict[str, dict[int, list[OpCall]]] = {}
     groups = case.programs[0].interface.groups
     for program in case.programs:
@@ -82,7 +82,7 @@ def check_collectives(case: Case) -> None:
             if op_of(node).meets != ops.GROUP:
                 continue
             group = str(node.kwargs["group"])
-            if group not in groups:  # of lanes, which all do the same
+            if group not in groups:  # it joins lanes, which all do the same
                 continue
             calls.setdefault(group, {}).setdefault(program.device, []).append((program, node))
     for group, by_device in calls.items():
@@ -123,7 +123,7 @@ def check_deadlock(case: Case) -> None:
 
 
 def check_device_memory(case: Case) -> None:
-    """At every op, each device's memory holds what the program has alive."""
+    """At every op, each device's memory holds the live values of its program."""
     if case.hardware is None:
         return
     for program in case.programs:
@@ -160,7 +160,7 @@ def _fail_memory(
     live = {value: size for value, size in held.items() if value not in made}
     need_bytes = profile.peak_bytes[memory] + sum(others.values()) - sum(live.values())
     what = ", ".join(made) or "this op"
-    if node is None:  # nothing runs and it is too much already
+    if node is None:  # what persists and the arena are too much already
         message = over_budget(name, budget_bytes, need_bytes, "the step", "", live)
         raise VerifyError(message, device=program.device)
     fail(program, node, over_budget(name, budget_bytes, need_bytes, what, print_node(node) or "", live) + "\n")

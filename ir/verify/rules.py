@@ -47,7 +47,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
 def verify(programs: Sequence[Program], hardware: Hardware | None = None, *, memory: bool = True) -> None:
     """Check the programs of all devices of one plan, in device order.
 
-    With `hardware` and `memory`, also that every memory's budget is kept, and that nobody waits for ever for memory.
+    With `hardware` and `memory`, also check that every memory's budget is kept and that no op waits for ever for it.
     Raises VerifyError with the device, the line and the program text around it, for the first rule that is broken.
     """
     if not programs:

@@ -1,4 +1,4 @@
-"""Rules about SSDs: states go round once a step, steps before the norm are judged, nothing is read stale."""
+"""Rules about SSDs: states are read and written back once a step, speculative steps have a redo, no read is stale."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STATES = ("states", "all")
 
 
 def check_states(case: Case) -> None:
-    """What is read of a stage's optimizer states is taken by one step of that stage, whose result is written back to
-    the same place, once; and a stage whose states are on SSD is stepped on these."""
+    """Optimizer states that are read are taken by one step of their stage, whose result is written back once to the
+    same place; a stage whose states are on SSD is stepped on these."""
     for program in case.programs:
         read: dict[str, fx.Node] = {}
         weights: dict[str, fx.Node] = {}
@@ -62,8 +62,8 @@ def _check_write(program: Program, node: fx.Node) -> None:
 
 
 def check_redo(case: Case) -> None:
-    """A step before the norm has one redo behind it, with the same gradients and a norm over all that are stepped; no
-    other step has one."""
+    """A speculative step has one redo after it, with the same gradients and a norm over all gradients that are stepped;
+    no other step has a redo."""
     stepped = {p.device: {str(n.args[0]) for n in p.ops() if n.target is ops.step} for p in case.programs}
     for program in case.programs:
         redone: dict[str, fx.Node] = {}
@@ -105,10 +105,10 @@ def _check_norm(program: Program, redo: fx.Node, stepped: dict[int, set[str]]) -
 
 
 def check_written(case: Case) -> None:
-    """Activations on SSD are read before anything uses them, and are written for that only; weights are not read
-    between the step that changes them and their way back."""
+    """Activations on SSD are read before they are used, and every written one is read; weights are not read between the
+    step that changes them and the write that puts them back."""
     for program in case.programs:
-        stepped: dict[str, fx.Node] = {}  # on their way back
+        stepped: dict[str, fx.Node] = {}  # by stage, not written back yet
         for node in program.ops():
             if node.target is ops.write and node.kwargs.get("to") is None:
                 _check_activation(program, node)

@@ -17,7 +17,7 @@ HOW = {ops.DEVICE: "resident", ops.DRAM: "fetched", ops.SSD: "read"}  # by where
 
 
 def check_legality(case: Case) -> None:
-    """Only the ops that the function may hold; one home for a stage's weights, and its update where they lie."""
+    """A program has only ops that its function may hold; a stage's weights have one home, where it is updated."""
     function = ops.ASYNCHRONOUS if case.is_asynchronous else case.function
     for program in case.programs:
         homes: dict[str, fx.Node] = {}
@@ -59,7 +59,7 @@ def _check_update(program: Program, node: fx.Node, homes: dict[str, fx.Node]) ->
 
 
 def _check_kept(program: Program, node: fx.Node) -> None:
-    """What forward kept borrows the weights that it ran on: backward must get these, for the same micro-batch."""
+    """Tensors that forward kept refer to the weights that it ran on: backward gets these, for the same micro-batch."""
     bound = op_of(node).bind(node.args, node.kwargs)
     kept, weights = bound["kept"], bound["weights"]
     if kept is None:
@@ -75,8 +75,8 @@ def _check_kept(program: Program, node: fx.Node) -> None:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether these are the same weights of a stage: also where they were gathered twice, as what was saved of them is
-    known by its place in a parameter."""
+    """Whether two values are the same weights of a stage. Weights that were gathered twice are, because tensors that
+    autograd saved of them are known by their place in a parameter."""
     return first is second or first.target is second.target is ops.all_gather
 
 
@@ -93,8 +93,8 @@ def _check_rest(program: Program, node: fx.Node) -> None:
 
 
 def check_coverage(case: Case) -> None:
-    """Each stage does each micro-batch once: forward and backward in `step`, else evaluate. All of them on one device,
-    or on the devices of a group that can add up its gradients, there each micro-batch on one of them."""
+    """Each stage runs each micro-batch once: forward and backward in `step`, else evaluate. It runs all of them on one
+    device, or each on one of several devices that a group joins, which can add up its gradients."""
     interface = case.programs[0].interface
     done: dict[tuple[str, str, int], tuple[Program, fx.Node]] = {}
     homes: dict[str, tuple[Program, fx.Node]] = {}
@@ -173,7 +173,7 @@ def check_micro_batches(case: Case) -> None:
         if not op_of(node).parts and node.target is not ops.add:
             continue
         tensors = [value for value in operands(node) if value.meta["type"].kind == "tensor"]
-        if not tensors:  # of gradients, which are summed over micro-batches
+        if not tensors:  # an op on gradients, which are summed over micro-batches
             continue
         own = traced(tensors[0]) if node.target is ops.add else micro_batch_of(node)
         for value in tensors:
@@ -192,8 +192,8 @@ class _Sum:
 
 
 def check_gradients(case: Case) -> None:
-    """Each trained stage's gradients, of all micro-batches and summed over its ties and over all devices that run it,
-    reach one update, or the result, on each of these."""
+    """On each device that runs a trained stage, its gradients reach one update, or the result, summed over all
+    micro-batches, over its ties and over all devices that run it."""
     if case.function != "step" or case.is_asynchronous:
         return
     interface = case.programs[0].interface
@@ -225,7 +225,7 @@ def check_gradients(case: Case) -> None:
                 place = own[1] if own else (case.programs[device], _last_op(case.programs[device]))
                 fail(place[0], place[1], f"the gradients of {stage} reach {len(own)} updates; one is needed")
             _check_sum(*own[0], homes.get(device, set()), _tied(interface, spec, device))
-        if stage in updates:  # what is returned may still be added up
+        if stage in updates:  # gradients that are returned may still be added up
             _check_devices(ends, interface, set(homes))
 
 
@@ -243,7 +243,7 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
     found = []
     for source in given:
         before = sums[source]
-        # What a scattered sum is added to was scattered before.
+        # The total to which a scattered sum is added was scattered before.
         added = node.target is ops.reduce_scatter and source is not node.args[0]
         if group & before.groups and not added:
             fail(program, node, f"the gradients of {before.stage} were summed over {min(group)!r} before")

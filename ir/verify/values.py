@@ -15,7 +15,7 @@ from .case import Case, fail, line_of
 
 
 def check_structure(case: Case) -> None:
-    """Ops and their unpacked results only, every operand produced further up, every result of an op named once."""
+    """A graph has only ops and their unpacked results, and every operand is produced before it is used."""
     for program in case.programs:
         seen: set[fx.Node] = set()
         for node in program.graph.nodes:
@@ -42,7 +42,7 @@ def _check_call(program: Program, node: fx.Node) -> None:
 
 
 def _op_of(node: fx.Node) -> fx.Node | None:
-    """The node that has a line: the op itself, also for one of its unpacked results."""
+    """The node that has a line of the text: the op itself, or the op whose result a node unpacks."""
     if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node if node.op == "call_function" and isinstance(node.target, ops.Op) else None
@@ -96,7 +96,7 @@ def _spell(types: object) -> str:
 
 
 def check_lifetimes(case: Case) -> None:
-    """No use after free or after being taken over; nothing freed twice, nothing leaked, results alive at the end."""
+    """No value is used after it was freed or taken over, none is freed twice or leaked, results live to the end."""
     for program in case.programs:
         gone: dict[fx.Node, fx.Node] = {}
         for node in program.ops():

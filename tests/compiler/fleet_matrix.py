@@ -1,8 +1,8 @@
 """Every synchronous way to train a small model on four devices, by name: layouts, schedules, tiers, precisions.
 
-A combination is compiled as a user's would be, so every pass may refuse it, and the verifier proves the rest. What is
-admitted is trained by the reference runtime: all devices in this process, the generated stages, the bound programs. The
-other side is the user's own module under plain PyTorch with the same micro-batches.
+A combination is compiled as a user's would be, so every pass may refuse it, and the verifier checks the others. These
+are trained by the reference runtime: all devices in this process, the generated stages, the bound programs. The result
+is compared with the user's own module under plain PyTorch with the same micro-batches.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_wei
 from penstock.tests.zoo import gpt2, t5
 
 DEVICES, MICRO_BATCHES, STEPS = 4, 4, 5
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)  # how far weights are apart compares the gradients of all steps
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)  # the distance of weights compares the gradients of all steps
 MODELS = {"gpt2": partial(gpt2, 0.0, num_layers=4), "t5": partial(t5, 0.0)}
-REFUSALS = (PassError, DoesNotFit)  # a pass that writes what the verifier refuses is wrong
+REFUSALS = (PassError, DoesNotFit)  # no VerifyError: a pass may not write what the verifier refuses
 
 # How far weights may end from eager's, by 2-norm, as a share of how far eager moved them. fp32: the same terms of a
 # gradient are added in another order, each addition rounding by 2^-24 of the sum. bf16: both sides round each value to
 # 8 bits, 2^-9, and sums of micro-batches in another order round to the neighbour.
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 
-# Tier: what keeps the stages' weights and states there, without and with shards.
+# By tier, and whether there are shards: the passes that keep the stages' weights and states in the tier.
 DEVICE, DRAM, SSD = "device", "dram", "ssd"
 TIERS = {
     (DEVICE, False): "insert-remat, insert-fetch, insert-optimizer",
@@ -51,7 +51,7 @@ TIERS = {
     (DRAM, True): "insert-remat{always=true}, insert-shard{tier=dram}, insert-optimizer",
     (SSD, True): "insert-remat{always=true}, insert-shard{tier=ssd}, insert-two-hop, insert-ssd, overlap-optimizer",
 }
-SPLITS = "schedule-zero-bubble"  # backwards, which choose-activations takes whole
+SPLITS = "schedule-zero-bubble"  # it splits backwards, which choose-activations takes whole
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Combination:
 
 
 def combinations() -> Iterator[Combination]:
-    """All of them: schedules are those passes that make one, but for the asynchronous."""
+    """All combinations, with every pass that makes a schedule except the asynchronous one."""
     schedules = [name for name, kind in PASSES.items() if kind.decides == "schedule" and name != "schedule-async"]
     layouts = [(d, p) for d in (1, 2, 4) for p in (1, 2, 4) if d * p <= DEVICES]
     every = itertools.product(MODELS, layouts, schedules, (DEVICE, DRAM, SSD), TOLERANCE)
@@ -98,7 +98,7 @@ def combinations() -> Iterator[Combination]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`refused`: by whom and why; else how far losses and weights are from eager's."""
+    """`refused`: the error that refused to compile; without one, how far `loss` and `weights` are from eager's."""
 
     refused: str = ""
     loss: float = 0.0
@@ -154,7 +154,7 @@ def in_process(job: penstock.Job, model: nn.Module) -> Reference:
 
 @functools.cache
 def by_eager(name: str, precision: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of all steps, weights behind the last and before the first, as plain PyTorch makes them."""
+    """Losses of all steps, weights after the last and before the first, as plain PyTorch makes them."""
     model, batch = made(name)
     mine = copy.deepcopy(model).train()
     spec = OptimizerSpec.from_callable(SGD)

@@ -1,7 +1,7 @@
 """What the tests for a GPU share: which device they run on, models, jobs.
 
-They need CUDA and are skipped without it. With PENSTOCK_REHEARSE_GPU=1 they run on a CPU device instead, but for what
-only a GPU has, so that the tests themselves can be tried anywhere.
+They need CUDA and are skipped without it. With PENSTOCK_REHEARSE_GPU=1 they run on a CPU device instead, without the
+parts that only a GPU has, so that the tests themselves can be tried anywhere.
 """
 
 from __future__ import annotations

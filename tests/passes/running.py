@@ -49,8 +49,8 @@ def draft_of(graph: OpGraph, hardware: Hardware | None = None, **options: Any) -
 
 
 def apply(draft: Draft, *passes: Pass, decisions: Mapping[str, Any] | None = None, memory: bool = False) -> Draft:
-    """Plan and rewrite pass after pass, or take its decision from `decisions`; after each, the programs are verified
-    and print and parse to the same. `memory`: after the last one, the budgets are verified too."""
+    """Plan and rewrite one pass after the other; a decision in `decisions` replaces a plan. After each pass, programs
+    are verified, and print and parse to the same. `memory`: after the last pass, budgets are verified, too."""
     for p in passes:
         made = (decisions or {}).get(p.decides)
         if isinstance(p, Coarsen) and made is None:
@@ -69,7 +69,7 @@ def _measured() -> dict[tuple[int, str], tuple[OpGraph, list[Block]]]:
 
 
 def _coarsened(draft: Draft) -> list[Block]:
-    """A graph's blocks with their costs, measured once for all tests. The graph is kept, and with it its id."""
+    """A graph's blocks with their costs, measured once for all tests. The graph is kept, so that its id stays taken."""
     key = (id(draft.graph), draft.lane_hardware.devices[0].kind)
     if key not in _measured():
         p = Coarsen()
@@ -108,7 +108,7 @@ def text_of(draft: Draft) -> str:
 
 @functools.cache
 def traced(name: str, dropout: float = 0.1, double: bool = False) -> tuple[OpGraph, list[Batch]]:
-    """A zoo model's op graph and three micro-batches; shared between tests, which leave them alone."""
+    """A zoo model's op graph and three micro-batches; shared between tests, which do not change them."""
     make = zoo()[name]
     batches = [make(dropout=dropout, seed=seed)[1] for seed in range(3)]
     return traced_model(make(dropout=dropout)[0], batches, double)
@@ -185,8 +185,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 class Eager(fx.Interpreter):
-    """The whole op graph in recorded order on a copy of the user's model; each stage draws from a stream of its own,
-    whatever other stages' nodes stand between its own."""
+    """The whole op graph in recorded order on a copy of the user's model. Each stage draws random numbers from a stream
+    of its own, even if nodes of other stages stand between its nodes."""
 
     def __init__(self, draft: Draft, optimizer: Callable[..., Any] = SGD, max_norm: float | None = None):
         super().__init__(copy.deepcopy(draft.graph.module))
@@ -201,7 +201,7 @@ class Eager(fx.Interpreter):
         self.optimizer = optimizer([p for p in self.params.values() if p.requires_grad])
         self.micro_batch = self.step_number = 0
         self.stage = ""
-        self.states: dict[str, Tensor] = {}  # of stages that have begun
+        self.states: dict[str, Tensor] = {}  # random states of stages that have begun
 
     def run_node(self, n: fx.Node) -> Any:
         stage = self.stage_of.get(n, self.stage)
@@ -235,7 +235,7 @@ class Eager(fx.Interpreter):
 def assert_trains_like_eager(
     draft: Draft, batches: Sequence[Batch], tolerance: float = 0.0, steps: int = 2, optimizer: Any = SGD
 ) -> Reference:
-    """Losses, gradients, weights and buffers of some steps; `tolerance` 0 is bitwise."""
+    """Compare losses, gradients, weights and buffers of `steps` steps; `tolerance` 0 means bit for bit."""
     machine = reference(draft, optimizer)
     eager = Eager(draft, optimizer, draft.options.max_grad_norm)
     for _ in range(steps):

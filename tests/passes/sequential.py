@@ -1,5 +1,5 @@
-"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other, each stage with all versions of
-its weights at hand, of which it takes those that a pipeline of that depth would find."""
+"""Asynchronous training as a loop in plain PyTorch: one micro-batch after the other. Each stage keeps all versions of
+its weights, of which it takes the version that a stage of a pipeline of that depth would find."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Version = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, and th
 
 @dataclass
 class OneStage:
-    """A stage's module, its optimizer, and of the current call the versions 0, 1, ... of both."""
+    """A stage's module, its optimizer, and the versions 0, 1, ... of both in the current step."""
 
     spec: StageSpec
     device: int
@@ -31,12 +31,12 @@ class OneStage:
     names: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
-    delay: int = 0  # updates that a forward lacks
+    delay: int = 0  # the number of updates that a forward's weights lack
     shared: frozenset[str] = frozenset()  # parameters that other stages have, too
-    shared_delay: int = 0  # updates that a forward lacks of those
-    lag: int = 0  # and those that its backward lacks
+    shared_delay: int = 0  # the same for shared parameters
+    lag: int = 0  # the number of updates of shared parameters that a backward's weights lack
     versions: list[Version] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)  # of learning, at each version
+    rates: list[float] = field(default_factory=list)  # learning rates, one for each version
     scratch: nn.Module | None = None
 
     def keep_version(self) -> None:
@@ -46,7 +46,7 @@ class OneStage:
         self.versions.append((weights, {n: copy.deepcopy(dict(states.get(p, {}))) for n, p in self.names.items()}))
 
     def run(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
-        """Outputs with their graph, the leaves of it, and the parameters that gradients come to."""
+        """The outputs with their autograd graph, the leaves of it, and the parameters that get gradients."""
         self.scratch = copy.deepcopy(self.module)
         params = parameters_of(self.scratch, self.spec)
         with torch.no_grad():
@@ -60,13 +60,13 @@ class OneStage:
 
 
 def parameters_of(module: nn.Module, spec: StageSpec) -> dict[str, nn.Parameter]:
-    """Each once, under the name that the plan has for it."""
+    """The module's parameters, each once, under the name that the plan has for it."""
     wanted = {p.name for p in spec.params}
     return {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in wanted}
 
 
 class Sequential:
-    """`weights`: "current", "stash" or "predict"."""
+    """Trains the stages of a draft. `weights`: "current", "stash" or "predict"."""
 
     def __init__(
         self, draft: Draft, weights: str, optimizer: Callable[..., Any], schedule: Callable[..., Any] | None = None
@@ -169,7 +169,7 @@ class Sequential:
         return {name: stage.versions[version][0][name] for name, version in versions.items()}
 
     def gradient(self, stage: OneStage, out: Any, found: Mapping[tuple[str, str], Tensor]) -> Tensor | None:
-        """First what the readers on its own device made, then what each other device has added up."""
+        """The gradient of an output: first the sum over readers on its own device, then that of each other device."""
         if not out.requires_grad:
             return None
         if out.name == stage.spec.loss:
@@ -210,7 +210,7 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], lr: float, updates: int) -> Tensor:
-    """SGD with momentum, or AdamW."""
+    """The weight after `updates` more updates by SGD with momentum, or by AdamW."""
     if not state:
         return weight
     if "momentum_buffer" in state:

@@ -69,8 +69,8 @@ class _InItsMode(fx.Interpreter):
 def stages_of(
     draft: Draft, batch: dict[str, Tensor], precision: str = "fp32", interpreted: bool = False, warm: bool = True
 ) -> Iterator[tuple[StageSpec, Any, Any]]:
-    """Per stage its spec, a runner on real weights, and its real inputs; without `warm` no stage has run, and there are
-    none."""
+    """Per stage its spec, a runner on real weights, and its real inputs. Without `warm`, no stage runs, so there are no
+    inputs."""
     held = {**draft.graph.parameters(), **draft.graph.buffers(), **draft.graph.constants}
     values = dict(batch)
     kinds = {} if interpreted else generated(draft)

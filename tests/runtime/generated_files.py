@@ -50,7 +50,7 @@ class Failing(Middle):
 
 
 def write_files(folder: Path, programs: Sequence[Program], head: str, stages: Mapping[str, str]) -> list[Path]:
-    """One file per device. `stages`: per stage name the expression for its class; each goes where its weights are."""
+    """One file per device. `stages`: per stage name the expression for its class, for files that name its weights."""
     files = []
     for device in sorted({program.device for program in programs}):
         own = [print_program(program, comments=True) for program in programs if program.device == device]

@@ -1,4 +1,4 @@
-"""Scripts under torchrun agents, one for each host, here or in namespaces, and what their ranks left behind."""
+"""Scripts under torchrun agents, one agent for each host, here or in namespaces, and what their ranks wrote."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Agents:
     folder: Path
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Their exit codes. Raises `TimeoutExpired`."""
+        """The exit codes of the agents. Raises `TimeoutExpired`."""
         deadline_s = time.monotonic() + timeout_s
         return [process.wait(max(0.1, deadline_s - time.monotonic())) for process in self.processes]
 
@@ -70,10 +70,10 @@ def agents(
     hosts: TwoHosts | None = None,
     options: Sequence[str] = (),
 ) -> Iterator[Agents]:
-    """Start `script` *words under so many agents, `SCRIPT` with the folder before them; they, and their ranks, are gone
-    behind it. The first agent holds the store.
+    """Start `script` *words under `nodes` agents, `SCRIPT` with the folder before the words; when the context ends, all
+    agents and ranks are killed. The first agent holds the store.
 
-    `hosts`: each agent in a namespace of its own. `options`: more for torchrun, in place of `--nnodes` if it is there.
+    `hosts`: each agent runs in a namespace of its own. `options`: more for torchrun; `--nnodes` there replaces `nodes`.
     """
     folder.mkdir(exist_ok=True)
     for old in [*folder.glob("rank*.json"), *folder.glob("reached*")]:

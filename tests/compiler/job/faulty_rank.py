@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=N faulty_rank.py FOLDER [FAULT RANK] [--hosts H] [--steps S] [--timeout T]
 
-Every rank that gets so far writes FOLDER/rankR.json: its losses, or the error that ended it and how long that took.
+Every rank that is not killed writes FOLDER/rankR.json: its losses, the error that ended it, if any, and its seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import penstock
 from penstock.ir.errors import PenstockError
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 16, 4
-FAULT_STEP = 3  # of which the checkpoint is that of step 2
-MEETS_S = 0.3  # so long into a step that is made to last
+FAULT_STEP = 3  # the last checkpoint before it continues with step 2
+MEETS_S = 0.3  # into a step, which is made to last longer, at which the signal comes
 
 
 class Slow(nn.Module):
@@ -42,7 +42,7 @@ class Slow(nn.Module):
 
 
 def _on_ssd() -> str:
-    from penstock.tests.compiler.job.ssd_jobs import on_ssd  # imports much
+    from penstock.tests.compiler.job.ssd_jobs import on_ssd  # imported here, because it imports much
 
     return on_ssd()
 
@@ -164,7 +164,7 @@ def main() -> None:
             began_s = time.time()
             if fault == "ssd":
                 os.posix_fallocate = no_room
-            if fault == "slowed":  # what its generated file calls
+            if fault == "slowed":  # its generated file calls this
                 usual = torch.tanh
                 torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
             train(job, options, fault, found["losses"])  # type: ignore[arg-type]

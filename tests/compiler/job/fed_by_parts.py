@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Sample i follows from i alone; `read` lists those that were asked for."""
+    """Sample i depends on i alone; `read` lists the indices that were asked for."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -68,7 +68,7 @@ def compiled(devices: int, strategy: str = "data-parallel") -> penstock.Job:
 
 
 def train(job: penstock.Job, samples: Samples, steps: int) -> list[float]:
-    """Losses of so many steps, on and on over the epochs."""
+    """Losses of `steps` steps, over any number of epochs."""
     losses: list[float] = []
     sampler = job.sampler(samples)
     loader = DataLoader(samples, batch_sampler=sampler)

@@ -1,4 +1,4 @@
-"""Jobs with and without SSD on the same stages and seeds, and all that they leave behind: to compare bit for bit."""
+"""Jobs with and without SSD on the same stages and seeds, and all of their results, to compare bit for bit."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ Trained = tuple[list[Any], dict[Any, Tensor]]
 
 
 def trained(job: Job, batch: Any, steps: int = 3) -> Trained:
-    """Per step the loss and what was reported of gradients; then weights, buffers, states, and the loss in evaluation.
-    The job goes on."""
+    """Each step's loss and what was reported of gradients; then weights, buffers, states, and the loss in evaluation.
+    The job stays open."""
     told = []
     for _ in range(steps):
         loss = float(job.step(batch))
@@ -80,7 +80,7 @@ def left_by(job: Job, batch: Any) -> dict[Any, Tensor]:
 
 @cache
 def trained_in_dram(name: str, strategy: str = in_dram(), **options: Any) -> Trained:
-    """What the same job without SSD leaves; each is trained once."""
+    """The results of the same job without SSD; each job is trained once."""
     job, batch = job_of(name, strategy, **options)
     with job:
         return trained(job, batch)
@@ -95,7 +95,7 @@ def assert_same(found: Trained, wanted: Trained) -> None:
 
 
 def partly_frozen(model: nn.Module) -> None:
-    """A whole block without anything trained, and single parameters of others."""
+    """Freeze a whole block, and single parameters of others."""
     blocks = model.get_submodule("transformer.h")
     for parameter in (
         *blocks.get_submodule("0").parameters(),

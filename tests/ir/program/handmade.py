@@ -1,4 +1,4 @@
-"""Programs built by hand, for tests and benchmarks that need some without any pass."""
+"""Programs built by hand, for tests and benchmarks that need programs without any pass."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def pipeline(
 
     `fetched`: weights come from DRAM for each pass over the micro-batches and gradients go back there, else all is
     resident. `kept`: backward uses what forward kept, else it rematerialises. `prefetch`: the next stage is fetched
-    before the running one. `clip`: gradients are clipped by their global norm, `speculative`: behind a step that
-    counts on there being nothing to clip. `ssd`: "states" or "all" of each stage lies there. `moved`: "dram" or "ssd",
-    where what stages hand on to the next lies between forward and backward. `split`: gradients of a stage's parameters
-    are made when those of its inputs are there for all micro-batches.
+    before the running one. `clip`: gradients are clipped by their global norm. `speculative`: stages are stepped before
+    the norm is known, and redone after it. `ssd`: "states" or "all" of each stage lies on SSD. `moved`: "dram" or
+    "ssd", the memory in which a stage's inputs lie between forward and backward. `split`: gradients of a stage's
+    parameters are made after those of its inputs, for all micro-batches.
     """
     stages = linear_stages(num_stages, width, rows, flops)
     groups = {"world": tuple((device, "", "") for device in range(num_devices))} if clip else {}

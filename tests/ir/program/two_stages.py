@@ -73,7 +73,7 @@ def buffers_of(*parts: nn.Module) -> dict[str, Tensor]:
 def interface_of(
     first: First, second: Second, dtype: torch.dtype = torch.float32, tied: bool = False, master: bool = False
 ) -> Interface:
-    """With measured `kept_bytes`."""
+    """The interface of both stages, with measured `kept_bytes`."""
     name = str(dtype).removeprefix("torch.")
     h = TensorSpec("h", (ROWS, WIDTH), name, True)
     ids, labels = TensorSpec("ids", (ROWS,), "int64"), TensorSpec("labels", (ROWS,), "int64")

@@ -3,8 +3,8 @@
 Work on a fake stream runs at once, on CPU memory, so results are right whatever the order. What is checked is whether
 the order was promised: streams, events and host threads carry vector clocks, every memory access of a task is noted,
 and two accesses to the same bytes, one of them a write, must be ordered by events. Freed memory is kept, so that an
-address always means the same value; that memory which crosses streams is held for them (`record_stream`), without which
-CUDA's allocator would hand it out again too early, is checked instead.
+address always means the same value. It is checked instead that memory that crosses streams is held for them
+(`record_stream`), without which CUDA's allocator would hand it out again too early.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event`: what lies before its last `record`."""
+    """Stands for `torch.cuda.Event`: the work before its last `record`."""
 
     def __init__(self, cuda: FakeCuda):
         self.cuda, self.clock = cuda, Clock()
@@ -61,7 +61,7 @@ class FakeEvent:
         self.clock = dict(stream.clock)
 
     def query(self) -> bool:
-        return False  # as if the GPU were slow, so that nobody is spared a wait
+        return False  # as if the GPU were slow, so that nobody skips a wait
 
     def synchronize(self) -> None:
         self.cuda.host_waits += 1
@@ -73,7 +73,7 @@ class FakeEvent:
 
 @dataclass
 class Access:
-    """Bytes of one storage that a task touched, and what it knew to be over then."""
+    """Bytes of one storage that a task touched, and the work that it knew to be over then."""
 
     start: int
     end: int
@@ -84,7 +84,7 @@ class Access:
 
 
 class FakeCuda:
-    """All clocks, and every access so far. `races` and `not_held` are what a test asserts to be empty."""
+    """All clocks, and every access so far. A test asserts that `races` and `not_held` are empty."""
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {}  # of host threads
@@ -97,7 +97,7 @@ class FakeCuda:
         self.races: list[str] = []
         self.not_held: set[str] = set()
         self.num_streams = 0
-        self.host_waits = 0  # how often a host thread has waited for an event of the GPU
+        self.host_waits = 0  # the number of times that host threads waited for GPU events
         self.lock = threading.Lock()
 
     def host_clock(self) -> Clock:
@@ -109,7 +109,7 @@ class FakeCuda:
     @contextmanager
     def use_stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.current.stream = self.current_stream(), stream
-        merge(stream.clock, self.host_clock())  # a launch comes behind all that its thread has seen
+        merge(stream.clock, self.host_clock())  # a launch comes after all that its thread has seen
         try:
             yield
         finally:
@@ -275,7 +275,7 @@ def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     finish = Streams.finish
 
     def finish_with_clocks(made: Streams, used: Any) -> None:
-        finish(made, used)  # has heard from every thread
+        finish(made, used)  # it has waited for every thread
         for clock in list(cuda.clocks.values()):
             merge(cuda.host_clock(), clock)
 

@@ -1,4 +1,4 @@
-"""Every optimizer of torch that steps on dense gradients alone, in each of its ways to go over several parameters."""
+"""Every optimizer of torch that steps on dense gradients alone, in each of its modes: fused, foreach and loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVERY_OPTIMIZER = {
 
 
 def name_of(given: object) -> str:
-    """For the names of test cases."""
+    """The name of a test case."""
     if given is None:
         return "constant"
     return str(getattr(given, "func", given).__name__)  # type: ignore[attr-defined]

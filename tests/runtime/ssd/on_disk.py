@@ -47,9 +47,9 @@ def make_engine(name: str, num_disks: int = 1) -> Engine:
 
 
 class Faults:
-    """Spoils the next transfers of an engine in one direction, one of `results` each.
+    """Spoils the next transfers of an engine in one direction, each by one of `results`.
 
-    None stands for the truth, whole sectors for a transfer that really moves no more, any other number for what the
+    None leaves a transfer alone, a number of whole sectors makes it really move no more, any other number is what the
     system answers: bytes moved or, if negative, an errno.
     """
 
