@@ -56,7 +56,7 @@ class DeviceFile:
 def open_directory(directory: str | Path, interface: Interface | None = None) -> list[DeviceFile]:
     """Every device's file, in order. `interface` defaults to the directory's own interface.json.
 
-    Raises VerifyError where a file is missing or is not a program of this interface.
+    Raises VerifyError if a file is missing or is not a program of this interface.
     """
     folder = Path(directory)
     if interface is None:
@@ -74,7 +74,7 @@ def _interface(path: Path) -> Interface:
 
 
 def open_device_file(path: str | Path, interface: Interface, device: int) -> DeviceFile:
-    """One device's file. Raises VerifyError with the file and the line where it is not what `interface` needs."""
+    """One device's file. Raises VerifyError with the file and the line if it is not what `interface` needs."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

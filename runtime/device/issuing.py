@@ -104,8 +104,8 @@ class Issuing:
         """Wait until torch's allocator has the room that the account has: it hands out memory that crossed streams only
         when they are past it, and would otherwise take more from the GPU, the further the issuing runs ahead.
 
-        The op waits for the same on the GPU anyway. Not with several devices: the issuing of a send after this op would
-        wait too, and with it a device on which this one may depend.
+        The op waits for the same on the GPU anyway. With several devices this is left out: the issuing of a send after
+        this op would wait too, and with it a device on which this one may depend.
         """
         for index in issue.room:
             event = self._events[index]

@@ -179,7 +179,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
 
 
 def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
-    """Where the parameters lie that are on the device after this fetch, last those that the op itself brings."""
+    """Where the parameters lie that are on the device after this fetch; the op's own piece comes last."""
     found: list[tuple[int, int, int]] = []
     for fetch in places_of(node):
         params = fetch.kwargs.get("params")

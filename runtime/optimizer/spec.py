@@ -150,7 +150,7 @@ class OptimizerSpec:
         )
         return made
 
-    # --- what is known of it
+    # --- its states and traits
 
     def state_bytes_per_param(self) -> float:
         """Bytes of optimizer state for each trained fp32 parameter, found by stepping a small matrix; with several

@@ -120,8 +120,8 @@ def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
 
 
 class Arena:
-    """One preallocated block of a memory in which values have planned places: fetched weights on a device, values that
-    were read and offloaded in DRAM (`on_pages`, and pinned if a GPU copies from it).
+    """One preallocated block of a memory in which values have planned places: fetched weights on a device, read and
+    offloaded values in DRAM (`on_pages`, and pinned if a GPU copies from it).
 
     A place is written again only after the events of all readers of its old value: the op that takes the place waits
     for them (`ir/program/order.py`).

@@ -39,8 +39,8 @@ def gathered(rows: Tensor, part: StageSpec, whole: Mapping[str, Tensor]) -> list
 
 
 def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Pairs of views on the same elements, one of a tensor's `pieces` (members, length) and one of the `flat` tensor;
-    and views of those parts of the pieces that lie beyond the tensor's end."""
+    """Pairs of views on corresponding elements, one of a tensor's `pieces` (members, length) and one of the `flat`
+    tensor; and views of those parts of the pieces that lie beyond the tensor's end."""
     length, numel = pieces.shape[1], flat.numel()
     full, rest = divmod(numel, max(1, length))
     pairs = [(pieces[:full], flat[: full * length].view(full, length))] if full else []

@@ -23,8 +23,8 @@ from .shards import piece_of, whole_of
 
 @dataclass
 class StagePart:
-    """One stage's part of a checkpoint, nothing copied: weights (masters where they exist), buffers, and what
-    `StageOptimizer.state_dict` gives (None where the stage is not trained)."""
+    """One stage's part of a checkpoint, nothing copied: weights (masters if they exist), buffers, and the optimizer's
+    `StageOptimizer.state_dict` (None if the stage is not trained)."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
