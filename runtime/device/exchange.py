@@ -1,4 +1,4 @@
-"""Gathers and summed scatters on the rows of an existing buffer: each member gives one row, and every row arrives at
+"""Gathers and reduce-scatters on the rows of an existing buffer: each member gives one row, and every row arrives at
 its final place.
 
 In host memory, members pass rows to each other over gloo, point to point, because gloo's own collectives copy into
@@ -68,7 +68,7 @@ def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> N
 
 
 def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
-    """Each member of the ring sends its block to the next, and then in every turn the block that it received last."""
+    """Each member of the ring sends its block to the next, and from then on the block that it received last."""
     own, count = ring.index(index), len(ring)
     behind, before = ring[(own + 1) % count], ring[(own - 1) % count]
     for turn in range(count - 1):

@@ -60,7 +60,7 @@ class Pacing:
         self.turns = None if paces.turns is None else TurnClient(paces.turns, self.spec.root_complex)
 
     def mark(self, function: str, plan: Issues) -> None:
-        """Set on the ops of a program the least seconds that they take, or their number at the link server."""
+        """Set the least seconds of each op of a program, and its number at the link server if it has one."""
         if self.throttled:
             shared, collective_s = self.paces.shared.get(function, {}), self.paces.collective_s.get(function, {})
             for issue in plan.ops:

@@ -1,7 +1,7 @@
 """One program made ready to be issued: per op, everything that can be known before the first step.
 
 Most of this is what each op waits for. The verifier and the simulator use the same order (`ir/program/order.py`), so a
-device does not block on a program that the verifier has passed, and memory is reused only after its earlier users.
+program that the verifier has passed cannot block a device, and memory is reused only after its earlier users are done.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MODES = ("fused", "foreach")
 class OptimizerSpec:
     """An optimizer class and its learning rate schedule by import path ("torch.optim:AdamW") and keyword arguments.
 
-    `groups`: in order; an empty one stands for one group of all parameters, with the class's own arguments.
+    `groups`: in order; () stands for one group of all parameters, with the class's own arguments.
     """
 
     path: str
