@@ -23,7 +23,7 @@ def never_saved(model: nn.Module) -> set[str]:
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Each name of a tensor that has an earlier one, to its first. Tensors are told by identity, so meta works."""
+    """Each later name of a tensor to its first name. Tensors are told apart by identity, so meta works."""
     first: dict[int, str] = {}
     ties = {}
     for name, tensor in named_tensors(model).items():

@@ -42,13 +42,13 @@ class Scope(nn.Module):
 
 
 class Stage(Scope):
-    """What one device computes between two messages: `forward(*inputs)` returns a tuple of the stage's outputs."""
+    """A part of the model that is run as one: `forward(*inputs)` returns a tuple of the stage's outputs."""
 
     _device: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the stage runs, as the runtime says, or else where its tensors lie; who makes new tensors asks."""
+        """The device that the runtime has set, or else that of the stage's tensors; new tensors are made on it."""
         if self._device is not None:
             return self._device
         tensors = (*self.parameters(), *self.buffers())

@@ -1,13 +1,13 @@
-"""Gathers and scattered sums on rows of a buffer that is there already: what each member gives is one row, and arrives
-where it belongs.
+"""Gathers and reduce-scatters on the rows of an existing buffer: each member gives one row, and every row arrives at
+its final place.
 
-In host memory members pass rows to each other on gloo, point to point: gloo's own collectives copy into buffers that
-they allocate for every call. Between GPUs it is NCCL.
+In host memory, members pass rows to each other over gloo, point to point, because gloo's own collectives copy into
+buffers that they allocate for every call. Between GPUs, NCCL does the work.
 
-A hierarchical gather (MiCS 3.3) has three stages: each member gathers from those at its own place on the other hosts,
-all places at the same time; what came is put in order; then each host's members gather from each other, for all hosts'
-rows in one batch. Every row is received at its final place, so that the second stage moves nothing. Over a link between
-two hosts go (p - k) / p of the value in place of (p - 1) / p, with k of p members on a host.
+A hierarchical gather (MiCS 3.3) has three steps: each member gathers from the members at its own place on the other
+hosts, all places at the same time; the rows are put in order; then each host's members gather from each other, for all
+hosts' rows in one batch. Every row is received at its final place, so that the second step moves nothing. A link
+between two hosts then carries (p - k) / p of the value in place of (p - 1) / p, with k of p members on a host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Seats:
-    """The members of a group by host, as positions in the group. `ring`: all of them, those of a host next to each
-    other; `hosts`: the same host by host, empty where that is no grid with several places on several hosts."""
+    """The members of a group by host, as positions in the group. `ring`: all members, those of a host next to each
+    other; `hosts`: the members host by host, empty unless they form a grid of several places on several hosts."""
 
     index: int
     ring: tuple[int, ...]
@@ -32,18 +32,18 @@ class Seats:
 
     @property
     def across(self) -> tuple[int, ...]:
-        """Those at this member's place on all hosts, host by host."""
+        """The members at this member's place on all hosts, host by host."""
         place = self.here.index(self.index)
         return tuple(host[place] for host in self.hosts)
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Those on this member's host."""
+        """The members on this member's host."""
         return next(host for host in self.hosts if self.index in host)
 
 
 def seats_of(hosts: Sequence[int], index: int) -> Seats:
-    """`hosts`: per member of the group the host it is on; `index`: this one's position."""
+    """`hosts`: the host of each member of the group; `index`: this member's position."""
     names = list(dict.fromkeys(hosts))
     rows = tuple(tuple(i for i, host in enumerate(hosts) if host == name) for name in names)
     even = len(rows) > 1 and len({len(row) for row in rows}) == 1 and len(rows[0]) > 1
@@ -51,10 +51,10 @@ def seats_of(hosts: Sequence[int], index: int) -> Seats:
 
 
 def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> None:
-    """Fill all of `rows` (members, n) of which this member's own is there. Where the seats are no grid, a hierarchical
-    gather is a plain one."""
+    """Fill all of `rows` (members, n), of which only this member's own is filled so far. If the seats are no grid, a
+    hierarchical gather is a plain one."""
     stages = [(seats.across, [[seat] for seat in seats.across])] if hierarchical and seats.hosts else []
-    if stages:  # then a host's members, each with what it has of all hosts
+    if stages:  # then a host's members exchange the rows that they have of all hosts
         places = range(len(seats.here))
         stages.append((seats.here, [[host[place] for host in seats.hosts] for place in places]))
     if rows.is_cuda:
@@ -68,7 +68,7 @@ def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> N
 
 
 def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
-    """Each of the ring's members sends its block to the next, and then what it received last."""
+    """Each member of the ring sends its block to the next, and from then on the block that it received last."""
     own, count = ring.index(index), len(ring)
     behind, before = ring[(own + 1) % count], ring[(own - 1) % count]
     for turn in range(count - 1):
@@ -80,7 +80,7 @@ def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Se
 
 
 def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
-    """Each sends its block to every other, in one batch on the current CUDA stream."""
+    """Each member of the ring sends its block to every other member, in one batch on the current CUDA stream."""
     own, device = ring.index(index), blocks[0][0].device
     group._start_coalescing(device)
     for other, block in zip(ring, blocks):
@@ -92,12 +92,12 @@ def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequenc
 
 
 def sum_rows(group: Any, rows: Tensor, seats: Seats, hierarchical: bool = False) -> Tensor:
-    """Of `rows` (members + 1, n), one for each member, the sum over the members of this one's row: a row of the same
-    buffer, all of which is used up.
+    """The sum over the members of this member's row: a row of `rows` (members + 1, n), which holds one row for each
+    member and is used up.
 
-    In host memory every member sends each other one its row, and adds up in the group's order what comes. Where the
-    seats are a grid, `hierarchical` adds up inside the hosts first, the rows of all members at the own place on any
-    host, and then what those places have: a host's link carries (p - k) / p of the value in place of k times that.
+    In host memory, every member sends each other member its row, and adds up in the group's order what it receives. If
+    the seats are a grid, `hierarchical` first adds up inside each host the rows of the members at this place on any
+    host, and then the hosts' sums: a host's link carries (p - k) / p of the value in place of k times that.
     """
     count = len(rows) - 1
     if rows.is_cuda:
@@ -116,8 +116,8 @@ def sum_rows(group: Any, rows: Tensor, seats: Seats, hierarchical: bool = False)
 def _exchanged(
     group: Any, index: int, ring: Sequence[int], blocks: Sequence[Tensor], spare: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the blocks that the ring's members have for this one, out of `blocks` for all of them; and a block
-    that is free again. What was sent makes room for what comes next."""
+    """The sum of the blocks that the ring's members have for this member, where `blocks` are this member's own for all
+    of them; and a block that is free again. A block that was sent is room for the next one received."""
     own, count, found = ring.index(index), len(ring), list(blocks)
     for turn in range(1, count):
         to, source = (own + turn) % count, (own - turn) % count

@@ -1,7 +1,7 @@
 """A directory of generated files, read back: programs parsed, stage classes imported, both from the very same text.
 
-In: the directory of `write_directory`, perhaps edited by a person. Out: one `DeviceFile` per device. What is wrong with
-an edit raises `VerifyError` with the file and the line.
+In: the directory of `write_directory`, perhaps edited by a person. Out: one `DeviceFile` per device. A wrong edit
+raises `VerifyError` with the file and the line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DeviceFile:
 def open_directory(directory: str | Path, interface: Interface | None = None) -> list[DeviceFile]:
     """Every device's file, in order. `interface` defaults to the directory's own interface.json.
 
-    Raises VerifyError where a file is missing or is not a program of this interface.
+    Raises VerifyError if a file is missing or is not a program of this interface.
     """
     folder = Path(directory)
     if interface is None:
@@ -74,7 +74,7 @@ def _interface(path: Path) -> Interface:
 
 
 def open_device_file(path: str | Path, interface: Interface, device: int) -> DeviceFile:
-    """One device's file. Raises VerifyError with the file and the line where it is not what `interface` needs."""
+    """One device's file. Raises VerifyError with the file and the line if it is not what `interface` needs."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def _parse(path: Path, text: str, interface: Interface, device: int) -> dict[str
 
 
 def _execute(path: Path, text: str, device: int) -> ModuleType:
-    """Import the text itself, not what a bytecode cache may remember of it, as a module of its own name."""
+    """Import the text itself, not a bytecode cache of it, as a module with a name of its own."""
     digest = hashlib.sha256(f"{path.resolve()}\n{text}".encode()).hexdigest()
     name = f"penstock_generated_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -119,7 +119,7 @@ def _execute(path: Path, text: str, device: int) -> ModuleType:
 
 
 def _failed(path: Path, error: Exception, device: int, doing: str, at: int | None = None) -> VerifyError:
-    """`at`: the line to name where the error did not arise in the file's own lines."""
+    """`at`: the line to name if the error did not arise in the file's own lines."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = frames[-1].lineno if frames else at
     place = f"{path}:{line}" if line else str(path)

@@ -1,4 +1,4 @@
-"""How the ops of a program are issued on a real device: what they take and give back, and the stream that runs them."""
+"""How the ops of a program are issued on a device: what they take and give back, and the stream that runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .streams import CudaStream, Event, Fault, Stream
 
 
 class Box:
-    """A value that may not exist yet. Who still needs it holds the box; the last one to let go frees the memory."""
+    """A value that may not exist yet. All its users hold the box; the memory is free once the last of them lets go."""
 
     __slots__ = ("stream", "value")
 
@@ -29,7 +29,7 @@ class Box:
 
 
 class Handle:
-    """What the program's text has a name for; empty once it is freed or taken over."""
+    """A value that the program's text names; empty once the value is freed or taken over."""
 
     __slots__ = ("box",)
 
@@ -41,7 +41,7 @@ class Handle:
 
 
 class Issuing:
-    """One run of one program: on the device's state, over its streams, at its pace, with `link` to the others."""
+    """One run of one program on the device's state, streams and pacing; `link` joins it to the other devices."""
 
     def __init__(
         self, state: DeviceState, plan: Issues, streams: Streams, pacing: Pacing, link: PeerLink | None = None
@@ -60,7 +60,7 @@ class Issuing:
         return self._cursor == len(self.issues)
 
     def _next(self, op: str) -> Issue:
-        """The op that the text has next: give back what it takes over, take what it makes."""
+        """The next op of the text, after the accounts were changed by the values that it takes over and makes."""
         issue = self.issues[self._cursor]
         assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
         self.all_streams.raise_fault()
@@ -81,13 +81,13 @@ class Issuing:
     def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
         """Issue `run`, which reads the boxes and gives the op's results; return their handles.
 
-        Weights are not among the boxes: nobody gives their memory back during a step.
+        Weights are not among the boxes, because their memory is not given back during a step.
         """
         stream = self.streams[issue.stream]
         made = [Box(stream) for _ in issue.results]
 
         def task() -> None:
-            if isinstance(stream, CudaStream):  # here, as what a thread makes is not there before
+            if isinstance(stream, CudaStream):  # in the task: what a thread makes does not exist before
                 for box in reads:
                     if box.stream is not None and box.stream is not stream:
                         stream.hold(tensors_in(box.value))
@@ -101,11 +101,11 @@ class Issuing:
         return [Handle(box) for box in made]
 
     def _make_room(self, issue: Issue) -> None:
-        """Let torch's allocator find the memory that the account has: it hands out what crossed streams only when they
-        are past it, and would else take more from the GPU, the further the issuing runs ahead.
+        """Wait until torch's allocator has the room that the account has: it hands out memory that crossed streams only
+        when they are past it, and would otherwise take more from the GPU, the further the issuing runs ahead.
 
-        The op waits for the same on the GPU anyway. Not with several devices: the issuing of a send behind this op
-        would wait too, and with it a device on which this one may depend.
+        The op waits for the same on the GPU anyway. With several devices this is left out: the issuing of a send after
+        this op would wait too, and with it a device on which this one may depend.
         """
         for index in issue.room:
             event = self._events[index]

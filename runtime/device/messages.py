@@ -19,7 +19,7 @@ from .reduce import reduce_grads, reduce_norms, reduce_whole
 
 
 class Messages(Issuing):
-    """`send` to `reduce_scatter`. A file names devices and groups as its lane sees them, its issue the machine's."""
+    """The ops `send` to `reduce_scatter`. A file has its lane's devices and groups, an `Issue` the machine's."""
 
     def send(self, value: Handle, *, dst: int, tag: str) -> None:
         issue = self._next("send")
@@ -30,7 +30,7 @@ class Messages(Issuing):
             if not throttled:
                 link.send(box.value.contiguous(), dst, tag)
                 return []
-            link.meet_receiver(dst, tag)  # the transfer begins when both are there, and ends for both at once
+            link.meet_receiver(dst, tag)  # the transfer begins when both sides are there, and ends for both at once
             rest = self.pacing.begin(issue)
             link.send(box.value.contiguous(), dst, tag)
             rest()
@@ -131,9 +131,9 @@ class Messages(Issuing):
         return self.state.memory.device_arena.range(*issue.staging)
 
     def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[GradientRows]:
-        """Made once for each place: which gradients there are follows from the graph."""
+        """The rows of these gradients, made once for each place: the graph fixes which gradients there are."""
         arena, part = self.state.memory.device_arena, self.stores[issue.stages[0]].part
-        if issue.place is None:  # a result of the step, which is handed out
+        if issue.place is None:  # a result that the step returns
             own = torch.empty(part.grad_bytes, dtype=torch.uint8, device=self.device)
             return blocks_of(grads, part, self.interface.size(group), self._staging(issue), own)
         own = arena.range(issue.place, issue.place_bytes)
@@ -145,7 +145,7 @@ class Messages(Issuing):
         return self.interface.members(group).index(self.index)
 
     def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-        """A collective; over slower links it begins when all members are there, and lasts as long as those need."""
+        """`run`; on throttled links it begins when all members are there, and lasts as long as the links need."""
         link = self.link
         if link is None or not issue.least_s:
             return run

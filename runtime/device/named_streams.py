@@ -1,7 +1,7 @@
-"""The streams of one device by name: which kind each is, and what becomes of the first fault of any of them.
+"""The streams of one device by name: which kind each one is, and how the first fault of any of them is found.
 
 On a CPU device a stream is a thread; a program that uses no stream beside compute runs on the calling thread instead,
-as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, except for what works on host memory.
+as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unless its ops work on host memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for
 
 
 class Streams:
-    """Makes each stream at its first use. `board` is where they write the line they are at. `copies`: the CUDA stream
-    of the thread that copies to the device, where one does."""
+    """Makes each stream at its first use. The streams write the line of their current op on `board`. `copies`: the CUDA
+    stream of the thread that copies to the device, None if no thread does."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Streams:
         return work.stream
 
     def copy_by_thread(self) -> None:
-        """Where copies to a GPU wait for turns or for disks, a thread issues them: else these waits would hold up
+        """Let a thread issue the copies to a GPU. Called if copies wait for turns or disks, which would else hold up
         computation."""
         if self.spec.kind == "cuda" and self.device.type != "meta":
             self.copies = torch.cuda.Stream(self.device)
 
     def of(self, plan: Issues) -> dict[str, Stream]:
-        """Those that a program uses."""
+        """The streams that a program uses."""
         alone = self.spec.kind == "cpu" and plan.streams <= {ops.HOST, ops.COMPUTE}
         found = {}
         for name in plan.streams:
@@ -95,7 +95,7 @@ class Streams:
                 raise notice
 
     def interrupt(self, error: Exception) -> None:
-        """Called from another thread: the function that runs ends with this error, whatever its streams wait for."""
+        """End the running function with this error, whatever its streams wait for. Called from another thread."""
         self._notices.put(Fault(None, error))
 
     def raise_fault(self) -> None:
@@ -106,7 +106,7 @@ class Streams:
                 raise notice
 
     def first_fault(self, fault: Fault) -> Fault:
-        """Of `fault` and those of other streams the first in time: the others follow from it."""
+        """The earliest of `fault` and the faults of other streams: the later ones follow from it."""
         while not self._notices.empty():
             notice = self._notices.get()
             if isinstance(notice, Fault) and notice.time_s < fault.time_s:

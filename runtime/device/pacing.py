@@ -1,5 +1,5 @@
-"""How long a device's transfers last where links are held down, and when a chunk of weights may be copied: its side of
-two servers in `emulate/`, which know of all devices."""
+"""How long a device's transfers last on throttled links, and when a chunk of weights may be copied: the device's side
+of two servers in `emulate/`, which know about all devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...ir.errors import WorkerError
 from ...ir.machine.hardware import Device, Hardware
 from .prepare import Issue, Issues
 
-CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: as long may what is urgent have to wait
+CHUNK_BYTES = 32 << 20  # 2 to 3 ms of a PCIe link: an urgent copy may have to wait this long
 REQUEST = struct.Struct("<ii")  # root complex and turn, or device and index of the op
 GRANTED, DONE, OVER = b".", b"!", b"."
 
@@ -26,10 +26,10 @@ GRANTED, DONE, OVER = b".", b"!", b"."
 class Paces:
     """What makes a device's `Pacing`, as plain data.
 
-    `link_server`: the address of who times the transfers that share held-down links; `shared`: per program their ops'
-    numbers there; `collective_s`: what collectives take at least. `turns`: the address of who says when the next chunk
-    of weights may come, where fetches are ordered. `waits_s`: of a rehearsal, per op of the step how long it takes,
-    None where the link server says when it is over.
+    `link_server`: the address of the server that times the transfers on shared, throttled links; `shared`: per program,
+    the numbers of its ops there; `collective_s`: the least seconds of each collective. `turns`: the address of the
+    server that says when the next chunk of weights may come, if fetches are ordered. `waits_s`: in a rehearsal, the
+    seconds of each op of the step, None for an op whose end the link server tells.
     """
 
     link_server: str | None = None
@@ -51,7 +51,7 @@ class Paces:
 
 
 class Pacing:
-    """The pace of the transfers of device `index`. `turns`: None where nobody orders fetches."""
+    """The pace of the transfers of device `index`. `turns`: None if fetches are not ordered."""
 
     def __init__(self, hardware: Hardware, index: int, paces: Paces):
         self.hardware, self.spec, self.paces = hardware, hardware.devices[index], paces
@@ -60,7 +60,7 @@ class Pacing:
         self.turns = None if paces.turns is None else TurnClient(paces.turns, self.spec.root_complex)
 
     def mark(self, function: str, plan: Issues) -> None:
-        """Note at the ops of a program what they take at least, or their number at the link server."""
+        """Set the least seconds of each op of a program, and its number at the link server if it has one."""
         if self.throttled:
             shared, collective_s = self.paces.shared.get(function, {}), self.paces.collective_s.get(function, {})
             for issue in plan.ops:
@@ -68,7 +68,7 @@ class Pacing:
                 issue.shared = shared.get(issue.index)
 
     def begin(self, issue: Issue) -> Callable[[], None]:
-        """A transfer begins: what this returns waits until slower links would have moved it as well."""
+        """Begin a transfer. The returned function waits until the described links would have moved it as well."""
         if issue.shared is not None:
             assert self.links is not None
             return self.links.begin(issue.shared)
@@ -82,7 +82,7 @@ class Pacing:
         return rest
 
     def _transfer_s(self, issue: Issue) -> float:
-        """What a transfer takes on the described hardware; a receive is held down by its send."""
+        """The seconds of a transfer on the described hardware; 0 for a receive, which its send slows down."""
         if not ops.ALL[issue.op].transfers:
             return 0.0
         route = route_of(issue, self.hardware, self.spec)
@@ -98,7 +98,7 @@ def route_of(issue: Issue, hardware: Hardware, own: Device) -> tuple[str, str]:
 
 
 class TurnClient:
-    """The side of one device, under root complex `complex_` of its host: any of its threads may ask."""
+    """One device's side, under root complex `complex_` of its host: any of the device's threads may ask."""
 
     def __init__(self, address: str, complex_: int):
         self.address, self.complex_ = address, complex_
@@ -106,7 +106,7 @@ class TurnClient:
 
     @contextmanager
     def hold(self, turn: int) -> Iterator[None]:
-        """Have the root complex to oneself. Raises `WorkerError` where the server is gone."""
+        """Hold the root complex alone. Raises `WorkerError` if the server is gone."""
         channel = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -125,16 +125,17 @@ class TurnClient:
 
 
 class LinkClient:
-    """The side of one device: any of its threads may ask."""
+    """One device's side: any of its threads may ask."""
 
     def __init__(self, address: str, device: int):
         self.address, self.device = address, device
         self._own = threading.local()
 
     def begin(self, index: int) -> Callable[[], None]:
-        """Tell that op `index` begins now; what this returns waits until it is over. One op at a time per thread.
+        """Tell the server that op `index` begins now; the returned function waits for its end. One op at a time per
+        thread.
 
-        Raises `WorkerError` where the server is gone.
+        Raises `WorkerError` if the server is gone.
         """
         channel = getattr(self._own, "channel", None)
         if channel is None:

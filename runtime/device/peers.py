@@ -1,8 +1,8 @@
-"""What joins the devices: sends, receives and sums on torch.distributed, gloo for host memory and NCCL between GPUs.
+"""The connections of devices: sends, receives and sums on torch.distributed, gloo for host memory, NCCL between GPUs.
 
 Backends are made directly from a store, so the process's own default group is neither needed nor touched. Host traffic
-blocks the calling thread (one thread per stream); NCCL traffic is enqueued on the current CUDA stream. A peer that dies
-raises at once on gloo, and a silent one after `timeout_s`.
+blocks the calling thread (one thread per stream); NCCL traffic is enqueued on the current CUDA stream. On gloo, a peer
+that dies raises an error at once, and a silent one after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 class PeerLink:
     """One device's end of all connections.
 
-    `groups`: per name, the devices that take part, in the order in which their parts are added. `hosts`: per device the
-    host it is on; all are on one where it is empty.
-    `hostname` binds gloo to one address; None to the interface that GLOO_SOCKET_IFNAME names, else this host's own.
+    `groups`: per name, the devices that take part, in the order in which their parts are added. `hosts`: the host of
+    each device, or empty if all are on one. `hostname` binds gloo to one address; None binds it to the interface that
+    GLOO_SOCKET_IFNAME names, else to this host's own.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class PeerLink:
     def connect(self, orders: Mapping[tuple[int, int], Sequence[str]], group_memories: Mapping[str, str]) -> None:
         """Make every connection that the programs need.
 
-        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. A
-        group is summed by NCCL where all its parts lie in GPUs, else by gloo. Raises `PlanError` where two GPUs would
-        exchange messages in different orders, which NCCL cannot.
+        `orders`: see `message_orders`. `group_memories`: per group, the memory in which this device's part lies. NCCL
+        sums a group whose parts all lie in GPUs, gloo any other. Raises `PlanError` if two GPUs would exchange messages
+        in different orders, which NCCL cannot do.
         """
         self._tags = {pair: {tag: i for i, tag in enumerate(sorted(set(tags)))} for pair, tags in orders.items()}
         if self.device.type == "cuda":
@@ -159,23 +159,23 @@ class PeerLink:
             groups[group].allreduce_coalesced(list(values), dist.AllreduceCoalescedOptions()).wait()
 
     def gather_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> None:
-        """Fill `rows` (members, n), of which this device's own is there, with those of all devices in the group's
-        order. `hierarchical`: first between hosts, then inside them."""
+        """Fill `rows` (members, n), of which only this device's own is filled so far, with the rows of all devices in
+        the group's order. `hierarchical`: first between hosts, then inside them."""
         if group not in self._single:
             groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
             gather_rows(groups[group], self._seats[group], rows, hierarchical)
 
     def sum_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> Tensor:
-        """Of `rows` (members + 1, n), one for each device of the group and room for one more, the sum over the devices
-        of this device's row; it lies in one of the rows, and all of them are used up. `hierarchical`: in host memory,
-        first inside hosts, then between them."""
+        """The sum over the group's devices of this device's row, out of `rows` (members + 1, n): one for each device,
+        and room for one more. The sum lies in one of the rows, and all of them are used up. `hierarchical`: in host
+        memory, first inside hosts, then between them."""
         if group in self._single:
             return rows[0]
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
         return sum_rows(groups[group], rows, self._seats[group], hierarchical)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        """`value` of the device `source` on all devices; on the others it is overwritten. Host memory only."""
+        """Overwrite `value` on all other devices with that of the device `source`, and return it. Host memory only."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._everyone.broadcast([value], options).wait()
@@ -209,7 +209,7 @@ class PeerLink:
 
 
 def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[str]]:
-    """Per (source, destination) that the programs' device is one of: the tags in text order, over all programs."""
+    """The tags in text order, over all programs, per pair (source, destination) that the programs' device is in."""
     orders: dict[tuple[int, int], list[str]] = {}
     for program in programs:
         for node in program.ops():

@@ -1,7 +1,7 @@
 """One program made ready to be issued: per op, everything that can be known before the first step.
 
-Most of all what it waits for. The order is that of the verifier and the simulator (`ir/program/order.py`), so a device
-cannot block where the verifier saw that it would not, and memory is reused only behind those who used it.
+Most of this is what each op waits for. The verifier and the simulator use the same order (`ir/program/order.py`), so a
+program that the verifier has passed cannot block a device, and memory is reused only after its earlier users are done.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Issue:
     line: int  # 1-based, in the generated file
     text: str
     stream: str
-    memory: str  # in which it works: that of its first operand or result
+    memory: str  # that of its first result or, without results, of its first operand
     results: list[str]
     takes: list[tuple[str, str, int]]  # memory, name, bytes
-    gives: list[tuple[str, str]]  # taken over in place, or freed
+    gives: list[tuple[str, str]]  # memory and name of values that are taken over in place, or freed
     workspace_bytes: int
     workspace_memory: str
     moved_bytes: int
     route: tuple[str, str]  # source, target
     micro_batch: int | None
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
-    place: int | None  # of what is read, offloaded, written or scattered: its offset in the arena of its memory
+    place: int | None  # of a value that is read, offloaded, written or scattered: its offset in its arena
     place_bytes: int  # in host memories whole pages
-    staging: tuple[int, int] | None  # offset in the device's arena, and bytes, for what is between devices
+    staging: tuple[int, int] | None  # of a collective's workspace: offset in the device's arena, and bytes
     turn: int  # of fetched weights: see `pacing.py`
     tag: str  # of a message; for a load the name of the input
     peer: int
@@ -68,13 +68,13 @@ class Issue:
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     waits: tuple[int, ...] = ()
-    room: tuple[int, ...] = ()  # those of the waits without whose end there is no device memory for it
-    least_s: float = 0.0  # what a transfer takes at least, where links are held down
-    shared: int | None = None  # its number at the link server, where it may have to share such links
+    room: tuple[int, ...] = ()  # the waits that free the device memory that it takes
+    least_s: float = 0.0  # the least seconds of a transfer on throttled links
+    shared: int | None = None  # its number at the link server, if it may have to share such links
 
     @property
     def stage(self) -> str:
-        """The one that its result, or first operand, belongs to."""
+        """The stage of its first operand or, if no operand belongs to a stage, of its first result."""
         return self.stages[0]
 
     @property
@@ -122,7 +122,7 @@ def plan_issues(
         if takes_place(node, ops.DEVICE) and node.meta["type"].kind in ON_DEVICE:
             plan.ops[-1].pieces = _pieces(program, node, offsets)
         elif node.target is ops.reduce_scatter:
-            places = places_of(node)  # maybe that of the sum so far
+            places = places_of(node)  # its own, or that of the sum so far
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[places[0]] if places else None, place_bytes(node)
         elif takes_place(node):
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
@@ -179,7 +179,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
 
 
 def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:
-    """Where the parameters lie that are there once these weights have come, what the op brings itself last."""
+    """Where the parameters lie that are on the device after this fetch; the op's own piece comes last."""
     found: list[tuple[int, int, int]] = []
     for fetch in places_of(node):
         params = fetch.kwargs.get("params")
@@ -190,7 +190,7 @@ def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tup
 
 
 def _last_on_others(issue: Issue, before: set[int], issues: list[Issue], direct: list[set[int]]) -> tuple[int, ...]:
-    """One per other stream, the last: streams work in order. `free` has no stream and passes on what it waits for."""
+    """The last op on each other stream, as streams work in order. A `free` has no stream and passes on its waits."""
     last: dict[str, int] = {}
     for other in _expand(before, issues, direct):
         stream = issues[other].stream

@@ -39,8 +39,8 @@ def reduce_grads(
 
 
 def reduce_whole(grads: Grads, link: PeerLink | None, group: str) -> None:
-    """Replace a stage's gradients by their sums over the group; in place, where they lie in flat buffers. Which
-    parameters get a gradient follows from the graph, so that all devices hold the same names."""
+    """Replace a stage's gradients by their sums over the group, in place if they lie in flat buffers. The graph fixes
+    which parameters get a gradient, so that all devices hold the same names."""
     if link is None:
         return
     tensors = grads.tensors
@@ -87,6 +87,6 @@ def _device_of(grads: Sequence[dict[str, Tensor]]) -> torch.device:
 
 
 def _settle(total: Tensor) -> None:
-    """Wait for what a host thread has put on its CUDA stream: who comes next waits for the thread only."""
+    """Wait for the work that a host thread has put on its CUDA stream, because later ops wait for the thread only."""
     if total.is_cuda and torch.cuda.current_stream(total.device) == torch.cuda.default_stream(total.device):
         torch.cuda.current_stream(total.device).synchronize()

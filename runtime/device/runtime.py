@@ -2,7 +2,7 @@
 
 The function runs once, fast, on the calling thread: every op returns handles at once and is issued to its stream, where
 it starts when its inputs are ready. Memory is taken and given back in issue order under the budgets of the device and
-of DRAM, so exceeding one raises at the op that would, whatever has run so far.
+of DRAM, so an op that would exceed one raises, whatever has run so far.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         return self._launch(issue, [a, b], run)[0]
 
     def _seed(self, stage: str, issue: Issue) -> int:
-        """By the micro-batch's number in the whole batch, which a lane counts anew."""
+        """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
         assert issue.micro_batch is not None
         return micro_batch_seed(self.state.seed, self.state.step_count, stage, issue.micro_batch)
 

@@ -30,11 +30,11 @@ from .streams import Fault
 
 @dataclass
 class StepResult:
-    """What a program returned, on CPU: per name one tensor a micro-batch, empty lists on devices that have none.
+    """What a program returned, on CPU: per name one tensor per micro-batch, empty lists on devices that return none.
 
     `report`: `seconds`, `busy_share` per stream (sends and receives include waiting for the other side), `moved_bytes`
-    per route ("dram0 -> gpu0"), `peak_bytes` per memory as accounted, `gradient_norm` (None where the program computes
-    none), `loss_scale` (None but in fp16), `skipped` (a step whose gradients were not finite).
+    per route ("dram0 -> gpu0"), `peak_bytes` per memory as accounted, `gradient_norm` (None if the program computes
+    none), `loss_scale` (None except in fp16), `skipped` (a step whose gradients were not finite).
     """
 
     values: dict[str, list[Tensor]]
@@ -93,7 +93,7 @@ class DeviceSession:
             # A step that failed may still use memory that goes back now; with peers, one may never answer.
             with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
                 torch.cuda.synchronize(self.device)
-                torch._C._cuda_clearCublasWorkspaces()  # one per stream, else kept for ever
+                torch._C._cuda_clearCublasWorkspaces()  # one per stream, which torch else keeps for ever
 
     # --- running a program
 
@@ -123,7 +123,7 @@ class DeviceSession:
         return StepResult(values, report)
 
     def _execute(self, function: str, batch: Mapping[str, Tensor]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-        """Issue all ops of the function and wait for their end: what it returned, and the report."""
+        """Issue all ops of the function and wait for their end. Returns the function's results and the report."""
         plan = self.plans[function]
         runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link)
         for account in self.state.memory.accounts.values():
@@ -145,7 +145,7 @@ class DeviceSession:
 
     @property
     def waited(self) -> bool:
-        """Whether the op that failed waited for another device: then that one is the likelier culprit."""
+        """Whether the op that failed waited for another device: then that device is the likelier culprit."""
         return self.broken is not None and self.broken.label is not None and bool(ops.ALL[self.broken.label.op].meets)
 
     def _located(self, fault: Fault) -> Exception:
@@ -155,7 +155,7 @@ class DeviceSession:
             return error if isinstance(error, Exception) else WorkerError(str(error), device=self.index)
         place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
-            located = copy.copy(error)  # with what it knows: the file, the bytes that are missing
+            located = copy.copy(error)  # keeps its fields, such as the file and the missing bytes
             located.args = (f"{place}: {error}",)
             return located
         if isinstance(error, torch.OutOfMemoryError):
@@ -188,7 +188,7 @@ class DeviceSession:
         return self.state.judge_norm(float(runtime.squares.value))
 
     def _moved_bytes(self, plan: Issues) -> dict[str, int]:
-        """Per route between two memories by name. What is received counts with its sender."""
+        """The bytes per route between two memories by name. A message counts at its sender."""
         names = {ops.DEVICE: self.spec.name, ops.DRAM: f"dram{self.spec.host}", ops.SSD: f"ssd{self.spec.host}"}
         names |= {f"device{i}": device.name for i, device in enumerate(self.setup.hardware.devices)}
         moved: dict[str, int] = {}

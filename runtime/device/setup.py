@@ -1,4 +1,4 @@
-"""What one device is told at its start: plain data, which crosses to its process."""
+"""What one device needs to start, as plain data that is sent to its process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class HostShare:
-    """What a device has of its host. `gpu`: its number among the host's GPUs; `num_threads` of a CPU device's
-    computation, None takes the calling thread's; `dram_budget_bytes`: None takes all of the DRAM; `ssd_dirs`: where
-    files go, one directory per SSD, and `ssd_verify` checks all that is read; `hostname`: see `PeerLink`.
-    """
+    """A device's share of its host. `gpu`: its number among the host's GPUs; `num_threads`: the threads of a CPU
+    device's computation, None for those of the calling thread; `dram_budget_bytes`: None for all of the DRAM;
+    `ssd_dirs`: the directories of its files, one per SSD; `ssd_verify` checks everything that is read from them;
+    `hostname`: see `PeerLink`."""
 
     gpu: int = 0
     num_threads: int | None = None

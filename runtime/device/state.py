@@ -24,13 +24,13 @@ from .prepare import Issues
 from .setup import DeviceSetup
 
 LASTING = "all steps' "  # no value of a program has such a name
-UNSEEN_BYTES = 256 << 20  # at least this for what no account sees, also on a GPU described as very small
+UNSEEN_BYTES = 256 << 20  # at least this for memory that no account sees, even on a GPU described as very small
 
 
 class SessionMemory:
-    """What the plans of a session's functions ("step", "evaluate") need, taken at the start.
+    """The memory that the plans of a session's functions ("step", "evaluate") need, taken at the start.
 
-    `host_device` is where DRAM's arena lies. Raises `BudgetExceeded` where what persists is already too much.
+    `host_device` is where DRAM's arena lies. Raises `BudgetExceeded` if what persists is already too much.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SessionMemory:
         self.dram_arena = Arena(host_device, on_pages=True, pinned=device.type == "cuda")
         self.folder: SsdFolder | None = None
         self.ssd_arena: SsdFile | None = None
-        self._share_before: float | None = None  # of the GPU's memory
+        self._share_before: float | None = None  # the share of the GPU's memory that torch's allocator could take
         for memory in (ops.DEVICE, ops.DRAM):
             for what, num_bytes in plans["step"].persistent.parts(memory).items():
                 if num_bytes:
@@ -59,7 +59,7 @@ class SessionMemory:
         self.grow(ops.DRAM, max(plan.arenas[ops.DRAM] for plan in plans.values()))
 
     def grow(self, memory: str, num_bytes: int) -> None:
-        """Let an arena be at least so large; only between steps."""
+        """Make a memory's arena at least `num_bytes` large; only between steps."""
         arena, account = (self.device_arena if memory == ops.DEVICE else self.dram_arena), self.accounts[memory]
         if num_bytes > arena.bytes:
             if arena.bytes:
@@ -101,9 +101,9 @@ class SessionMemory:
         return self.dram_arena.range(0, num_bytes)
 
     def hold_allocator(self) -> None:
-        """Hold torch's allocator to the GPU's memory as described, until `close`.
+        """Limit torch's allocator to the described memory of the GPU, until `close`.
 
-        The account holds values to the budget, which leaves a part of that memory to what no account sees: workspaces
+        The account limits values to the budget, which leaves a part of that memory to what no account sees: workspaces
         of cuBLAS, the allocator's rounding and gaps.
         """
         if self.device.type != "cuda":
@@ -114,7 +114,7 @@ class SessionMemory:
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
 
     def close(self) -> None:
-        """Remove the files, and let torch's allocator take what it could take before."""
+        """Remove the files, and restore the earlier limit of torch's allocator."""
         if self.folder is not None:
             self.folder.close()
         if self._share_before is not None:
@@ -125,9 +125,9 @@ class SessionMemory:
 class DeviceState:
     """The stages of one device in its memories, and how far its run is.
 
-    `resident`: per stage its weights where they lie; of shards, which are gathered first, the flat buffer.
-    Raises `BudgetExceeded` where what persists is already too much, `HardwareError` for directories that cannot be
-    used, `DoesNotFit` where the disks have not the room.
+    `resident`: the weights of each stage or, for a shard, which is gathered before use, its flat buffer. Raises
+    `BudgetExceeded` if what persists is already too much, `HardwareError` for directories that cannot be used,
+    `DoesNotFit` if the disks lack the room.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class DeviceState:
         )
 
     def _piece(self, group: str) -> tuple[int, int] | None:
-        """Which of how many shards is here of a stage that a group shares; None where it is whole."""
+        """The index of this device's shard of a stage and the number of shards in its group; None for a whole stage."""
         if not group:
             return None
         members = self.interface.members(group)
@@ -209,7 +209,7 @@ class DeviceState:
         self._settle()
 
     def _settle(self) -> None:
-        """What was loaded on the default stream is in place before any other reads it."""
+        """Wait until values loaded on the default stream are in place, before any other stream reads them."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -226,26 +226,26 @@ class DeviceState:
     # --- from step to step
 
     def commit(self) -> None:
-        """A step is over."""
+        """End a step."""
         for store in self.stores.values():
             store.commit()
         self.step_count += 1
 
     @property
     def gradient_scale(self) -> float:
-        """By which losses, and so gradients, are multiplied."""
+        """The factor on losses, and so on gradients."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def judge_norm(self, squares: float) -> tuple[float, bool]:
-        """The gradients' norm by their scaled sum of squares, and whether the step was skipped for it; the scale of
-        the next step follows from that."""
+        """The gradients' norm, from their scaled sum of squares, and whether the step was skipped because it is not
+        finite. Sets the loss scale of the next step accordingly."""
         scale, finite = self.gradient_scale, squares < float("inf")
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         return squares**0.5 / scale, self.loss_scale is not None and not finite
 
     def forget_values(self) -> None:
-        """Of the values of a step nothing is left."""
+        """Remove the values of a step from the accounts."""
         for account in self.memory.accounts.values():
             for name in [name for name in account.live if not name.startswith(LASTING)]:
                 account.give(name)

@@ -17,12 +17,12 @@ import torch
 
 from .host import use_cores
 
-SWITCH_S = 0.0005  # how long a thread keeps the interpreter from others: a stream's needs it for moments, but at once
+SWITCH_S = 0.0005  # how long a thread may keep the interpreter: a stream's thread needs it briefly, but at once
 StreamTask = Callable[[], None]
 
 
 class Label(Protocol):
-    """What a stream must know of the op behind a task."""
+    """What a stream must know of a task's op."""
 
     line: int  # 1-based, in the generated file
 
@@ -38,7 +38,7 @@ class Fault(Exception):
 
 
 class HostEvent:
-    """Set once, when a task on a thread is over; `failed` when it, or one that it needed, raised."""
+    """Set once, when a task on a thread is over; `failed` if that task, or one that it needed, raised."""
 
     __slots__ = ("done", "failed", "stream", "waiters")
 
@@ -87,7 +87,7 @@ Event = HostEvent | CudaEvent
 
 
 class Stream:
-    """What all streams have in common; `spans`: what ran since `begin`, with seconds of `time.perf_counter`."""
+    """What all streams have in common; `spans`: the tasks since `begin`, with seconds of `time.perf_counter`."""
 
     is_cuda = False
 
@@ -100,7 +100,7 @@ class Stream:
         self.spans = []
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
-        """Run `task` when all that was issued before it, and all of `waits`, is over; do not wait for it here."""
+        """Run `task` once all that was issued before it and all of `waits` are over; do not wait for it here."""
         raise NotImplementedError
 
     def finish(self, notices: SimpleQueue[Any]) -> None:
@@ -108,7 +108,7 @@ class Stream:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Take no more tasks. A thread ends behind its last task."""
+        """Take no more tasks. A thread ends after its last task."""
 
 
 class InlineStream(Stream):
@@ -143,10 +143,10 @@ class InlineStream(Stream):
 class ThreadStream(Stream):
     """One daemon thread with a queue.
 
-    A task that raises puts a `Fault` into `notices`; what is issued behind it or waits for it elsewhere is skipped, and
-    fails too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor. `device` is
-    the GPU for which the thread works: CUDA gives each new thread the first one. `cores`: those that it, and what it
-    computes with, is kept to.
+    A task that raises puts a `Fault` into `notices`; tasks issued after it, or that wait for it elsewhere, are skipped
+    and fail, too. `board[slot]` holds the line of the running op, negative once it is over, for a supervisor. `device`
+    is the GPU for which the thread works, since CUDA gives each new thread the first one. `cores`: where the thread,
+    and those that compute for it, are kept.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ThreadStream(Stream):
                 other.wait()
                 if other.failed:
                     return False
-        except Exception as error:  # the GPU's own errors come to light where somebody waits for it
+        except Exception as error:  # the GPU's own errors are raised by a wait for it
             self.notices.put(Fault(label, error))
             return False
         return True
@@ -228,8 +228,8 @@ class ThreadStream(Stream):
 class CudaStream(Stream):
     """One `torch.cuda.Stream`. Tasks only launch work, so they run at once on the calling thread.
 
-    What a thread must do first (a CPU optimizer before the fetch of its weights) blocks the caller; between CUDA
-    streams there are only events on the device.
+    An event of a thread (a CPU optimizer's, before the fetch of its weights) blocks the caller; CUDA streams wait for
+    each other by events on the device only.
     """
 
     is_cuda = True
@@ -272,7 +272,7 @@ class CudaStream(Stream):
         return event
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors that another stream made until this stream is past its present end."""
+        """Keep the memory of tensors that another stream made until this stream has passed its present end."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)

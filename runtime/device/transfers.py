@@ -17,7 +17,7 @@ from .issuing import Box, Handle, Issuing
 from .pacing import CHUNK_BYTES
 from .prepare import Issue
 
-FIRST_TURN = -1  # before that of any stage
+FIRST_TURN = -1  # before the turn of any stage
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class StoredActivation:
 
 
 class Transfers(Issuing):
-    """`load` to `free`."""
+    """The ops `load` to `free`."""
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue = self._next("load")
         rows = self.interface.batch[name].shape[0]
-        piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # of its lane, whose rows it is given
-        if self.device.type == "cpu":  # a view: no memory is taken, nothing need be waited for
+        piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # `batch` holds the rows of this lane
+        if self.device.type == "cpu":  # a view: it takes no memory and need not wait
             return Handle(Box(None, piece))
 
         def run() -> list[Any]:
@@ -66,7 +66,7 @@ class Transfers(Issuing):
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
         place = self.state.memory.device_arena.range(offset_bytes, end - start)
-        # Of a shard nothing is computed: it goes on as it is.
+        # Nothing is computed with a shard: it is passed on as it is.
         value = place if group is not None else self.state.memory.device_arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
@@ -79,7 +79,7 @@ class Transfers(Issuing):
         return self._launch(issue, [] if box is None else [box], run)[0]
 
     def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
-        """From DRAM to the device; where fetches have turns, in chunks, each when its turn has come."""
+        """Copy from DRAM to the device; if fetches have turns, in chunks that each wait for their turn."""
         turns, copies = self.pacing.turns, self.all_streams.copies
         if turns is None or copies is None:
             with self._issued_apart():
@@ -108,14 +108,14 @@ class Transfers(Issuing):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Where fetches have turns, activations come before all weights."""
+        """If fetches have turns, let an activation come before all weights."""
         turns = self.pacing.turns
         with nullcontext() if turns is None else turns.hold(FIRST_TURN), self._issued_apart():
             yield
 
     @contextmanager
     def _issued_apart(self) -> Iterator[None]:
-        """Copies that a thread issues are there when this ends."""
+        """Issue the copies of a thread on its own CUDA stream, if there is one, and wait for them."""
         copies = self.all_streams.copies
         if copies is None:
             yield
@@ -132,7 +132,7 @@ class Transfers(Issuing):
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)
             given: Any = box.value
-            if place is None:  # a result of the step, which is handed out
+            if place is None:  # a result that the step returns
                 moved: Any = torch.empty_like(given, device="cpu", pin_memory=given.is_cuda).copy_(
                     given, non_blocking=True
                 )
@@ -144,7 +144,7 @@ class Transfers(Issuing):
         return self._launch(issue, [box], run)[0]
 
     def _placed(self, given: Any, flat: Tensor, issue: Issue) -> Any:
-        """A copy of gradients, of a tensor or of what a forward kept, in its place in DRAM."""
+        """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
         if isinstance(given, Grads):
             places = grads_layout(self.stores[issue.stage].part).views(flat)
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}

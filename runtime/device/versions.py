@@ -18,12 +18,12 @@ from .issuing import Handle, Issuing
 
 
 class Versions(Issuing):
-    """`stash`, `predict` and `split`. All run on the stream of computation, between the updates that the text has them
-    between; what they make is used and given back on that stream, too."""
+    """The ops `stash`, `predict` and `split`. All run on the compute stream, between the same updates as in the text;
+    their results are used and given back on that stream, too."""
 
     @contextmanager
     def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> Iterator[StageRunner]:
-        """A stage's runner on these weights. Of a version it lets go at once: a `free` gives its memory back."""
+        """A stage's runner on these weights. It lets go of a version at the end: a `free` gives the memory back."""
         store.runner.bind(weights)
         yield store.runner
         if self.interface.asynchronous and weights is not store.weights:

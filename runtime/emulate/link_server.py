@@ -1,8 +1,8 @@
-"""Links that several processes share, in real time: who moves something over them asks a server, and is told when it is
-over.
+"""Links that several processes share, in real time: a process that moves something over them asks a server, and is told
+when the transfer is over.
 
-The server shares links out as the simulator does (`simulate/sharing.py`), only that a clock decides when things happen.
-It is a thread of the process that starts the devices; each thread of a device that asks has a connection of its own.
+The server shares links out as the simulator does (`simulate/sharing.py`), except that a clock decides when things
+happen. It is a thread of the process that starts the devices; each asking thread of a device has its own connection.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Costs = Sequence[Sequence[Cost]]  # per device, per op of its program in text or
 class LinkServer:
     """Answers `LinkClient`s at `address` (a path of its own) until `close`.
 
-    `time_scale` seconds pass for each second of the costs. `moved`: the amount that has gone each path.
+    `time_scale` seconds pass for each second of the costs.
     """
 
     def __init__(self, address: str, links: Mapping[str, Link], costs: Costs, time_scale: float = 1.0):
         self.address, self.costs, self.time_scale = address, costs, time_scale
         self.progress = TasksUnderWay(links)
-        self._asked: dict[int, socket.socket] = {}  # per task under way, who waits for it
+        self._asked: dict[int, socket.socket] = {}  # per task under way, the connection that waits for it
         self._count = 0
         self._begin_s = time.perf_counter()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(address)
         self._listener.listen(socket.SOMAXCONN)
         self._stop, stopped = socket.socketpair()
-        self._selector = selectors.SelectSelector()  # of all, the one that waits to the microsecond
+        self._selector = selectors.SelectSelector()  # the only kind that waits to the microsecond
         for each in (self._listener, stopped):
             self._selector.register(each, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, args=(stopped,), name="penstock-links", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop. Whoever still waits sees its connection close."""
+        """Stop the server. Clients that still wait see their connections close."""
         if self._thread.is_alive():
             self._stop.send(OVER)
             self._thread.join()
@@ -82,7 +82,7 @@ class LinkServer:
             request = client.recv(REQUEST.size, socket.MSG_WAITALL)
         except ConnectionResetError:
             request = b""
-        if len(request) < REQUEST.size:  # it has gone; what it asked for goes on, and its answer is lost
+        if len(request) < REQUEST.size:  # the client has gone; its transfer goes on, and the answer is lost
             self._selector.unregister(client)
             client.close()
             return
@@ -95,4 +95,4 @@ class LinkServer:
         try:
             client.send(OVER)
         except OSError:
-            return  # it has gone meanwhile
+            return  # the client has gone meanwhile

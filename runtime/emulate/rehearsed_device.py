@@ -1,6 +1,6 @@
-"""One device of a rehearsal, in its own process: real threads, events, messages and accounts, and nothing in them.
+"""One device of a rehearsal, in its own process: real threads, events, messages and accounts, but no data.
 
-Tensors that a step would hold are on the meta device or absent. What is sent is a token of one byte, twice: when both
+Tensors that a step would hold are on the meta device or absent. A message is a token of one byte, sent twice: when both
 sides are there, and when the transfer is over.
 """
 
@@ -31,7 +31,7 @@ NOWHERE = torch.device("meta")
 
 
 class EmptyStore:
-    """Stands for a stage's state: sizes, no memory."""
+    """Stands in for a stage's store: it has the sizes, but no memory."""
 
     def __init__(self, spec: StageSpec, part: StageSpec):
         self.spec, self.part, self.runner = spec, part, None
@@ -42,14 +42,14 @@ class EmptyStore:
 
 
 class NoMemory(SessionMemory):
-    """Accounts alone."""
+    """A session's memory that keeps accounts only."""
 
     def open_files(self, directories: Sequence[str], verify: bool, arena_bytes: int) -> None:
         """Nothing is stored."""
 
 
 class RehearsedState(DeviceState):
-    """Sizes alone."""
+    """A device's state that has the sizes only."""
 
     def _take_memory(self, setup: DeviceSetup, plans: Mapping[str, Issues]) -> SessionMemory:
         return NoMemory(setup, plans, NOWHERE, NOWHERE)
@@ -59,7 +59,7 @@ class RehearsedState(DeviceState):
 
 
 class RehearsedStreams(Streams):
-    """Threads, whatever the device is."""
+    """Streams that are threads, whatever the device is."""
 
     def name_of(self, work: ops.Work) -> str:
         return work.stream
@@ -75,7 +75,7 @@ class RehearsedStreams(Streams):
 
 
 class RehearsedPacing(Pacing):
-    """Ops take as long as they would."""
+    """Waits for as long as an op would take."""
 
     def wait(self, issue: Issue) -> None:
         assert self.paces.waits_s is not None and self.links is not None
@@ -87,7 +87,7 @@ class RehearsedPacing(Pacing):
 
 
 class RehearsedRuntime(DeviceRuntime):
-    """The ops as they are, issued as they are, with a wait for what they would run."""
+    """The runtime's own ops, issued as ever, but each waits in place of doing its work."""
 
     pacing: RehearsedPacing
 
@@ -125,7 +125,7 @@ class RehearsedRuntime(DeviceRuntime):
         link.meet_sender(issue.peer, issue.tag)
 
     def _meet(self, issue: Issue, group: str) -> None:
-        """All members begin and end together; the first of them asks for all."""
+        """All members begin and end together; the first of them waits for the time of the collective."""
         link = self._link()
         link.meet_all(group)
         if link.groups[group][0] == self.index:

@@ -1,9 +1,9 @@
-"""CPU devices held down to slow links: which of their transfers meet others on a link.
+"""CPU devices throttled to slow links: which of their transfers meet others on a link.
 
-A transfer that has its links to itself whatever runs beside it only has to take long enough, which its device sees to;
-so does a collective, which all members do at the same time.
-One that may have to share goes through the `LinkServer` of whoever starts the devices. Under torchrun nobody does, and
-every transfer has its links to itself.
+A transfer that always has its links to itself only has to take long enough, which its device sees to; so does a
+collective, which all members do at the same time. A transfer that may have to share a link goes through the
+`LinkServer` of the process that starts the devices. Under torchrun there is no such process, and every transfer has its
+links to itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUNDING = 1e-6
 
 @dataclass
 class SharedTransfers:
-    """`costs`: per device those of all ops, one program behind the other. `numbers`: per device and program, which of
-    its ops share links, and where their cost is. `collective_s`: the same for collectives, what each takes."""
+    """`costs`: per device the costs of all ops, one program after the other. `numbers`: per device and program, the ops
+    that share links and the positions of their costs. `collective_s`: likewise for collectives, the seconds of each."""
 
     costs: list[list[Cost]] = field(default_factory=list)
     numbers: list[dict[str, dict[int, int]]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class SharedTransfers:
 
 
 def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware, precision: str) -> SharedTransfers:
-    """`programs`: per device by name. Nothing is shared on a machine that is not held down."""
+    """`programs`: per device by name. Nothing is shared on a machine that is not throttled."""
     found = SharedTransfers()
     if not hardware.throttled:
         return found
@@ -65,7 +65,7 @@ def shared_transfers(programs: Sequence[dict[str, Program]], hardware: Hardware,
 def _contended(
     programs: Sequence[dict[str, Program]], costs: dict[str, list[list[Cost]]], links: dict[str, Link]
 ) -> set[str]:
-    """Links on which the streams that use them could ask for more than there is. A stream moves one thing at a time."""
+    """Links on which the streams that use them could ask for more than there is. A stream moves one value at a time."""
     wanted: dict[str, dict[tuple[int, str], float]] = {}
     for name, rows in costs.items():
         for device, own in enumerate(programs):

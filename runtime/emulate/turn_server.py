@@ -1,8 +1,8 @@
-"""Whose weights come first: on a host with `ordered_fetches` the stage that runs first has a root complex to itself.
+"""The order of weight fetches: on a host with `ordered_fetches` the stage that runs first has a root complex to itself.
 
 CUDA's stream priorities do not order copies between host and device, so the runtime does (Mobius 3.3): weights move in
-chunks, each under a token of the root complex, which goes to the lowest turn among those who wait. The tokens are held
-by a thread of the process that starts the devices; each thread of a device that asks has a connection of its own.
+chunks, each under a token of the root complex, which goes to the lowest turn that waits. The tokens are held by a
+thread of the process that starts the devices; each asking thread of a device has its own connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..device.pacing import DONE, GRANTED, REQUEST
 
 
 class Tokens:
-    """One token a root complex. Who asks with the lowest turn gets it next, of equal turns who asked first."""
+    """One token per root complex. The request with the lowest turn gets it next, of equal turns the earliest."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class Tokens:
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """One connection: asks for a token, is granted it, gives it back; and so on. A broken one gives its token back."""
+    """One connection: asks for a token, is granted it, gives it back, and so on. If it breaks, the token goes back."""
 
     server: _Server
 

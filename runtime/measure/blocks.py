@@ -1,15 +1,15 @@
 """Timing stages of a generated file on one device, one after the other, as a worker runs them.
 
 Run as `python -m penstock.runtime.measure.blocks FOLDER DEVICE PRECISION RANK WORLD THREADS`. FOLDER holds device0.py,
-interface.json and rows.json (stage -> input of indices -> number of rows); DEVICE is "cpu" or "cuda:0". CPU devices run
-in as many processes as the machine has of them, in step, since devices that share a memory bus slow each other down.
-Prints one line of JSON: stage -> seconds of a forward that keeps nothing, one that keeps what backward needs, backward,
-and, of a stage with classes of saved tensors, a forward again that is given all of them.
+interface.json and rows.json (stage -> input of indices -> number of rows); DEVICE is "cpu" or "cuda:0". For CPU devices
+one process per device of the machine runs, in step, since devices that share a memory bus slow each other down. Prints
+one line of JSON: stage -> seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and,
+for a stage with classes of saved tensors, a second forward that takes all of them.
 
-Weights are random, made for one stage on the device and dropped behind it: a model larger than memory can be timed.
-What the runtime does around every op (seeds, detaching) is not in the times of forwards: the simulator charges it once
-an op, however many blocks a stage has. Nor is what the thread waited for a core that other processes had, where the
-machine has cores for all of its devices' threads.
+Weights are random, made for one stage on the device and dropped after it: a model larger than memory can be timed. The
+runtime's work around every op (seeds, detaching) is not in the times of forwards: the simulator charges it once per op,
+however many blocks a stage has. Time in which the thread waited for a core that other processes had is left out, too,
+if the machine has cores for all of its devices' threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS_FILE = "rows.json"
 STAGE_S = 0.5  # time for one stage, after one warm-up
 LEAST_ROUNDS = 3
 SEED = 0
-CLOCK_S = 1e-7  # no clock here tells less from nothing
+CLOCK_S = 1e-7  # no clock here tells a shorter time from none
 WEIGHT_SCALE = 0.02  # of random weights: what flows through a block stays neither huge nor denormal
 
 
@@ -83,9 +83,9 @@ def time_stage(
     shares_cores: bool = False,
     slice_s: float = STAGE_S,
 ) -> list[float]:
-    """Seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and, where the stage has
-    classes of saved tensors, a forward that takes them all: of each the first quartile over the rounds in `slice_s`,
-    since whatever else the machine does can only make them longer."""
+    """Seconds of a forward that keeps nothing, one that keeps what backward needs, backward, and, if the stage has
+    classes of saved tensors, a forward that takes them all. Each is the first quartile of the rounds in `slice_s`,
+    since other work of the machine can only make them longer."""
     runner = StageRunner(spec, file.build(spec.name), device, precision)
     runner.load_buffers({buffer.name: _filled(buffer, device) for buffer in spec.buffers})
     runner.bind({param.name: _weights(param, device) for param in spec.params})
@@ -120,7 +120,7 @@ def _round_of(
         if not classes:
             return light_s, keeping_s, backward_s
         _, kept = runner.forward(inputs, SEED, classes)
-        runner.backward(kept, inputs, douts, grads, SEED)  # the watch has seen the module last
+        runner.backward(kept, inputs, douts, grads, SEED)  # the watch has timed the forward that takes the classes
         return light_s, keeping_s, backward_s, watch.seconds()
 
     return play
@@ -134,7 +134,7 @@ def _weights(param: ParamSpec, device: torch.device) -> Tensor:
 
 
 def _filled(buffer: ParamSpec, device: torch.device) -> Tensor:
-    """Ones, or True, for what is multiplied or masks; zeros for what may be an index."""
+    """Ones, or True, for factors and masks; zeros for values that may be an index."""
     dtype = getattr(torch, buffer.dtype)
     value = 1 if dtype.is_floating_point or dtype == torch.bool else 0
     return torch.full(buffer.shape, value, dtype=dtype, device=device)
@@ -156,7 +156,7 @@ def _gradient(output: TensorSpec, is_loss: bool, device: torch.device) -> Tensor
 
 
 def time_stages(folder: str, device: torch.device, precision: str, world: int = 1) -> dict[str, list[float]]:
-    """All stages of the folder's file, in step with the other ranks of the process group where there are any."""
+    """Times of all stages of the folder's file, in step with the other ranks of the process group if there are any."""
     together, shares_cores = world > 1, world * torch.get_num_threads() > usable_cores()
     interface = Interface.from_json(Path(folder, INTERFACE_FILE).read_text(encoding="utf-8"))
     rows = json.loads(Path(folder, ROWS_FILE).read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def time_stages(folder: str, device: torch.device, precision: str, world: int = 
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if together:
-        dist.barrier()  # whoever is behind still wants the others' company
+        dist.barrier()  # a slower rank still needs the others
     return found
 
 

@@ -23,7 +23,7 @@ from .links import fetch_latency_s, message_rates
 from .waiting import waited_s
 
 FIGURE_S = 0.4  # time for one figure
-LEAST_S = 1e-7  # no clock here tells less from nothing
+LEAST_S = 1e-7  # no clock here tells a shorter time from none
 MIB = 2**20
 MESSAGE_BYTES = 8 * MIB
 
@@ -31,8 +31,8 @@ MESSAGE_BYTES = 8 * MIB
 def steady_s(work: Callable[[], object], slice_s: float = FIGURE_S) -> float:
     """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
 
-    Not the median, since whatever else the machine does can only make runs longer; what the thread waited for a core
-    does not count at all.
+    Not the median, since other work of the machine can only make runs longer; time in which the thread waited for a
+    core does not count at all.
     """
     work()
     times: list[float] = []
@@ -60,9 +60,9 @@ def matmul_flops(dtype: torch.dtype, tokens: int = 256, width: int = 256) -> flo
 
 
 def pointwise_bandwidth(num_bytes: int = MIB) -> float:
-    """Bytes per second that what lies between matrix products reads and writes, on activations of usual size.
+    """Bytes per second that the ops between matrix products read and write, on activations of usual size.
 
-    A mix, because on a CPU it is not memory that bounds all of it: of a copy's rate softmax and GELU reach a tenth.
+    A mix of ops, because on a CPU memory does not bound all of them: softmax and GELU reach a tenth of a copy's rate.
     """
     value = torch.randn(num_bytes // 4096, 1024)
     functional = torch.nn.functional
@@ -85,7 +85,7 @@ def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
 def call_overhead_s(layers: int = 20) -> float:
     """Seconds that a torch call takes on data too small to count, with its share of Python's and autograd's work.
 
-    As costs count calls: those of a forward once there and twice in its backward.
+    Calls are counted as in costs: those of a forward once there and twice in its backward.
     """
     norm, linear, start = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.ones(1, 2, 8)
 

@@ -42,8 +42,8 @@ def mean_s(work: Callable[[], object], device: int, slice_s: float = KERNELS_S) 
 
 
 def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float:
-    """Seconds of `work` on an idle stream, from the event before it to the one behind it, as the runtime's streams
-    record them: what a transfer with nothing in it takes. The first quartile."""
+    """Seconds of `work` on an idle stream, from the event before it to the one after it, as the runtime's streams
+    record them: the time of a transfer with nothing in it. The first quartile."""
     with torch.cuda.device(device):
         stream, times = torch.cuda.current_stream(), list[float]()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

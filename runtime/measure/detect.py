@@ -1,7 +1,7 @@
 """Describing the machine at hand: GPUs through torch and NVML, their slots through /sys, the rest through psutil.
 
-Without `measure` the rates come from datasheets of known parts or from the CPU's instruction set, and `source` says
-so. With it, child processes time them (`measure`, `measure_cuda`).
+Without `measure` the rates come from datasheets of known parts or from the CPU's instruction set, and `source` says so.
+With it, child processes time them (`measure/cpu.py`, `measure/cuda.py`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def pci_address(properties: Any) -> str | None:
 def slot_bandwidth(address: str | None, pci: Path) -> float:
     """Usable bytes/s per direction of a PCI device's slot, from the narrower of the device and the port above it.
 
-    Where /sys does not say (virtual machines), the rate of generation 3 with 16 lanes.
+    If /sys does not say (virtual machines), this is the rate of generation 3 with 16 lanes.
     """
     if address is None or not (pci / address).exists():
         return PCIE_X16[3]
@@ -149,7 +149,8 @@ def slot_bandwidth(address: str | None, pci: Path) -> float:
 
 
 def root_port(address: str | None, pci: Path) -> str:
-    """What the device shares its way to DRAM with: the root port's address, else its NUMA node, else "unknown"."""
+    """What the device shares with others on its way to DRAM: the root port's address, else its NUMA node, else
+    "unknown"."""
     if address is None or not (pci / address).exists():
         return "unknown"
     ports = [part for part in (pci / address).resolve().parts if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:\S+", part)]
@@ -210,7 +211,7 @@ def _gpu_document() -> dict[str, Any]:
              "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link, **figures}
         )  # fmt: skip
     widest = [max(d["h2d_bandwidth"] for d in devices if d["root_complex"] == c) for c in range(len(complexes))]
-    # Bridges that join pairs only leave some devices without access to others: no link between all of them then.
+    # Bridges that join only pairs leave some devices without access to others: then there is no link between all.
     p2p = count > 1 and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     host = _host(ram_bytes(), 0.8) | {
         "root_complexes": [{"bandwidth_up": rate, "bandwidth_down": rate} for rate in widest],
@@ -244,7 +245,7 @@ def run_children(
     """Run `python -m penstock.runtime.measure.MODULE` once per argument list, all at once; the JSON that each printed.
 
     `environment` defaults to this process's, with the threads and the waiting of workers. Raises HardwareError with a
-    child's error output when one fails, or when they take more than `timeout_s`. Leaves none behind.
+    child's error output when one fails, or when they take more than `timeout_s`. Leaves no child running.
     """
     package = __package__
     limit_s = MEASURE_TIMEOUT_S if timeout_s is None else timeout_s

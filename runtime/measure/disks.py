@@ -19,7 +19,7 @@ from ..ssd import scratch
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder, free_space
 
-LEAST_FREE_BYTES = 1 << 30  # a disk with less free is not worth a plan's while
+LEAST_FREE_BYTES = 1 << 30  # a disk with less free space is not worth planning for
 DISK_S = 0.8  # of writing, and as much of reading
 BLOCK_BYTES = 32 << 20
 MOST_BYTES = 8 << 30
@@ -27,7 +27,7 @@ DEVICES = Path("/sys/dev/block")
 
 
 def disk_directories(places: Iterable[str | Path] | None = None) -> list[str]:
-    """Of each disk the first of `places` that this user may write, past the page cache too; none lies in memory.
+    """For each disk, the first of `places` that this user may write, past the page cache too; none lies in memory.
 
     Places are the temporary directory, the current one, the home, and where disks are mounted.
     """
@@ -50,7 +50,7 @@ def _places() -> Iterator[str | Path]:
 
 
 def is_usable(directory: Path) -> bool:
-    """Whether a run could put its files there; says so by making and removing its folder."""
+    """Whether a run could put its files there; tried by making and removing its folder."""
     if not os.access(directory, os.W_OK) or free_space(directory) < LEAST_FREE_BYTES:
         return False
     try:
@@ -61,7 +61,7 @@ def is_usable(directory: Path) -> bool:
 
 
 def disk_of(device: int, devices: Path = DEVICES) -> object:
-    """What stands for the whole disk that a file system's device number belongs to: partitions of one disk share it."""
+    """A key of the whole disk that a file system's device number belongs to: partitions of one disk share it."""
     node = devices / f"{os.major(device)}:{os.minor(device)}"
     if not node.exists():
         return device
@@ -72,8 +72,8 @@ def disk_of(device: int, devices: Path = DEVICES) -> object:
 def disk_rates(directory: str | Path, slice_s: float = DISK_S, block_bytes: int = BLOCK_BYTES) -> dict[str, float]:
     """Bytes per second that the runtime writes to and reads from a disk, and the seconds of a read of one page.
 
-    Takes about twice `slice_s`. Leaves no file. Raises `HardwareError` where no files can lie in the directory,
-    `DoesNotFit` where it has no room for a few blocks.
+    Takes about twice `slice_s`. Leaves no file. Raises `HardwareError` if no files can lie in the directory,
+    `DoesNotFit` if it has no room for a few blocks.
     """
     folder = SsdFolder([directory], "measure")
     try:
@@ -92,7 +92,7 @@ def disk_rates(directory: str | Path, slice_s: float = DISK_S, block_bytes: int 
 def _rate(
     move: Callable[[int, Tensor], None], block: Tensor, places: Iterable[int], slice_s: float
 ) -> tuple[float, int]:
-    """Bytes per second over the slice, and how many blocks that were."""
+    """Bytes per second over the slice, and the number of blocks that were moved."""
     count, began_s = 0, time.perf_counter()
     for place in places:
         move(place * len(block), block)

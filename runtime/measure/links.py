@@ -1,8 +1,8 @@
-"""Timing what joins CPU devices, as their workers do it: copies and messages on threads of their own, messages through
-the runtime's own link.
+"""Timing the transfers of CPU devices as their workers run them: copies and messages on threads of their own, messages
+through the runtime's own link.
 
-A transfer's latency is what passes from its being issued until a thread that waits for it goes on, for a tensor too
-small to take any time itself: the copy or the message, and the waking of threads.
+A transfer's latency is the time from its issue until a thread that waits for it goes on, for a tensor too small to take
+any time itself: the copy or the message, and the waking of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABEL = SimpleNamespace(line=1)
 
 
 class StreamThread:
-    """A stream's thread, whose faults come up here."""
+    """A stream's thread; `wait` raises the faults of its tasks."""
 
     def __init__(self, name: str):
         self.notices: SimpleQueue[object] = SimpleQueue()
@@ -44,8 +44,8 @@ class StreamThread:
 
 
 def undisturbed_s(work: Callable[[], object], repeats: int) -> float:
-    """The first quartile of the least disturbed of several bursts of `repeats` runs: where all cores are busy with
-    something else, waking a thread may take a hundred times as long for a while."""
+    """The first quartile of the least disturbed of several bursts of `repeats` runs: if all cores are busy with other
+    work, waking a thread may take a hundred times as long for a while."""
     work()
     quartiles = []
     for _ in range(BURSTS):
@@ -86,7 +86,7 @@ def message_rates(store: dist.Store, rank: int, num_bytes: int) -> dict[str, flo
 
 
 def _one_way_s(link: PeerLink, sends: StreamThread, receives: StreamThread, value: Tensor, repeats: int) -> float:
-    """Half of what passes at rank 0 until the other side's answer is here."""
+    """Half of the time between a send and the arrival of the other side's answer, at rank 0."""
     other = 1 - link.index
 
     def send() -> None:

@@ -1,4 +1,4 @@
-"""How long a thread has waited for a core: what a busy machine adds to a time, and no plan can foresee."""
+"""How long a thread has waited for a core: time that a busy machine adds, and that no plan can foresee."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SCHEDULE_STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 def waited_s(statistics: Path = SCHEDULE_STATISTICS) -> float:
-    """Seconds that this thread has been ready to run while something else had the core; 0 where the kernel keeps no
-    such account."""
+    """Seconds that this thread has been ready to run while something else had the core; 0 if the kernel keeps no such
+    account."""
     fields = statistics.read_text().split() if statistics.is_file() else []
     return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0

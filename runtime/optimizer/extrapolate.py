@@ -1,8 +1,8 @@
-"""Weight prediction: where an optimizer's running averages lead in so many updates.
+"""Weight prediction: the weights to which an optimizer's running averages lead after N updates.
 
-SGD with momentum (SpecTrain): w - n lr v. Adam and AdamW (XPipe): w - n lr m' / (sqrt(v') + eps) with the averages
-m' and v' corrected for their begin, and AdamW's decay besides, w (1 - n lr decay). Whatever gradients will come, they
-are taken to be what the average of the last ones was.
+SGD with momentum (SpecTrain): w - n lr v. Adam and AdamW (XPipe): w - n lr m' / (sqrt(v') + eps) with the
+bias-corrected averages m' and v', and for AdamW the decay besides, w (1 - n lr decay). All coming gradients are assumed
+to equal the average of the last ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
 
 
 def require_rule(spec: OptimizerSpec) -> None:
-    """Raise `PlanError` for an optimizer whose next updates cannot be foretold from its states."""
+    """Raise `PlanError` for an optimizer whose next updates cannot be predicted from its states."""
     able = "torch.optim.SGD with momentum in all its groups, torch.optim.Adam and torch.optim.AdamW have one"
     kind = resolve(spec.path)
     hint = f"; {able}. weights=current and weights=stash need none"
@@ -62,8 +62,8 @@ def require_rule(spec: OptimizerSpec) -> None:
 def extrapolate(
     optimizer: StageOptimizer, weights: Mapping[str, Tensor], updates: int, shared_updates: int, shared: Collection[str]
 ) -> None:
-    """Set a stage's `weights` to what its parameters will be behind so many more updates, those that it shares with
-    other stages behind `shared_updates`; as they are where they have had none yet."""
+    """Set a stage's `weights` to what its parameters will be after `updates` more updates, and the `shared` ones after
+    `shared_updates`. Parameters that have had no update yet stay as they are."""
     for name in optimizer.params:
         count = shared_updates if name in shared else updates
         if count:
@@ -71,7 +71,7 @@ def extrapolate(
 
 
 def _extrapolated(optimizer: StageOptimizer, name: str, updates: int, is_shared: bool) -> Tensor:
-    """In full precision. Shared parameters go on with the learning rate of the update that they lack first."""
+    """In full precision. Shared parameters take the learning rate of the first update that they still lack."""
     param = optimizer.params[name].detach()
     assert optimizer.optimizer is not None
     state = optimizer.optimizer.state.get(optimizer.params[name])

@@ -20,9 +20,9 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass
 class Grads:
-    """The gradients of one stage by parameter name, all to be multiplied by `factor` where that is given. `flats`: the
-    contiguous buffers in which all of them lie, where they lie in such. `part`: "own" or "shared", where those of
-    parameters that stages share lie apart."""
+    """The gradients of one stage by parameter name, to be multiplied by `factor` if that is given. `flats`: the
+    contiguous buffers in which all of them lie, if there are such. `part`: "own" or "shared" if the gradients of
+    parameters that stages share are kept apart."""
 
     tensors: dict[str, Tensor]
     factor: Tensor | None = None
@@ -42,8 +42,8 @@ class Grads:
         return Grads(self.tensors, factor if self.factor is None else self.factor * factor)
 
     def times(self, factor: Tensor) -> Tensor | None:
-        """What an optimizer that reads these gradients multiplies them with in place of `scale(factor)`, which changes
-        them; the bits are the same. None where that is 1."""
+        """The factor by which an optimizer that reads these gradients multiplies them, in place of `scale(factor)`,
+        which changes them; the bits are the same. None for a factor of 1."""
         if self.factor is not None:
             factor = self.factor * factor.to(self.factor.device)
         return None if bool(factor == 1.0) else factor
@@ -56,14 +56,14 @@ class Grads:
 
 
 def times_in_full(grad: Tensor, factor: Tensor) -> Tensor:
-    """A gradient times a factor, in fp32 or, of fp64, in fp64."""
+    """A gradient times a factor, in fp32, or in fp64 for a gradient in fp64."""
     dtype = _at_least_single(grad.dtype)
     return grad.to(dtype) * factor.to(grad.device, dtype)
 
 
 def sum_of_squares(parts: Iterable[tuple[StageSpec, Mapping[str, Tensor]]]) -> Tensor:
-    """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. On the host where
-    any of them lie there."""
+    """Over all gradients of these stages, in float64; a tied parameter counts with its owner only. The sum is on the
+    host if any of them lie there."""
     grads = [g for spec, by_name in parts for g in _owned(spec, by_name)]
     if not grads:
         return torch.zeros((), dtype=torch.float64)
@@ -81,9 +81,9 @@ def _at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
-    """What to multiply scaled gradients with, given the sum of squares over all of them, in float64.
+    """The factor on scaled gradients, given the sum of squares over all of them, in float64.
 
-    As `torch.nn.utils.clip_grad_norm_` has it, also where the norm is not finite: an infinite one gives 0, a NaN gives
+    It is that of `torch.nn.utils.clip_grad_norm_`, also if the norm is not finite: an infinite one gives 0, a NaN gives
     NaN, so that all weights become NaN. With a loss scale such a step is not made at all.
     """
     norm = squares.sqrt() / loss_scale
@@ -91,7 +91,7 @@ def clip_factor(squares: Tensor, max_norm: float, loss_scale: float) -> Tensor:
 
 
 def speculative_factor(loss_scale: float) -> Tensor:
-    """What a step before the norm is known multiplies scaled gradients with: `clip_factor` where nothing is clipped."""
+    """The factor on scaled gradients in a step before the norm is known: `clip_factor` if nothing is clipped."""
     return torch.ones((), dtype=torch.float64) / loss_scale
 
 
@@ -104,17 +104,17 @@ class Verdict(enum.Enum):
 
 
 def must_redo(squares: Tensor, max_norm: float, loss_scale: float) -> bool:
-    """Whether clipping changes what a speculative step has multiplied the gradients with; so where the norm is NaN.
+    """Whether clipping changes the factor of a speculative step, which is so for a NaN norm, too.
 
-    Not `norm > max_norm`: EPSILON makes clipping begin that much earlier, and rounding decides at the edge.
+    Not `norm > max_norm`: EPSILON makes clipping begin a little earlier, and rounding decides at the edge.
     """
     clipped = clip_factor(squares, max_norm, loss_scale)
     return not bool(clipped == speculative_factor(loss_scale).to(clipped.device))
 
 
 def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict:
-    """The verdict on a speculative step. `loss_scale` None: there is none, and gradients that are not finite count, as
-    they do in eager PyTorch."""
+    """The verdict on a speculative step. If `loss_scale` is None, gradients that are not finite count, as they do in
+    eager PyTorch."""
     if loss_scale is not None and not bool(torch.isfinite(squares)):
         return Verdict.UNDO
     return Verdict.REDO if must_redo(squares, max_norm, loss_scale or 1.0) else Verdict.KEEP
@@ -122,7 +122,7 @@ def judge(squares: Tensor, max_norm: float, loss_scale: float | None) -> Verdict
 
 @dataclass
 class LossScale:
-    """The factor on the loss in fp16: halved when a gradient overflows, doubled after a while without."""
+    """The factor on the loss in fp16: halved when a gradient overflows, doubled after `growth_steps` without."""
 
     scale: float = 65536.0
     good_steps: int = 0

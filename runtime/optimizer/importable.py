@@ -17,8 +17,8 @@ FUNCTION = "function:"  # how a keyword argument that is an importable function 
 
 
 def path_and_kwargs(given: Any, what: str, example: str) -> tuple[str, dict[str, Any]]:
-    """A class or function, or a `partial` of one with keyword arguments. Raises `PlanError` for anything else; `what`
-    names the argument of the user's, `example` is one that works."""
+    """The path and keyword arguments of a class or function, or of a `partial` of one. Raises `PlanError` for anything
+    else; `what` names the user's argument, `example` is one that works."""
     if isinstance(given, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         raise PlanError(f"{what}: found a {type(given).__name__}, of one process; pass a class: {example}")
     positional: tuple[Any, ...] = ()
@@ -50,7 +50,7 @@ def import_path(given: Any, what: str, example: str) -> str:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """What `import_path` named. Raises `PlanError` where it cannot be imported."""
+    """The class or function that `import_path` named. Raises `PlanError` if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -1,8 +1,8 @@
 """Parameter groups: which parameters of a model get which arguments of the optimizer, as plain data.
 
-The order is the user's, and what no group names comes last, with the class's own arguments. So a job trains like
-`cls([*param_groups, {"params": the rest}], **arguments)`, and like `cls(param_groups, **arguments)` where nothing is
-left over; lists for each group, as some learning rate schedules take them, count the same way.
+The groups are in the user's order, and parameters that no group names come last, with the class's own arguments. So a
+job trains like `cls([*param_groups, {"params": the rest}], **arguments)`, or like `cls(param_groups, **arguments)` if
+nothing is left over. Lists with a value per group, as some learning rate schedules take them, have the same order.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ EXAMPLE = 'param_groups=[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]'
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """`names`: its parameters under every name that they have, tied ones under all of theirs; None: all that no other
-    group names. `options`: arguments of the optimizer that differ from the others'."""
+    """`names`: its parameters under every name that they have, also tied ones; None for all parameters that no other
+    group names. `options`: the arguments of the optimizer that differ for this group."""
 
     names: tuple[str, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def make_groups(model: nn.Module, given: Sequence[Mapping[str, Any]], known: Collection[str]) -> tuple[ParamGroup, ...]:
-    """The groups as a user writes them: "params" is a list of the model's parameters, or of names or patterns of names
+    """The groups that a user wrote: "params" is a list of the model's parameters, or of names or patterns of names
     ("*.bias", as in `fnmatch`), the other keys are options among `known`.
 
     Raises `PlanError` for a pattern that matches nothing, a tensor that is no parameter of the model, a parameter in
@@ -77,7 +77,7 @@ class _Finder:
         self.known = [*self.params, *(alias for alias, first in self.ties.items() if first in self.params)]
 
     def find(self, given: Any, where: str) -> list[str]:
-        """First names, in the order given, each once."""
+        """The first names of the given parameters, in the order given, each once."""
         items = [given] if isinstance(given, str | Tensor) else given
         if not isinstance(items, Iterable):
             raise PlanError(f'{where}["params"]: found {given!r}; pass parameters of the model, or names of them')

@@ -1,4 +1,4 @@
-"""What can be known of an optimizer by stepping small parameters with it.
+"""What stepping small parameters tells about an optimizer.
 
 `Build` makes an optimizer, with the arguments of one group, on given parameters.
 """
@@ -17,16 +17,16 @@ from .state_shapes import Shape
 Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 TINY = (64, 64)  # large enough that factored and per-tensor states do not count as states per parameter
-FAILURES = (TypeError, ValueError, RuntimeError)  # what torch says in when an optimizer cannot work
+FAILURES = (TypeError, ValueError, RuntimeError)  # what torch raises when an optimizer cannot work
 
 
 @dataclass(frozen=True)
 class Traits:
     """How an optimizer steps, tried on one kind of device.
 
-    `divisible`: a step may be several calls, each for some of the parameters, as no group counts them. `keeps_grads`:
-    gradients are as they were behind a step. `in_place`: states stay the tensors that they are. `born_empty`: there are
-    no states before the first step.
+    `divisible`: a step may be several calls, each for some of the parameters, since no group counts the calls.
+    `keeps_grads`: a step leaves gradients as they were. `in_place`: states stay the same tensors. `born_empty`: there
+    are no states before the first step.
     """
 
     divisible: bool
@@ -53,7 +53,7 @@ def tiny(shape: Shape, device: Any = "cpu", dtype: torch.dtype = torch.float32) 
 
 
 def states_of(build: Build, shape: Shape) -> dict[str, Tensor]:
-    """The states of one parameter behind two steps."""
+    """The states of one parameter after two steps."""
     param = tiny(shape)
     optimizer = build([param])
     for _ in range(2):
@@ -63,7 +63,7 @@ def states_of(build: Build, shape: Shape) -> dict[str, Tensor]:
 
 
 def find_traits(build: Build, device: torch.device) -> Traits:
-    """How it steps on this device: three steps of a matrix."""
+    """How an optimizer steps on this device, by three steps of a matrix."""
     param = tiny(TINY, device)
     optimizer = build([param])
     born_empty = not optimizer.state
@@ -97,6 +97,6 @@ def is_elementwise(build: Build) -> bool:
                 piece.grad = grad.clone()
             for optimizer in optimizers:
                 optimizer.step()
-    except FAILURES:  # one for matrices only
+    except FAILURES:  # an optimizer for matrices only
         return False
     return torch.allclose(torch.cat(list(pieces)), whole.flatten(), rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""What a torch optimizer knows beside its states, as plain data: groups (learning rate and the like) and schedule."""
+"""What a torch optimizer has beside its states, as plain data: groups (learning rate and the like) and schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param 
 
 
 def saved_groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options of its one group; of several {"groups": those of each}."""
+    """The options of the optimizer's one group; with several groups {"groups": the options of each}."""
     rows = [
         {key: _plain(value, key) for key, value in group.items() if key not in MACHINE_KEYS}
         for group in optimizer.param_groups
@@ -24,9 +24,9 @@ def saved_groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def groups_in(saved: Mapping[str, Any], count: int) -> Sequence[Mapping[str, Any]]:
-    """What `saved_groups` gave, one for each of `count` groups; nothing where nothing was saved.
+    """The options that `saved_groups` gave, for each of `count` groups; nothing if nothing was saved.
 
-    Raises `CheckpointError` where there were more or fewer of them.
+    Raises `CheckpointError` if there were more or fewer groups.
     """
     found: Sequence[Mapping[str, Any]] = saved.get("groups", [saved] if saved else [])
     if found and len(found) != count:

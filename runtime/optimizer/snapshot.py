@@ -23,9 +23,9 @@ COPIED = object()  # in place of the value of a state that is a large tensor
 
 @dataclass
 class Snapshot:
-    """`copies`: parameter name to state name to where its copy lies, MASTER for the parameter; empty without tensors.
+    """`copies`: parameter name to state name to its copy, MASTER for the parameter; empty without tensors.
 
-    `rows`: per parameter that had states their names, with the values of those that are small (COPIED for the others).
+    `rows`: per parameter that had states, state name to value, or to COPIED for the large ones.
     """
 
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ MODES = ("fused", "foreach")
 class OptimizerSpec:
     """An optimizer class and its learning rate schedule by import path ("torch.optim:AdamW") and keyword arguments.
 
-    `groups`: in their order; none means one of all parameters, with the class's own arguments.
+    `groups`: in order; () stands for one group of all parameters, with the class's own arguments.
     """
 
     path: str
@@ -91,11 +91,11 @@ class OptimizerSpec:
 
     @property
     def all_groups(self) -> tuple[ParamGroup, ...]:
-        """At least one."""
+        """The groups, at least one."""
         return self.groups or (ParamGroup(),)
 
     def group_of(self, name: str) -> int:
-        """The number of a parameter's group. Raises `PlanError` for one that is in none."""
+        """The number of a parameter's group. Raises `PlanError` for a parameter that is in none."""
         index = self._group_by_name.get(name, self._rest)
         if index is None:
             raise PlanError(f"param_groups: {name} was in no group when they were made, and none takes the rest")
@@ -112,10 +112,10 @@ class OptimizerSpec:
     def build(
         self, params: Mapping[str, Tensor] | Iterable[Tensor], *, without_states: bool = False
     ) -> torch.optim.Optimizer:
-        """The torch optimizer on these tensors, all on one device, with all groups, also those that none of them is in.
-        Tensors without names are one group. `without_states`: also where the class makes them at once.
+        """The torch optimizer on these tensors, all on one device, with all groups, even those without any of them.
+        Tensors without names are one group. `without_states`: no states are made, even if the class makes them at once.
 
-        The fused kernels are used where the class has them for that device and neither `fused` nor `foreach` is given.
+        The fused kernels are used if the class has them for that device and neither `fused` nor `foreach` is given.
         """
         if not isinstance(params, Mapping):
             return self._build([{"params": list(params)}])
@@ -150,20 +150,20 @@ class OptimizerSpec:
         )
         return made
 
-    # --- what is known of it
+    # --- its states and traits
 
     def state_bytes_per_param(self) -> float:
-        """Bytes of optimizer state for each trained fp32 parameter, found by stepping a small matrix; of several groups
-        those of the one with the most."""
+        """Bytes of optimizer state for each trained fp32 parameter, found by stepping a small matrix; with several
+        groups, those of the group with the most."""
         found = [states_of(build, TINY).values() for build in self._builds]
         return max(sum(s.nbytes for s in states if s.numel() > 1) / math.prod(TINY) for states in found)
 
     def state_shapes(self, shape: Shape, name: str | None = None) -> dict[str, tuple[Shape, torch.dtype]]:
-        """The states of one fp32 parameter of this shape, without allocating it: name to shape and dtype of all that
-        grow with the parameter or have more than one element; numbers, like that of the steps, are not among them.
+        """The states of one fp32 parameter of this shape, without allocating it: name to shape and dtype of all states
+        that grow with the parameter or have more than one element, but not of numbers, such as the count of steps.
 
-        With several groups the parameter's `name` says which; without it: the group with the largest states.
-        Raises `PlanError` where they follow no rule.
+        With several groups the parameter's `name` tells its group; without a name, the group with the largest states
+        counts. Raises `PlanError` if they follow no rule.
         """
         if name is not None:
             return self._large(self.group_of(name), shape)
@@ -192,7 +192,7 @@ class OptimizerSpec:
         return [partial(self.build_alone, index) for index in range(len(self.all_groups))]
 
     def traits(self, device: torch.device) -> Traits:
-        """How it steps on this device."""
+        """How the optimizer steps on this device."""
         if device not in self._traits:
             self._traits[device] = Traits.of_all([find_traits(build, device) for build in self._builds])
         return self._traits[device]
@@ -229,12 +229,12 @@ class OptimizerSpec:
         param = tiny((2,), like.device, like.dtype)
         try:
             cls([param], **loaded(self.kwargs), fused=True).step()
-        except FAILURES:  # torch says in one of these that this device has none
+        except FAILURES:  # torch raises one of these if this device has none
             return False
         return True
 
     def _try(self) -> None:
-        """Step a small parameter once. Raises `PlanError` with what torch says where that fails."""
+        """Step a small parameter once. Raises `PlanError` with torch's message if that fails."""
         try:
             self._build([{"params": [tiny(TINY)]}]).step()
         except FAILURES as error:
@@ -244,7 +244,7 @@ class OptimizerSpec:
             raise PlanError(f"optimizer {self.path} does not work with {self.kwargs}: {error}{hint}") from error
 
     def _try_groups(self) -> None:
-        """Each group's options as arguments of the class, which checks them there only; then the schedule."""
+        """Try each group's options as arguments of the class, which checks them there only; then the schedule."""
         cls, kwargs = resolve(self.path), loaded(self.kwargs)
         takes = inspect.signature(cls).parameters
         for index, group in enumerate(self.groups):

@@ -1,8 +1,8 @@
-"""The optimizer of one stage: the same as its part of one optimizer over all parameters, for optimizers that treat each
-parameter alone.
+"""The optimizer of one stage. It steps like one optimizer over the parameters of all stages, provided that this one
+treats each parameter alone.
 
-Its states may lie in given places, such as a buffer that is read from SSD before a step and written back behind it; a
-step may be undone (`snapshot`, `restore`), and need not wait for what decides whether it counts.
+Its states may lie in given places, such as a buffer that is read from SSD before a step and written back after it. A
+step may be undone (`snapshot`, `restore`), so it need not wait for the decision whether it counts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
 
-# Gradients converted at once, by kind of device. On a CPU all of them: conversion is bound by computation, so that what
-# it wrote leaves the caches meanwhile; in portions it would leave them during the step, which is bound by memory.
+# Elements of gradients converted at once, by kind of device. A CPU converts all: conversion is bound by computation, so
+# its results leave the caches meanwhile; those of portions would leave them during the step, which is bound by memory.
 PORTION_ELEMENTS = {"cuda": 1 << 26}
 
 
 class Workspace:
-    """Where gradients are converted, used again by every step, also of several stages one after the other. A CPU's is
-    kept between steps, as fresh memory costs a CPU more than the conversion; a GPU's goes back to torch's allocator."""
+    """The buffer in which gradients are converted, used by every step and by one stage after the other. On a CPU it is
+    kept between steps, as fresh memory costs more than the conversion; on a GPU it goes back to torch's allocator."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -43,18 +43,18 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """What it has grown to."""
+        """The size that the buffer has grown to."""
         return self._flat.nbytes
 
     def row(self, num_bytes: int) -> Tensor:
-        """At least so many bytes, whatever they hold."""
+        """A buffer of at least `num_bytes`, with any contents."""
         if num_bytes > self._flat.nbytes:
-            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old ones go first
+            self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)  # give back the old buffer first
             self._flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._flat
 
     def settle(self) -> None:
-        """A step is over."""
+        """End a step."""
         if self.device.type != "cpu":
             self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)
 
@@ -62,8 +62,8 @@ class Workspace:
 class StageOptimizer:
     """Updates one stage's parameters in place, and its learning rate once a step.
 
-    `places`: where the states are to lie that `OptimizerSpec.state_shapes` names; what these tensors hold before a
-    parameter's first step does not matter. `workspace` may be shared by stages that are stepped by one thread.
+    `places`: the tensors in which the states that `OptimizerSpec.state_shapes` names are to lie; their contents before
+    a parameter's first step do not matter. `workspace` may be shared by stages that are stepped by one thread.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class StageOptimizer:
     ) -> None:
         """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
 
-        factor: what the gradients are multiplied by, in fp32 (fp64 ones in fp64). weights: tensors of another precision
-        that follow the parameters. preserve: the gradients hold the same behind the step, also where the optimizer uses
-        their memory. part: "own" where the parameters that stages share are stepped later, by a step of the part
-        "shared", which has the learning rate of this one.
+        factor: the gradients are multiplied by it, in fp32 (fp64 ones in fp64). weights: tensors of another precision
+        that follow the parameters. preserve: the gradients are the same after the step, even if the optimizer uses
+        their memory. part: "own" if the parameters that stages share are stepped later, by a step of the part "shared",
+        which has the learning rate of this one.
         """
         if self.optimizer is None:
             return
@@ -165,13 +165,13 @@ class StageOptimizer:
 
     @staticmethod
     def _is_foreign(grad: Tensor, param: Tensor, factor: Tensor | None) -> bool:
-        """The fused kernels read gradients as if they lay like the parameter."""
+        """Whether to convert a gradient: the fused kernels assume the parameter's layout."""
         return factor is not None or grad.dtype != param.dtype or grad.stride() != param.stride()
 
     def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
 
-        Those whose states are made now, and are then copied to their places, go one by one; without places they go
+        Parameters whose states are made now, and then copied to their places, go one by one; without places they go
         together, apart from the others (fused SGD begins all momenta or none). `small`: gradients are converted.
         """
         assert self.optimizer is not None
@@ -247,7 +247,7 @@ class StageOptimizer:
         return bool(self.places.get(name)) and not self.optimizer.state.get(self.params[name])
 
     def _give_birth(self, name: str) -> None:
-        """The states that the class makes before the first step, if any."""
+        """Make the states that the class has before the first step, if any."""
         assert self.optimizer is not None
         if not self.traits.born_empty:
             param = self.params[name]
@@ -286,8 +286,8 @@ class StageOptimizer:
         return sum(s.numel() * s.element_size() for row in states for s in row.values() if isinstance(s, Tensor))
 
     def workspace_bytes(self) -> int:
-        """What a step needs at most where all gradients are converted: for gradients or weights of another precision,
-        and for a step that must preserve gradients where the optimizer does not."""
+        """The bytes that a step needs at most if all gradients are converted: for gradients or weights of another
+        precision, and for a step that must preserve gradients if the optimizer does not."""
         sizes = [param.nbytes for param in self.params.values()]
         most = PORTION_ELEMENTS.get(self.device.type)
         if most is None or not self.traits.divisible:
@@ -307,9 +307,9 @@ class StageOptimizer:
     def snapshot(self, tensors: bool = True, into: Snapshot | Tensor | None = None) -> Snapshot:
         """Everything that a step changes, as it is now.
 
-        tensors: parameters and the states that `OptimizerSpec.state_shapes` names, too; else whoever calls brings those
-        back. into: an earlier snapshot, which is overwritten, or a flat uint8 tensor of `snapshot_bytes`; without it
-        memory is taken for the copies.
+        tensors: includes parameters and the states that `OptimizerSpec.state_shapes` names; otherwise the caller brings
+        those back. into: an earlier snapshot, which is overwritten, or a flat uint8 tensor of `snapshot_bytes`; without
+        it, memory is taken for the copies.
         """
         return keep(self, tensors, into)
 
@@ -339,10 +339,10 @@ class StageOptimizer:
         return {"states": states, "scalars": scalars, "group": group, "scheduler": schedule}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over copies of the states of this stage's parameters; `state` may hold those of others, too.
+        """Take over copies of the states of this stage's parameters; `state` may hold those of other stages, too.
 
-        Raises `CheckpointError` where a state's shape is not its parameter's optimizer's, or where there are other
-        groups of parameters than here.
+        Raises `CheckpointError` if a state with its parameter's number of elements has another shape, or for another
+        number of parameter groups.
         """
         if self.optimizer is None:
             return

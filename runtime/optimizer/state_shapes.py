@@ -1,6 +1,6 @@
-"""The states that an optimizer keeps of a parameter, by the parameter's shape, without allocating it.
+"""The states that an optimizer keeps for a parameter, from the parameter's shape alone, without allocating it.
 
-Two small parameters with other sizes in every dimension are stepped; what the sizes of their states have in common with
+Two small parameters that differ in the size of every dimension are stepped. How the sizes of their states follow from
 their own is the rule for all parameters of as many dimensions.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...ir.errors import PlanError
 
 Shape = tuple[int, ...]
-PRIMES: dict[int, tuple[Shape, Shape]] = {  # large where that is cheap: some optimizers treat small sizes otherwise
+PRIMES: dict[int, tuple[Shape, Shape]] = {  # large where that is cheap: some optimizers treat small sizes differently
     0: ((), ()),
     1: ((1009,), (1013,)),
     2: ((131, 137), (139, 149)),
@@ -40,14 +40,14 @@ class StateRule:
 
     @property
     def is_large(self) -> bool:
-        """Whether it grows with the parameter, or has several elements anyway: no mere number of steps."""
+        """Whether the state grows with the parameter or has several elements anyway, unlike a count of steps."""
         return any(not isinstance(d, int) or d > 1 for d in self.dims)
 
 
 def find_rules(states_of: Callable[[Shape], Mapping[str, Tensor]], ndim: int, what: str) -> dict[str, StateRule]:
-    """State name to its rule for parameters of `ndim` dimensions; `states_of` makes those of a small one.
+    """State name to its rule for parameters of `ndim` dimensions; `states_of` gives the states of a small parameter.
 
-    Raises `PlanError` naming `what` where the states follow no rule.
+    Raises `PlanError` naming `what` if the states follow no rule.
     """
     first, second = PRIMES[ndim] if ndim in PRIMES else _small_primes(ndim, what)
     left, right = states_of(first), states_of(second)

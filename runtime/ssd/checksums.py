@@ -28,7 +28,7 @@ class PageSums:
         self._sums[first : first + len(sums)] = sums
 
     def wrong_page(self, offset_bytes: int, memory: memoryview) -> int | None:
-        """The offset of the first page of `memory` that is not what `put` saw there; None where all are."""
+        """The offset of the first page of `memory` that is not what `put` saw there; None if there is none."""
         sums = self._sums_of(memory)
         first = offset_bytes // PAGE_BYTES
         differ = np.flatnonzero(self._sums[first : first + len(sums)] != sums)

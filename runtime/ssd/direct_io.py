@@ -55,7 +55,7 @@ class Engine(Protocol):
     def write(self, pieces: Sequence[Piece], check: Check | None = None) -> None: ...
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Wait for the transfers that are under way."""
 
 
 class ThreadEngine:
@@ -110,7 +110,7 @@ class ThreadEngine:
 class RingEngine:
     """io_uring, one ring in each direction.
 
-    Raises ImportError without the wheel `liburing`, and OSError where the kernel refuses.
+    Raises ImportError without the wheel `liburing`, and OSError if the kernel refuses.
     """
 
     name = "io_uring"
@@ -169,9 +169,9 @@ class RingEngine:
 class Ring:
     """A submission and a completion queue of the kernel, by the wheel `liburing`.
 
-    That wheel holds the GIL in every call, so completions are waited for with poll and never by the wheel; and
-    requests are handed to the kernel's own threads, because a submission else pins their pages under the GIL. It also
-    never lets go of a buffer that it was given: it gets addresses, and each only once.
+    That wheel holds the GIL in every call, so completions are waited for with poll and never by the wheel; and requests
+    are handed to the kernel's own threads, because a submission else pins their pages under the GIL. It also never lets
+    go of a buffer that it was given: so it is given addresses, and each only once.
     """
 
     def __init__(self, depth: int):
@@ -203,7 +203,7 @@ class Ring:
         return self._iovecs[key]
 
     def finished(self) -> list[tuple[int, int]]:
-        """Waits for at least one completion; (tag, bytes moved or minus an errno) of all that are there."""
+        """Wait for at least one completion. Returns (tag, bytes moved or minus an errno) of all that are there."""
         found: list[tuple[int, int]] = []
         while not found:
             self._poll.poll()
@@ -227,7 +227,7 @@ class Ring:
 
 
 def progress(piece: Piece, moved: int, done: str, result: int) -> int:
-    """Of `result` bytes that a transfer has moved, those that count; raises `SsdError` where it got nowhere."""
+    """How many of the `result` bytes that a transfer has moved count. Raises `SsdError` if none do."""
     if moved + result == len(piece.memory):
         return result
     useful = result // _SECTOR_BYTES * _SECTOR_BYTES
@@ -242,7 +242,7 @@ def progress(piece: Piece, moved: int, done: str, result: int) -> int:
 
 
 def failed(piece: Piece, moved: int, done: str, number: int) -> SsdError:
-    """What to raise when the system reports `number` (an errno) behind the first `moved` bytes of a piece."""
+    """The error to raise when the system reports `number` (an errno) after the first `moved` bytes of a piece."""
     hint = {
         errno.ENOSPC: "The disk is full, although the space was reserved: on a file system that copies on write, "
         "leave more of it free or name another directory.",

@@ -29,7 +29,7 @@ class FolderTraffic:
 
 @dataclass(frozen=True)
 class Stripe:
-    """The part of a file that one disk holds: every n-th chunk, one behind the other."""
+    """The part of a file that one disk holds: of n disks every n-th chunk, one after the other."""
 
     fd: int
     path: str
@@ -39,7 +39,7 @@ class SsdFile:
     """`num_bytes` of space on SSD: whole multiples of 4096 bytes. Made by `SsdFolder.reserve`.
 
     Chunk c lies on stripe `(first + c) % len(stripes)`. Reads and writes block until done; one thread may read while
-    another writes, as long as their regions do not overlap. `sums` where contents are checked.
+    another writes, as long as their regions do not overlap. `sums`: the checksums, if contents are checked.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class SsdFile:
     def read(self, offset_bytes: int, into: Tensor) -> None:
         """Fill `into` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
 
-        Raises `SsdError` where the disk fails, a part was never written (or its writing failed), or contents have
-        changed since and the folder was made with `verify`.
+        Raises `SsdError` if the disk fails, a part was never written (or its writing failed), or contents have changed
+        since and the folder was made with `verify`.
         """
         memory = self._memory(offset_bytes, into)
         with self._home.lock:
@@ -83,7 +83,7 @@ class SsdFile:
     def write(self, offset_bytes: int, source: Tensor) -> None:
         """Store `source` (uint8, on the host, address and length multiples of 4096) from `offset_bytes` on.
 
-        Raises `SsdError` where the disk fails; the whole region then counts as never written.
+        Raises `SsdError` if the disk fails; the whole region then counts as never written.
         """
         memory = self._memory(offset_bytes, source)
         with self._home.lock:
@@ -107,7 +107,7 @@ class SsdFile:
         return (self._first + offset_bytes // self._home.chunk_bytes) % len(self.stripes)
 
     def _pieces(self, offset_bytes: int, memory: memoryview) -> Iterator[Piece]:
-        """Cut at the borders of chunks."""
+        """The pieces of a region, which is cut at the borders of chunks."""
         chunk, done = self._home.chunk_bytes, 0
         while done < len(memory):
             index, inside = divmod(offset_bytes + done, chunk)
@@ -143,7 +143,7 @@ class Regions:
         self._ends: list[int] = []
 
     def add(self, begin: int, end: int) -> None:
-        """Ranges that touch become one."""
+        """Add a range; ranges that touch become one."""
         if begin == end:
             return
         first, behind = bisect_left(self._ends, begin), bisect_right(self._begins, end)
@@ -161,7 +161,7 @@ class Regions:
         self._ends[first:behind] = [high for _, high in rests]
 
     def first_hole(self, begin: int, end: int) -> int | None:
-        """The first number of [begin, end) that is not in the set; None where all are."""
+        """The first number of [begin, end) that is not in the set; None if all are."""
         index = bisect_right(self._begins, begin) - 1
         covered = self._ends[index] if index >= 0 else 0
         reached = max(begin, covered)

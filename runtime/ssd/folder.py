@@ -25,13 +25,13 @@ ENGINES = ("auto", "io_uring", "threads")
 class SsdFolder:
     """Makes `SsdFile`s striped over `directories`, one per SSD, each in a folder `penstock-ID-OWNER` with mode 0700.
 
-    At the start, folders that crashed processes of this user left there are removed; those of live jobs stay. The own
-    ones are removed by `close`, and at the latest when the process ends normally. `verify` keeps checksums of what
-    is written (4 bytes per 4096) and compares at each read. `engine` "auto" takes io_uring where it works, and threads
-    elsewhere and with `verify`; afterwards `engine` is the one that was taken and `engine_note` why not the other.
+    At the start, folders that crashed processes of this user left there are removed; those of live jobs stay. Its own
+    folders are removed by `close`, and at the latest when the process ends normally. `verify` keeps checksums of what
+    is written (4 bytes per 4096) and compares at each read. `engine` "auto" takes io_uring if it works and `verify` is
+    off, else threads; afterwards `engine` is the one that was taken and `engine_note` why it is not io_uring.
 
-    Raises `HardwareError` for a directory that is missing, no directory, not writable, in memory, without O_DIRECT,
-    or given twice, and for an engine that does not work here.
+    Raises `HardwareError` for a directory that is missing, no directory, not writable, in memory, without O_DIRECT, or
+    given twice, and for an engine that does not work here.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SsdFolder:
     def reserve(self, name: str, num_bytes: int) -> SsdFile:
         """A file of `num_bytes`, rounded up to 4096, whose space is taken on the disks now. It holds nothing yet.
 
-        Raises `DoesNotFit` where a disk has not the room, and leaves nothing behind then.
+        Raises `DoesNotFit` if a disk lacks the room, and then leaves nothing on the disks.
         """
         if self._home.closed:
             raise SsdError(f"{name}: cannot be reserved after the folder was closed.", file=name)
@@ -107,7 +107,7 @@ class SsdFolder:
         self._finalizer()
 
     def _require_room(self, name: str, sizes: Sequence[int]) -> None:
-        """Directories on one file system share its room."""
+        """Raise `DoesNotFit` if a file system lacks the room; directories on one file system share it."""
         need: dict[int, int] = {}
         shared: dict[int, list[Path]] = {}
         for directory, size_bytes in zip(self.directories, sizes, strict=True):
@@ -153,7 +153,7 @@ def different(directories: Sequence[str | Path]) -> tuple[Path, ...]:
 
 
 def make_engine(wanted: str, folders: Sequence[Path], verify: bool) -> tuple[Engine, str]:
-    """The engine, and why it is not io_uring (empty if it is). Raises `HardwareError` where O_DIRECT does not work."""
+    """The engine, and why it is not io_uring (empty if it is). Raises `HardwareError` if O_DIRECT does not work."""
     threads = ThreadEngine(len(folders))
     for folder in folders:
         try:
@@ -176,7 +176,7 @@ def make_engine(wanted: str, folders: Sequence[Path], verify: bool) -> tuple[Eng
 
 
 def ring_engine(folders: Sequence[Path]) -> RingEngine:
-    """io_uring, tried in each folder. Raises what went wrong."""
+    """The engine of io_uring, after a test in each folder. Raises what went wrong."""
     ring = RingEngine(len(folders))
     try:
         for folder in folders:
@@ -188,7 +188,7 @@ def ring_engine(folders: Sequence[Path]) -> RingEngine:
 
 
 def probe(engine: Engine, folder: Path) -> None:
-    """Write a page past the page cache and read it back. Raises `SsdError`, or `HardwareError` where no file opens."""
+    """Write a page past the page cache and read it back. Raises `SsdError`, or `HardwareError` if no file opens."""
     path = folder / "probe"
     descriptor = scratch.open_direct(path)
     try:

@@ -1,7 +1,7 @@
 """Private folders that die with their process: removed at its end, or at the start of a later one after a crash.
 
-A folder is held by an flock on the folder itself, which the kernel drops when the process dies, however it dies. Who
-gets the lock of another's folder may therefore remove it.
+A folder is held by an flock on the folder itself, which the kernel drops when the process dies, however it dies. A
+process that gets the lock of another's folder may therefore remove that folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scratch:
 
 
 def check_directory(directory: Path) -> os.stat_result:
-    """Raises `HardwareError` where scratch files cannot lie in `directory`; a probe file shows whether they can."""
+    """The status of `directory`. Raises `HardwareError` if it is missing, no directory, or in memory."""
     try:
         found = directory.stat()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def check_directory(directory: Path) -> os.stat_result:
 
 
 def make(directory: Path, owner: str) -> Scratch:
-    """A new, locked folder in `directory`. Raises `HardwareError` where it cannot be made."""
+    """A new, locked folder in `directory`. Raises `HardwareError` if it cannot be made."""
     while True:
         path = directory / f"penstock-{secrets.token_hex(8)}-{owner}"
         try:
@@ -86,7 +86,7 @@ def remove_left(directory: Path) -> list[Path]:
 
 
 def open_direct(path: Path) -> int:
-    """A new file, mode 0600, read and written past the page cache. Raises `HardwareError` where that cannot be."""
+    """A new file, mode 0600, read and written past the page cache. Raises `HardwareError` if that is impossible."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
     except OSError as error:
@@ -114,7 +114,7 @@ def file_systems() -> dict[int, str]:
 
 
 def _lock(path: Path) -> int | None:
-    """What holds the lock of a new folder; None where another job's start took it for a crashed one's."""
+    """The descriptor that locks a new folder; None if another job's start took the folder for a crashed one's."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _is_free(lock: int) -> bool:
-    """Takes the lock if nobody has it."""
+    """Take the lock if nobody has it; whether that worked."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

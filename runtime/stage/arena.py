@@ -51,7 +51,7 @@ class BufferLayout:
         return BufferLayout(tuple(places), offset)
 
     def start_of(self, index: int) -> int:
-        """Where the tensor of that number begins; one behind the last is the end."""
+        """The offset of the tensor number `index`; for the number after the last one, the end."""
         return self.places[index].offset_bytes if index < len(self.places) else self.total_bytes
 
     def part(self, first: int, last: int) -> BufferLayout:
@@ -85,7 +85,7 @@ def masters_layout(spec: StageSpec) -> BufferLayout:
 
 
 def pages(num_bytes: int, pinned: bool = False) -> Tensor:
-    """A flat buffer on the host that begins at a page, as disks need it, and ends with one; zeros."""
+    """A flat buffer of zeros on the host that begins and ends at a page, as disks need it."""
     num_bytes = aligned(num_bytes, PAGE)
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -115,16 +115,16 @@ def page_locked(num_bytes: int) -> Tensor:
 
 
 def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
-    """`pages` is held until here, so that they are still mapped."""
+    """`pages` is an argument so that the pages are still mapped here."""
     cudart.cudaHostUnregister(address)
 
 
 class Arena:
-    """One preallocated block of a memory in which values have planned places: fetched weights on a device, in DRAM what
-    was read and offloaded (`on_pages`, and pinned where a GPU copies from it).
+    """One preallocated block of a memory in which values have planned places: fetched weights on a device, read and
+    offloaded values in DRAM (`on_pages`, and pinned if a GPU copies from it).
 
-    A place is written again only behind the events of those who read what lay there before: the waits of who takes it
-    (`ir/program/order.py`) see to that.
+    A place is written again only after the events of all readers of its old value: the op that takes the place waits
+    for them (`ir/program/order.py`).
     """
 
     def __init__(self, device: torch.device, on_pages: bool = False, pinned: bool = False):
@@ -138,7 +138,7 @@ class Arena:
         return self.flat.numel()
 
     def ensure(self, num_bytes: int) -> None:
-        """Make it at least this large; only between steps, when nothing lies in it."""
+        """Make the arena at least this large; only between steps, when nothing lies in it."""
         if num_bytes > self.bytes:
             self._views.clear()
             self._prepared.clear()
@@ -150,7 +150,7 @@ class Arena:
         return self.flat[offset_bytes : offset_bytes + num_bytes]
 
     def pages_of(self, tensor: Tensor, num_bytes: int) -> tuple[int, Tensor]:
-        """The whole pages of a value that lies at the beginning of its place: where they begin, and these bytes."""
+        """The offset and the bytes of the whole pages of a value that lies at the beginning of its place."""
         offset = tensor.data_ptr() - self.flat.data_ptr()
         assert 0 <= offset < self.bytes and offset % PAGE == 0, "no value of this arena"
         return offset, self.range(offset, aligned(num_bytes, PAGE))
@@ -167,7 +167,7 @@ class Arena:
         return self._views[key]
 
     def once(self, key: Hashable, prepare: Callable[[], T]) -> T:
-        """What `prepare` gives, made of views of this arena at the first call with this key."""
+        """The result of `prepare`, which is called once per key and makes it of views of this arena."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         found: T = self._prepared[key]

@@ -1,8 +1,8 @@
-"""What persists of one stage on SSD: its optimizer states and fp32 masters, and maybe its weights.
+"""The file of one stage on SSD: its optimizer states and fp32 masters, and maybe its weights.
 
-The file holds [weights] [masters, states], each part beginning at a page; where weights are fp32 they are the masters.
-A buffer in DRAM with the same layout is what a program's value "stage1.states" or "stage1.all" stands for. Where an
-update may be undone the file has two slots: the new contents go to the other one, and count from the end of the step.
+The file holds [weights] [masters, states], each part beginning at a page; fp32 weights are the masters. A buffer in
+DRAM with the same layout is what a program's value "stage1.states" or "stage1.all" stands for. If an update may be
+undone, the file has two slots: the new contents go to the other slot, and count from the end of the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .arena import BufferLayout, masters_layout, weights_layout
 
 @dataclass
 class Staged:
-    """A stage's buffer in DRAM. `weights` and `masters` are empty where they live elsewhere."""
+    """A stage's buffer in DRAM. `weights` and `masters` are empty if they live elsewhere."""
 
     flat: Tensor
     weights: dict[str, Tensor]
@@ -32,7 +32,7 @@ class Staged:
 
 
 class StageFile:
-    """The file of one stage, or of a shard of it. Raises `DoesNotFit` where the disks have not the room."""
+    """The file of one stage, or of a shard of it. Raises `DoesNotFit` if the disks lack the room."""
 
     def __init__(
         self, spec: StageSpec, interface: Interface, home: StageHome, optimizer: OptimizerSpec | None, folder: SsdFolder
@@ -86,36 +86,36 @@ class StageFile:
         return found
 
     def read_weights(self, into: Tensor) -> None:
-        """`into`: `weights_bytes`."""
+        """Read the weights into a buffer of at least `weights_bytes`."""
         self.file.read(self.slot * self.num_bytes, into[: self.weights_bytes])
 
     def read(self, into: Tensor) -> None:
-        """A buffer of `num_bytes`, as the last step left it; without the weights where masters say all."""
+        """Read `num_bytes` as the last step left them, without the weights if these follow from the masters."""
         start = self.weights_bytes if self.masters_say_all and self.has_states else 0
         self.file.read(self.slot * self.num_bytes + start, into[start : self.num_bytes])
 
     def read_all(self, into: Tensor) -> None:
-        """The whole buffer."""
+        """Read all `num_bytes`."""
         self.file.read(self.slot * self.num_bytes, into[: self.num_bytes])
 
     def write(self, flat: Tensor) -> None:
-        """New contents, which count behind `commit` where there are two slots."""
+        """Write new contents, which count after `commit` if there are two slots."""
         self.file.write(self.new_slot * self.num_bytes, flat[: self.num_bytes])
         self.written = True
 
     def commit(self) -> None:
-        """The step is over: from here on what was written is read."""
+        """End a step: from here on, reads give what the step wrote."""
         if self.written and self.new_slot != self.slot:
             self.slot, self.new_slot = self.new_slot, self.slot
         self.written = False
 
     def discard(self) -> None:
-        """What was written in this step shall not count."""
+        """Drop what this step wrote."""
         assert self.new_slot != self.slot, "there is nothing to go back to"
         self.written = False
 
     def fill(self, flat: Tensor, weights: Mapping[str, Tensor], keep_states: bool) -> None:
-        """The contents in a buffer: these weights, and states of zeros unless the buffer's are kept."""
+        """Fill a buffer with these weights, and with states of zeros unless the buffer's own are kept."""
         if not keep_states:
             flat[: self.num_bytes].zero_()
         staged = self.views(flat)
@@ -125,7 +125,7 @@ class StageFile:
 
 
 def staging_bytes(interface: Interface, homes: Mapping[str, StageHome]) -> int:
-    """The largest buffer of a stage's file: what loading and saving need of DRAM, one stage at a time."""
+    """The bytes of the largest stage's file: what loading and saving need of DRAM, one stage at a time."""
     largest = 0
     for stage, home in homes.items():
         spec = interface.part_of(stage, home.group)

@@ -33,7 +33,7 @@ def micro_batch_seed(seed: int, step: int, stage: str, micro_batch: int) -> int:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw random numbers as behind `torch.manual_seed(seed)`; the global generators are left as they were."""
+    """Draw random numbers as after `torch.manual_seed(seed)`; the global generators are left as they were."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -52,8 +52,8 @@ class Kept:
     """What a forward leaves for its backward: where the gradients enter and where those of the inputs come out.
 
     It holds edges of the autograd graph, not the outputs, so that an output which backward does not need can be freed.
-    A partial one holds no graph but `tensors`, class name to what was kept of it: backward runs forward again, but for
-    these. They may be moved: `placed_in` and `copied_to`.
+    A partial one holds no graph, only `tensors` (class name to kept tensor): backward runs forward again, without
+    computing these. The tensors can be moved by `placed_in` and `copied_to`.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
@@ -66,14 +66,14 @@ class Kept:
 
     @classmethod
     def partial(cls, tensors: Mapping[str, Tensor]) -> Kept:
-        """Of classes of saved tensors. `num_bytes`: in one buffer, each aligned."""
+        """A partial one of these tensors by class. `num_bytes` is their size in one buffer, each aligned."""
         made = cls([], [], sum(aligned(t.nbytes) for t in tensors.values()))
         made.is_partial, made.tensors = True, dict(tensors)
         return made
 
     def placed_in(self, flat: Tensor) -> Kept:
-        """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned; they
-        have the shapes and strides of these, and whatever values are there."""
+        """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned. They
+        have the shapes and strides of this one's tensors, and the values that are in the buffer."""
         assert self.is_partial
         tensors, start = {}, 0
         for name, tensor in self.tensors.items():
@@ -83,7 +83,7 @@ class Kept:
         return Kept.partial(tensors)
 
     def copied_to(self, flat: Tensor) -> Kept:
-        """`placed_in`, with the values of these. Does not wait for copies between a GPU and pinned memory."""
+        """`placed_in`, with this one's values. Does not wait for copies between a GPU and pinned memory."""
         placed = self.placed_in(flat)
         for name, tensor in self.tensors.items():
             placed.tensors[name].copy_(tensor, non_blocking=True)
@@ -98,10 +98,10 @@ class StageRunner:
     """Runs one stage on one device; see the module's text.
 
     `precision` "bf16" or "fp16" runs forward under autocast; parameters and buffers have the dtypes of `spec`.
-    `weights_move` says that backward may find the weights elsewhere than forward did (they are fetched): then what
-    autograd saves of them is a place inside a parameter, not an address. Resident stages pass False and save that work.
+    `weights_move` says that the weights may lie elsewhere in backward than in forward (they are fetched): then autograd
+    saves a place inside a parameter, not an address. Resident stages pass False and save that work.
 
-    Raises `VerifyError` where module and `spec` do not belong together.
+    Raises `VerifyError` if module and `spec` do not belong together.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StageRunner:
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
         self._starts: list[int] = []  # addresses of the bound parameters, ascending
-        self._spans: list[tuple[int, str]] = []  # and behind which address each ends
+        self._spans: list[tuple[int, str]] = []  # their end addresses and names, in the same order
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
 
     # --- parameters and buffers
@@ -179,8 +179,8 @@ class StageRunner:
     ) -> tuple[list[Tensor], Kept | None]:
         """Training mode. Outputs carry no graph and share no memory with inputs, weights or buffers.
 
-        `keep`: all that backward needs, nothing, or only these classes of saved tensors (`spec.saved`). Raises
-        `VerifyError` for a class that the stage's calls do not agree with.
+        `keep`: True for all that backward needs, False for nothing, or names of classes of saved tensors
+        (`spec.saved`). Raises `VerifyError` for a class that does not agree with the stage's calls.
         """
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
@@ -209,9 +209,9 @@ class StageRunner:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
-        `kept` None runs forward again first, with the same `seed` and without updating buffers; a partial one too, but
-        without computing what it holds, which it lets go of. A parameter that no gradient reached has no entry, as in
-        eager its `.grad` is None.
+        If `kept` is None, forward runs again first, with the same `seed` and without updating buffers. If it is
+        partial, this forward takes the tensors of `kept` without computing them, and lets go of them. A parameter that
+        no gradient reached has no entry, just as its `.grad` is None in eager.
         """
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed)
@@ -228,8 +228,8 @@ class StageRunner:
     def backward_input(
         self, kept: Kept | None, inputs: Sequence[Tensor], douts: Sequence[Tensor | float | None], seed: int
     ) -> tuple[list[Tensor], Rest]:
-        """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. `kept` None, or
-        a partial one, runs forward again first, as for `backward`."""
+        """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. If `kept` is
+        None or partial, forward runs again first, as for `backward`."""
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed)
         edges, values = self._entries(kept, douts)
@@ -243,14 +243,14 @@ class StageRunner:
         return dinputs, rest
 
     def backward_weight(self, rest: Rest, grads: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Gradients of the parameters, added to `grads` in place. Uses up the rest."""
+        """Gradients of the parameters, added to `grads` in place. Uses up `rest`."""
         grads = {} if grads is None else grads
         with self._adding_to(grads, {_storage(t) for t in rest.tensors()}):
             weight_half(rest, self._trained())
         return grads
 
     def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluation mode, without gradients: all outputs, those that exist only here behind the others."""
+        """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
         with torch.no_grad(), self.precision.autocast(self.device):
             outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
@@ -262,7 +262,7 @@ class StageRunner:
         return {name: p for name, p in self._params.items() if p.requires_grad}
 
     def _entries(self, kept: Kept, douts: Sequence[Tensor | float | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where gradients enter the graph, and these."""
+        """The edges at which gradients enter the graph, and these gradients."""
         edges, values = [], []
         for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
             if edge is not None and dout is not None:
@@ -305,7 +305,7 @@ class StageRunner:
         if keep:
             for leaf, want in zip(leaves, self.spec.inputs, strict=True):
                 leaf.requires_grad_(want.requires_grad)
-        measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # whose tensors may share memory
+        measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
         autocast = self.precision.autocast(self.device)
@@ -381,8 +381,8 @@ class StageRunner:
 
 
 def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: Precision) -> list[Tensor]:
-    """Under autocast every value crosses a border in the dtype of the plan, whatever this device and this version of
-    torch keep in full precision."""
+    """The outputs, under autocast in the dtypes of the plan, whatever this device and this version of torch keep in
+    full precision."""
     if precision.low_dtype is None:
         return list(outputs)
     wanted = [getattr(torch, spec.dtype) for spec in specs]
@@ -394,7 +394,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _apart(tensor: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, copied where its storage is taken already; its storage is taken from here on.
+    """The tensor, copied if its storage is in `taken` already; adds the storage of the result to `taken`.
 
     Autograd may hand out the same memory twice (the gradients of `p.view(-1) + x.view(-1)`), and a stage may hand an
     input through: both would turn the next addition in place into a wrong result elsewhere.
@@ -408,14 +408,14 @@ def _apart(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
-    """As autograd lays out what adds up, also where a function hands it out otherwise."""
+    """The gradient in the layout in which autograd adds up gradients, even if a function returned it in another one."""
     if gradient.stride() == param.stride():
         return gradient
     return torch.empty_like(param).copy_(gradient)
 
 
 def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
-    """Gradients of the inputs that require one, zeros where none came."""
+    """Gradients of the inputs that require one, zeros for an input that none reached."""
     wanted = [leaf for leaf in kept.leaves if leaf.requires_grad]
     return [torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, taken) for leaf in wanted]
 

@@ -3,8 +3,8 @@
 Fuyou (4.5, eq. 12) swaps the outputs of a transformer's linear layers, so that rematerialisation need not compute them.
 Here a class is the output of any one matrix product or convolution of a stage. A forward without autograd runs under
 `Keeping`, which counts these calls in order and keeps the outputs of those chosen. The forward that backward runs again
-is under `Taking`, below autograd: it hands back what was kept in place of computing it, so that autograd records the
-same graph and gradients are the same bits. Nothing random is ever a class: skipping a call draws no random numbers.
+is under `Taking`, below autograd: it hands back the kept outputs in place of computing them, so that autograd records
+the same graph and gradients are the same bits. Nothing random is ever a class: skipping a call draws no random numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec
 
 aten = torch.ops.aten
-# One call each on CPU and on CUDA, whatever the kernels. Attention is none of them: which calls it makes depends on the
-# device, and its output is of use only together with numbers that it keeps beside.
+# Each is one call on CPU and on CUDA, whatever the kernels. Attention is left out: which calls it makes depends on the
+# device, and its output is useful only together with other values that it saves.
 COSTLY = frozenset((aten.mm.default, aten.addmm.default, aten.convolution.default))
 
 Look = tuple[Any, ...]  # the op and what it is given, without values
@@ -58,7 +58,7 @@ class SavedClasses:
         return found
 
     def look(self, row: SavedSpec, look: Look, out: Tensor) -> None:
-        """Remember how a class's call looks, or compare. Raises `VerifyError` where plan and runs do not agree."""
+        """Remember how a class's call looks, or compare. Raises `VerifyError` if plan and runs do not agree."""
         if row.name not in self.looks:
             if out.nbytes != row.bytes:
                 raise VerifyError(
@@ -70,7 +70,7 @@ class SavedClasses:
             raise VerifyError(f"class {row.name!r} of {self.stage}: the call was {self.looks[row.name]}, now {look}")
 
     def finish(self, count: int, missing: Sequence[SavedSpec]) -> None:
-        """Behind a forward with `count` costly calls. Raises `VerifyError` for classes whose calls it did not make."""
+        """End a forward with `count` costly calls. Raises `VerifyError` for classes whose calls it did not make."""
         if missing:
             row = missing[0]
             raise VerifyError(
@@ -82,7 +82,7 @@ class SavedClasses:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts costly calls. Every aten call passes here: the less is done the better."""
+    """Counts costly calls. Every aten call passes through here, so as little as possible is done."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,12 +94,12 @@ class _Counting(TorchDispatchMode):
         self.count = 0
 
     def finish(self) -> None:
-        """Call it behind the forward, which must have run to its end. Raises `VerifyError`."""
+        """Call it after the forward, which must have run to its end. Raises `VerifyError`."""
         self.classes.finish(self.count, [row for number, row in self.wanted.items() if number >= self.count])
 
 
 class Keeping(_Counting):
-    """`tensors`: class name to the output that was kept. Raises `VerifyError` where the stage changes one in place."""
+    """`tensors`: class name to the output that was kept. Raises `VerifyError` if the stage changes one in place."""
 
     def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec]):
         super().__init__(classes, wanted)
@@ -145,7 +145,7 @@ class Taking(_Counting):
 
 
 def look_of(func: Any, args: Any, kwargs: Any, out: Tensor) -> Look:
-    """What tells two calls apart, but for the values of their operands."""
+    """What tells two calls apart, except for the values of their operands."""
     return (func, *map(_look, args), *((k, _look(v)) for k, v in (kwargs or {}).items()), _look(out), out.stride())
 
 

@@ -1,4 +1,4 @@
-"""How a tensor is spread over the members of a group: read as one row, in equal pieces, zeros filling the last."""
+"""How a tensor is spread over the members of a group: flattened, in equal pieces, the last one filled up with zeros."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def gathered(rows: Tensor, part: StageSpec, whole: Mapping[str, Tensor]) -> list
 
 
 def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """A tensor's pieces (members, length) and the tensor as one row: which parts of either are the same, and what of
-    the pieces is beyond its end."""
+    """Pairs of views on corresponding elements, one of a tensor's `pieces` (members, length) and one of the `flat`
+    tensor; and views of those parts of the pieces that lie beyond the tensor's end."""
     length, numel = pieces.shape[1], flat.numel()
     full, rest = divmod(numel, max(1, length))
     pairs = [(pieces[:full], flat[: full * length].view(full, length))] if full else []
@@ -55,9 +55,9 @@ def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class GradientRows:
-    """A stage's gradients of one dtype, on their way to the shards. `rows` (members + 1, n): for each member the pieces
-    that are its own, side by side, and room for one more; `pieces`: by name the columns of one, `own` (n) their place
-    once they are summed."""
+    """A stage's gradients of one dtype, on their way to the shards. `rows` (members + 1, n): per member its own pieces
+    side by side, and room for one more row; `pieces`: per parameter its columns of `rows`; `own` (n): the place of this
+    member's pieces once they are summed."""
 
     rows: Tensor
     pieces: dict[str, Tensor]
@@ -80,8 +80,8 @@ class GradientRows:
 def blocks_of(
     grads: Mapping[str, Tensor], part: StageSpec, count: int, staging: Tensor, own: Tensor
 ) -> list[GradientRows]:
-    """Per dtype of these gradients a block for `count` members, whose rows lie in `staging` and whose sum in `own`
-    (both uint8: `count` + 1 times, and once, the bytes of the pieces)."""
+    """One block per dtype of these gradients, for `count` members. The blocks' rows lie in `staging`, their sums in
+    `own` (both uint8; `staging` is `count` + 1 times as long as the pieces, `own` as long as they are)."""
     found, start = [], 0
     dtypes = sorted({g.dtype for g in grads.values()}, key=lambda dtype: (-dtype.itemsize, str(dtype)))  # stay aligned
     for dtype in dtypes:

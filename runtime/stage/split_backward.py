@@ -24,7 +24,7 @@ BackwardGroup = dict[
 @dataclass
 class Rest:
     """What the first half leaves for the second: the graph between parameters and the gradients noted above them, and
-    gradients of parameters over outputs that no input reaches. `num_bytes`: with all that the graph saved."""
+    gradients of parameters over outputs that no input reaches. `num_bytes` includes what the graph saved."""
 
     groups: list[BackwardGroup] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class Rest:
 
 
 class _Output(GradientEdge):
-    """An edge that `stage_backward_input` takes for an output: it asks for the function that made it, enters there, and
-    detaches it in the end, which an edge need not be."""
+    """An edge that stands in for an output of `stage_backward_input`, which asks an output for the function that made
+    it, enters there, and detaches the output in the end. An edge need not be detached."""
 
     @property
     def requires_grad(self) -> bool:
@@ -53,7 +53,7 @@ class _Output(GradientEdge):
         return self.node
 
     def detach_(self) -> None:
-        """Whoever holds the edge lets go of it."""
+        """Do nothing: the edge is gone when its holder lets go of it."""
 
 
 def input_half(
@@ -62,8 +62,8 @@ def input_half(
     leaves: Sequence[Tensor],
     params: Mapping[str, nn.Parameter],
 ) -> Rest:
-    """Set the gradients of those leaves that require one, from `values` that enter at `edges`. `params`: the trained
-    ones. Leaves the graph as it is, for the other half."""
+    """Set the gradients of the leaves that require one, from `values` that enter at `edges`. `params`: the trained
+    parameters. The graph stays as it is, for the other half."""
     outputs: list[Any] = [_Output(*edge) for edge in edges]
     _, groups = stage_backward_input(outputs, list(values), list(leaves), iter(params.values()))
     groups = _disjoint(groups)
@@ -71,7 +71,7 @@ def input_half(
     apart = [i for i, edge in enumerate(edges) if not _leads_to(edge.node, inputs)]
     if not apart:
         return Rest(groups)
-    # No way from these outputs meets one that leads to an input: nothing is computed a second time.
+    # No path from these outputs meets a path that leads to an input: nothing is computed twice.
     roots, given = ([row[i] for i in apart] for row in (edges, values))
     found = torch.autograd.grad(roots, list(params.values()), given, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
     return Rest(groups, {name: g for name, g in zip(params, found) if g is not None})
@@ -82,10 +82,10 @@ def weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
     groups, whole = rest.groups, rest.whole
     rest.drop()
     so_far = {name: params[name].grad for name in whole}
-    for name in whole:  # parts of one micro-batch are added up before they join those of others
+    for name in whole:  # the parts of one micro-batch are added up before they join the sum so far
         params[name].grad = None
     if groups:
-        # A parameter that is used twice walks through what lies between, which others need as well.
+        # The path of a parameter that is used twice crosses nodes that other parameters need as well.
         stage_backward_weight(iter(params.values()), groups, retain_graph=True)
     for name, part in whole.items():
         param, before = params[name], so_far[name]
@@ -94,8 +94,8 @@ def weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
 
 
 def _disjoint(groups: Sequence[BackwardGroup]) -> list[BackwardGroup]:
-    """The groups, united where they share a parameter, without nodes to which no gradient came. A parameter that is
-    used twice may come in two groups, and its gradient would then count twice."""
+    """The groups, united if they share a parameter, without nodes that no gradient reached. A parameter that is used
+    twice may come in two groups, and its gradient would then count twice."""
     united: list[dict[str, dict[Any, Any]]] = []
     for group in groups:
         noted = zip(group["intermediates"], group.get("grads") or [])

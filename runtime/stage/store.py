@@ -23,8 +23,8 @@ from .shards import piece_of, whole_of
 
 @dataclass
 class StagePart:
-    """One stage's part of a checkpoint, nothing copied: weights (masters where they exist), buffers, and what
-    `StageOptimizer.state_dict` gives (None where the stage is not trained)."""
+    """One stage's part of a checkpoint, nothing copied: weights (masters if they exist), buffers, and the optimizer's
+    `StageOptimizer.state_dict` (None if the stage is not trained)."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -32,11 +32,12 @@ class StagePart:
 
 
 class StageStore:
-    """A stage's weights lie in one flat buffer, on the device or, for a swapped stage, in (pinned) DRAM; or on SSD.
+    """The weights, states and buffers of one stage. The weights lie in one flat buffer, on the device or, for a swapped
+    stage, in (pinned) DRAM; or on SSD.
 
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
-    precision. `optimizer` None: the stage is not trained here. `piece`: (index, count) of the shard that is kept here
-    of all parameters; what `load` takes is whole, what `state` gives are pieces. `folder` is where files go;
+    precision. `optimizer` is None if the stage is not trained here. `piece`: (index, count) of the shard of all
+    parameters that is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`;
     `staging(num_bytes)` lends a buffer of DRAM between steps.
     """
 
@@ -77,7 +78,7 @@ class StageStore:
             places = staged.states if staged is not None and home.states == ops.SSD else None
             self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace)
         self._bound = None if staged is None else staged.flat.data_ptr()
-        self._before: Snapshot | None = None  # of a speculative step
+        self._before: Snapshot | None = None  # before a speculative step
         self._flat_before: Tensor | None = None
 
     def _stage(self) -> Tensor:
@@ -90,14 +91,14 @@ class StageStore:
         if not separate:
             return {name: self.weights[name] for name in self._trained if name in self.weights}
         layout = masters_layout(self.part)
-        views = layout.views(allocate(layout.total_bytes, self._where))  # no GPU ever reads those in DRAM
+        views = layout.views(allocate(layout.total_bytes, self._where))  # not pinned: no GPU ever reads masters in DRAM
         return {name: view for name, view in views.items() if name in self._trained}
 
     # --- the update
 
     def update(self, grads: Grads, staged: Staged | None = None, speculative_factor: Tensor | None = None) -> None:
-        """One optimizer step on the masters; weights of another precision follow. `staged`: what came from SSD and goes
-        back there. With `speculative_factor` the step can be undone by `redo`."""
+        """One optimizer step on the masters; weights of another precision follow. `staged`: the buffer that was read
+        from SSD and goes back there. With `speculative_factor` the step can be undone by `redo`."""
         assert self.optimizer is not None
         self._bind(staged)
         if speculative_factor is None:
@@ -130,12 +131,12 @@ class StageStore:
                 self.file.write(staged.flat)
 
     def skip(self, staged: Staged | None) -> None:
-        """Instead of `update`: nothing changes. Of what came from SSD the weights were left out, and go back whole."""
+        """Replaces `update` if nothing changes. Weights that were not read from SSD follow the masters, to go back."""
         if staged is not None:
             self._follow(staged)
 
     def commit(self) -> None:
-        """The step is over."""
+        """End a step."""
         if self.file is not None:
             self.file.commit()
 
@@ -143,7 +144,7 @@ class StageStore:
         assert self.optimizer is not None
         weights = self._followers(staged)
         self.optimizer.step(grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part)
-        if staged is not None:  # also the weights that had no gradient go back whole
+        if staged is not None:  # weights that had no gradient go back whole, too
             self._follow(staged, but=grads.tensors)
 
     def _bind(self, staged: Staged | None) -> None:
@@ -178,10 +179,10 @@ class StageStore:
         self._load_rest(weights, buffers)
 
     def _load_rest(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """What does not lie on SSD."""
+        """Load what does not lie on SSD."""
         for name, given in self._own_weights({name: weights[name] for name in self.weights}).items():
             self.weights[name].copy_(given)
-            if self.file is None and name in self.masters:  # beside a file masters are in it, or are the weights
+            if self.file is None and name in self.masters:  # masters lie in a file, if there is one, or are the weights
                 self.masters[name].copy_(given)
         self.runner.load_buffers(dict(buffers))
 
@@ -217,7 +218,7 @@ class StageStore:
         return StagePart(copies, self.runner.buffers(), optimizer)
 
     def load_state(self, state: StagePart) -> None:
-        """The reverse of `state`, with copies. What lies on SSD is not read: it may be what a checkpoint must mend."""
+        """The reverse of `state`, with copies. What lies on SSD is not read: a checkpoint may have to repair it."""
         if self.optimizer is None or state.optimizer is None:
             self.load(state.weights, state.buffers)
         elif self.file is None or not self.file.has_states:
@@ -233,12 +234,12 @@ class StageStore:
             self._load_rest(state.weights, state.buffers)
 
     def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of whole weights, those of this shard."""
+        """This shard's pieces of whole weights."""
         piece = self.piece
         return weights if piece is None else {name: piece_of(weight, *piece) for name, weight in weights.items()}
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """Of whole states, those of this shard."""
+        """This shard's pieces of whole states."""
         if self.piece is None:
             return optimizer
         shapes = {param.name: param.shape for param in self.spec.params}
@@ -250,7 +251,7 @@ class StageStore:
 
 
 def joined(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
-    """One stage's state out of those of all its shards, in the order of their pieces."""
+    """One stage's state, joined from those of all its shards in the order of their pieces."""
     first = states[0]
     weights = {p.name: whole_of([state.weights[p.name] for state in states], p.shape) for p in spec.params}
     if first.optimizer is None:
