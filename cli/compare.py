@@ -149,7 +149,13 @@ def _figure(value: float | None) -> str:
 
 
 def _plan_text(row: MachineRow) -> str:
-    parts = [part for part in row.passes.split(", ") if part.startswith(("partition-", "map-", "schedule-"))]
+    from ..compiler.pipeline import parse_pipeline, pass_text
+    from ..passes.mapping.mapping import Mapping
+    from ..passes.partition.partition import Partition
+    from ..passes.schedule.schedule import Schedule
+
+    passes = parse_pipeline(row.passes, num_devices=1)  # the text of a plan names no number of devices
+    parts = [pass_text(p) for p in passes if isinstance(p, Partition | Mapping | Schedule)]
     return f"{row.num_stages} stages, {row.micro_batches} micro-batches: {', '.join(parts)}"
 
 

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..ir.errors import PlanError
 from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
+from .strategies import STRATEGIES
 
-SAME_PLAN = "the same plan as"  # how the reason of such a rival begins
+SAME_PLAN = "the same plan as "  # how the reason of such a rival begins
 PhaseName = Literal["forward", "backward"]
 
 
@@ -49,10 +50,16 @@ class Rival(BaseModel):
     micro_batches: int | None = None
 
     @property
-    def is_alike(self) -> bool:
-        """Whether it came to another's plan and has no name but that of its first passes. A document says so in words
-        only."""
-        return self.reason.startswith(SAME_PLAN) and self.name.startswith(("partition-", "mesh"))
+    def same_as(self) -> str:
+        """The candidate to whose plan this one came; empty for a plan of its own. A document says so in its reason."""
+        before, _, other = self.reason.partition(SAME_PLAN)
+        return "" if before else other
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name; empty for a candidate without one."""
+        label = self.name.rpartition(", ")[0]
+        return label if label in STRATEGIES else ""
 
 
 class Decisions(BaseModel):
@@ -101,9 +108,8 @@ class Plan(BaseModel):
     def distinct_rivals(self) -> tuple[list[Rival], int]:
         """The fastest first, those without a step last; and how many more come to the plan of another. Strategies with
         a name are among the rows in any case."""
-        alike = [rival for rival in self.rivals if rival.is_alike]
-        rows = [rival for rival in self.rivals if not rival.is_alike]
-        return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(alike)
+        rows = [rival for rival in self.rivals if rival.strategy or not rival.same_as]
+        return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(self.rivals) - len(rows)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=1) + "\n")

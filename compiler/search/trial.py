@@ -66,7 +66,7 @@ class Trial:
             case Pruned(bound_s):
                 return f"pruned: cannot be below {format_seconds(bound_s)}"
             case SamePlan(name):
-                return f"{SAME_PLAN} {name}"
+                return f"{SAME_PLAN}{name}"
             case PenstockError():
                 return why_not(self.reason)
         assert self.step_s is not None
