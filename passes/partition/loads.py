@@ -1,4 +1,5 @@
-"""Seconds, bytes and messages of any sets of blocks as stages, for partitioners whose stages need not be runs.
+"""Seconds, bytes and messages of any sets of blocks as stages, for partitioners whose stages need not be runs of
+blocks.
 
 In: a draft with blocks. Blocks are named by their index in `draft.blocks`, which is a topological order; a stage is an
 ascending tuple of them.

@@ -87,8 +87,7 @@ class _Search:
         return found[::-1]
 
     def _entry(self, ends: list[np.ndarray], turn: int, earlier: range, start: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Per a the bottleneck of what comes before a stage of this turn, its message included, and the turn of
-        that."""
+        """Per a the bottleneck of what comes before a stage of this turn, its message included, and which turn."""
         size = len(self.crossing)
         entry, before = np.full(size, np.inf), np.zeros(size, dtype=int)
         entry[0] = 0.0 if start else np.inf
