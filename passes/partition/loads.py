@@ -1,5 +1,4 @@
-"""Seconds, bytes and messages of any sets of blocks as stages, for partitioners whose stages need not be runs of
-blocks.
+"""Seconds, bytes and messages of any sets of blocks as stages, for partitioners whose stages need not be runs.
 
 In: a draft with blocks. Blocks are named by their index in `draft.blocks`, which is a topological order; a stage is an
 ascending tuple of them.

@@ -4,11 +4,12 @@ In: a `MipProblem`, a number of stages S, and the devices that stay resident. Ou
 counts: how many blocks of each run of identical ones a stage holds. Then T^f, T^b, W and the memory of a stage are
 linear and the schedule of the first and the last micro-batch is a longest path, so no big M is needed (the rows are
 those of `recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's
-optimum, also that of its relaxation, is a lower bound of every partition into S stages: - rematerialised blocks are a
-share of their stage where saved tensors may stay; - memory counts gradients and saved tensors, and of workspace, inputs
-and messages the smallest of the model; - with `fewest` below S it is a bound also for S - N, S - 2N, ... down to
-`fewest`: the first S - fewest stages may be empty, and nothing is charged for their mere existence. Amounts are in
-seconds and GB.
+optimum, also that of its relaxation, is a lower bound of every partition into S stages:
+- rematerialised blocks are a share of their stage where saved tensors may stay;
+- memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
+- with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
+  be empty, and nothing is charged for their mere existence.
+Amounts are in seconds and GB.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ class _Step:
         return self.update()
 
     def uploads(self, stages: Sequence[int], before: int) -> None:
-        """Set when the weights of these stages, one per device, are there; stage j + `before` has the device's phase
-        before.
+        """Set `there`, when the weights of these stages, one per device, arrive; `before` leads from a stage to the one
+        that its device ran in the phase before.
 
         All of them pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
         """
@@ -339,7 +339,7 @@ class _Step:
             self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
 
     def offloads(self, stages: Sequence[int]) -> None:
-        """Set when the gradients of these stages, one per device, are in DRAM."""
+        """Set `ready`, when the gradients of these stages, one per device, are in DRAM."""
         jobs: dict[int, list[QueuedTransfer]] = {}
         for j in stages:
             d = j % self.n
