@@ -35,13 +35,14 @@ MEMORIES: dict[str, tuple[MemoryName, ...]] = {
     "none": (ops.DEVICE,),
 }
 ACTIVATION_TIERS = ("auto", "states", "all", "none")
-MOST_ROUNDS = 4  # of giving out less device memory until the program fits
-PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
+MOST_ROUNDS = 4  # rounds of giving out less device memory until the program fits
+PASSING_TURNS = 4  # turns in DRAM: two are written while one comes from the device, or read while one goes there
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided for one device, and the curve it was taken from; none where everything stays on the device."""
+    """What is decided for one device, and the curve it was taken from, which is empty where everything stays on the
+    device."""
 
     choices: dict[str, Activations]
     points: tuple[Point, ...] = ()
@@ -50,10 +51,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ChooseActivations(Pass):
-    """`to`: where inputs and classes go: "auto" to the first memory with room; "dram" or "ssd" all of them, whatever
-    has room; "device" nothing moves; "none" nor is anything kept in classes. `share`: of the bytes of all classes, how
-    many are kept, instead of the best (Fuyou's swap coefficient). `swap` and `tier` as insert-fetch and insert-ssd will
-    get them; "none": no SSD."""
+    """`to`: where inputs and classes go; "auto": to the first memory with room; "dram", "ssd": all of them there,
+    whatever has room; "device": nothing moves; "none": nothing moves and no classes are kept. `share`: the share of all
+    class bytes that is kept, instead of the best one (Fuyou's swap coefficient). `swap`, `tier`: as insert-fetch and
+    insert-ssd will get them; "none": no SSD."""
 
     name: ClassVar[str] = "choose-activations"
     needs: ClassVar[tuple[str, ...]] = ("programs",)
@@ -66,7 +67,8 @@ class ChooseActivations(Pass):
     tier: str = "auto"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
+        """`rematerialise`: names of stages; `activations`: the choice for each stage that keeps classes or moves
+        something."""
         outcomes: dict[int, Outcome] = {}
         choices: dict[str, Activations] = {}
         known: dict[Hashable, tuple[Machine, Outcome]] = {}
@@ -127,7 +129,7 @@ class ChooseActivations(Pass):
         return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
-        """What `insert-remat` rematerialises."""
+        """The stages that `insert-remat` would rematerialise."""
         return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
     def curve(
@@ -158,7 +160,7 @@ class ChooseActivations(Pass):
 
 
 def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations]) -> dict[str, Activations]:
-    """What was chosen for another device that is alike."""
+    """The choices made for another device that is alike, by this device's stages."""
     return {
         spec.name: choices[model.name].renamed(model, spec)
         for spec, model in zip(machine.specs, other.specs)
@@ -167,12 +169,12 @@ def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations])
 
 
 def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:
-    """All that a stage could have moved, for all its micro-batches."""
+    """Bytes of all that a stage could have moved, for all its micro-batches."""
     return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
 
 
 def _rank(problem: ActivationProblem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
-    """Whether something lacks room, then whether two stages' weights do, then the step."""
+    """A sort key: whether something lacks room, then whether two stages' weights do, then the step."""
     chosen = best(points, share)
     return not chosen.fits, problem.room.device_bytes < 0, chosen.step_s
 
@@ -235,7 +237,7 @@ def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Act
 
 
 def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machine) -> Ahead:
-    """As many turns as memory holds, up to those of one stage (4.4)."""
+    """As many turns ahead as memory holds, up to those of one stage (Fuyou 4.4)."""
     trial = program.copy()
     keep_chosen(trial, choices)
     each_bytes, disk_bytes = turn_bytes(trial, choices, (ops.DRAM, ops.SSD)), turn_bytes(trial, choices, (ops.SSD,))
