@@ -18,8 +18,7 @@ Result = TypeVar("Result")
 
 
 def look(program: Program, specs: Sequence[StageSpec]) -> Hashable:
-    """A key that is equal for programs whose ops, operands, sizes and stages (`specs`, in order) are equal in all but
-    names."""
+    """A key that is equal for programs with equal ops, operands, sizes and stages (`specs`, in order) but for names."""
     number = {spec.name: i for i, spec in enumerate(specs)}
     position: dict[fx.Node, int] = {}
     rows: list[Hashable] = []

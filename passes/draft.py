@@ -72,7 +72,7 @@ class Draft:
     lane_part: Hardware | None = None  # the part of the machine that one lane has; None: all of it
     sharding: Sharding | None = None
     ssd: OnSsd = field(default_factory=OnSsd)
-    promised: frozenset[str] = frozenset()  # what any pass of the pipeline gives, before or after this one
+    promised: frozenset[str] = frozenset()  # what the pipeline's passes give, also those that come later
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
     @property

@@ -23,8 +23,7 @@ class Phase:
 
 
 def phases(program: Program) -> list[Phase]:
-    """The program's phases in issue order. A backward that follows its own forward directly belongs to the same
-    phase."""
+    """The phases in issue order. A backward that follows its own forward directly belongs to the same phase."""
     found: list[Phase] = []
     for node in program.ops():
         op = op_of(node)

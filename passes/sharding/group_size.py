@@ -1,8 +1,7 @@
 """How many devices share a stage's weights: as few as can hold them (MiCS 3.2).
 
 The fewer members a group has, the less goes over slow links: a group inside one host gathers at the host's speed. What
-a group of p devices holds is estimated from the blocks, before stages are cut; the memory of the programs is verified
-later.
+p devices hold is estimated from the blocks, before stages are cut; the memory of the programs is verified later.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def _dram_holds(hardware: Hardware, part_bytes: float) -> bool:
 
 
 def _lasting_bytes(draft: Draft) -> float:
-    """Bytes of one copy of the model: weights and gradients in the dtype of the computation, masters, optimizer
-    states."""
+    """Bytes of one model: weights and gradients in the dtype of the computation, masters, optimizer states."""
     ties = draft.graph.ties()
     own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
     trained = sum(p.numel() for p in own if p.requires_grad)

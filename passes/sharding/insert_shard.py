@@ -188,7 +188,7 @@ class _Room:
             names = [s.name for row in rows for s in row[max(0, len(row) - count) :]]
             return sharding.model_copy(update={"held": names})
 
-        # A held stage takes bytes of its own, once the places are full that stages had in turn.
+        # Held stages fill the places that stages had in turn, and then take bytes of their own.
         turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)
         room = self.spare_bytes(sharding) + turns
         longest = max(len(row) for row in rows)
