@@ -55,8 +55,7 @@ class Options:
 class Draft:
     """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on.
 
-    With several lanes, everything but `machine` and `mesh` is about one lane, whose part of the machine is
-    `lane_hardware`.
+    With several lanes, all but `machine` and `mesh` is about one lane, whose part of the machine is `lane_hardware`.
     """
 
     graph: OpGraph

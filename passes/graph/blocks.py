@@ -23,7 +23,7 @@ class CostlyCall:
     """One matrix product or convolution in a block's forward, as a class of saved tensors; see `saved_classes`."""
 
     node: int  # index of the block's node that makes the call
-    bytes: int  # of its output
+    bytes: int  # bytes of the call's output
     flops: float
     is_saved: bool  # its output is part of the block's `kept_bytes`
     can_be_kept: bool  # the output is not changed in place, and a forward without gradients makes the same call

@@ -111,7 +111,7 @@ class _BlockRun:
             if wants and made.is_floating_point():
                 made.requires_grad_()
                 if is_parameter:
-                    made.grad = torch.empty_like(made)  # as from the second micro-batch on
+                    made.grad = torch.empty_like(made)  # as it is from the second micro-batch on
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
 
@@ -169,8 +169,7 @@ class _BlockRun:
         return target(*args, **kwargs)
 
     def forward(self) -> tuple[_Meter, list[_End], list[torch.UntypedStorage], tuple[bool, ...], tuple[bool, ...]]:
-        """Run with gradients. Returns the meter, where gradients enter backward, the saved storages, and which inputs
-        and outputs are saved."""
+        """Run with gradients. Returns meter, gradient edges, saved storages, which inputs and outputs are saved."""
         saved: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,7 @@ def _with_parameters(nodes: list[fx.Node]) -> Iterator[Pair]:
 
 
 def _with_views(nodes: list[fx.Node]) -> Iterator[Pair]:
-    """Pairs of a view with its only reader, or with its base: what crosses a border is a base, which others may
-    read."""
+    """Pairs of a view and its only reader, or its base: what crosses a border is a base, which others may read."""
     for node in nodes:
         base = node.meta.get("alias_of")
         if base is not None and not node.meta.get("mutates"):

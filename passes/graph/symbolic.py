@@ -45,8 +45,8 @@ class SymbolicCost:
     backward_traffic_bytes: sympy.Expr
     kept_bytes: sympy.Expr
     param_bytes: sympy.Integer
-    input_bytes: sympy.Expr  # of the values that it takes from other blocks, each once
-    output_bytes: sympy.Expr  # of the values that it gives to other blocks
+    input_bytes: sympy.Expr  # bytes of the values that the block takes from other blocks, each once
+    output_bytes: sympy.Expr  # bytes of the values that the block gives to other blocks
 
     def at(self, b: int, s: int = 1) -> dict[str, int]:
         """All costs as numbers for one batch and sequence."""

@@ -143,8 +143,7 @@ class _Search:
         return total + self.pairs[left]
 
     def _least_pairs(self, depth: int, left: Sequence[int]) -> float:
-        """The least contention of unplaced pairs: the room left fixes how many share each complex, the most crowded
-        complexes get the farthest pairs."""
+        """The least contention of unplaced pairs, whose number per complex is known: crowded ones get the farthest."""
         rest = self.parts[depth:]
         far = sorted(self.weight[a][b] for i, a in enumerate(rest) for b in rest[:i])
         crowds = [self.shared[room] for room, n in zip(self.rooms, left) for _ in range(n * (n - 1) // 2)]

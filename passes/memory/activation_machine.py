@@ -49,8 +49,8 @@ class Machine:
     swap: bool
     rates: LinkRates
     has_ssd: bool
-    updates_per_s: float  # by the CPU
-    update_s: float  # of all stages on the device, if their states are there
+    updates_per_s: float  # parameters per second that the CPU updates
+    update_s: float  # seconds to update all stages on the device, if their states are there
     tiers: Tiers
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward

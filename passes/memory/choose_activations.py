@@ -41,8 +41,7 @@ PASSING_TURNS = 4  # turns in DRAM: two are written while one comes from the dev
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided for one device, and the curve it was taken from, which is empty where everything stays on the
-    device."""
+    """What is decided for one device, and the curve it was taken from, empty where everything stays on the device."""
 
     choices: dict[str, Activations]
     points: tuple[Point, ...] = ()
@@ -67,8 +66,7 @@ class ChooseActivations(Pass):
     tier: str = "auto"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`rematerialise`: names of stages; `activations`: the choice for each stage that keeps classes or moves
-        something."""
+        """`rematerialise`: names of stages; `activations`: choices for those that keep classes or move something."""
         outcomes: dict[int, Outcome] = {}
         choices: dict[str, Activations] = {}
         known: dict[Hashable, tuple[Machine, Outcome]] = {}
@@ -150,7 +148,7 @@ class ChooseActivations(Pass):
         forward, backward = machine.halves(names, swapped)
         items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
         room = machine.room(swapped, machine.room_bytes(trial, swapped))
-        if ops.SSD in memories:  # what goes there passes through DRAM
+        if ops.SSD in memories:  # what goes to SSD passes through DRAM
             turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
             room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
         problem = ActivationProblem(

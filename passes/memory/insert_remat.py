@@ -66,9 +66,8 @@ class InsertRemat(Pass):
 def stages_to_rematerialise(
     program: Program, specs: list[StageSpec], budget_bytes: int, swap: bool = False
 ) -> list[str]:
-    """The fewest stages, largest saved tensors first, without whose saved tensors the resident program fits; if it
-    never does, those that swapping needs. With `swap`, the same for a program whose weights come from DRAM and stay
-    from a stage's forward to its backward."""
+    """The fewest stages, largest saved tensors first, that let the resident program fit; if none do, those that
+    swapping needs. With `swap`, the same for weights that come from DRAM and stay from forward to backward."""
     states = sum(program.interface.optimizer_bytes(s) for s in specs)
     by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
     lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all of this is there at the end of the step

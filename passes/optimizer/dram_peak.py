@@ -19,7 +19,7 @@ from .updates import script, stages_read
 
 TextPlace = tuple[int, int, int]  # in the text: an op's number, before (-1) or after (1) it, and the rank there
 MemoryEvent = tuple[TextPlace, str, int]  # a value comes, or goes (0 bytes)
-NORM_BYTES = 16  # of the device's own norm and of all
+NORM_BYTES = 16  # of the device's own norm and of that of all devices
 
 
 @dataclass(frozen=True)

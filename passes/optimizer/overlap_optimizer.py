@@ -3,8 +3,7 @@
 In: programs whose results hold every stage's gradients, and what `insert-ssd` put on SSD. Out: programs that update the
 weights (Fuyou 4.3). A stage's states are read while stages before it run backward, its gradients are offloaded right
 after its last backward and never written to SSD, it is stepped after the offload of the next stage, and written back
-while the next is stepped. The room in DRAM decides the number of buffers of states, and whether it holds two stages'
-gradients.
+while the next is stepped. DRAM decides the number of buffers of states, and whether two stages' gradients lie there.
 
 Clipping, and the loss scale of fp16, need the norm of all gradients. `exact` steps everything after the norm, with
 reads, steps and writes still overlapping. `speculative` steps as if nothing had to be clipped and undoes that where the

@@ -88,8 +88,7 @@ class SsdRoom:
         return updates_of(self.draft, {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()})
 
     def wanted_ahead(self, hosts: Sequence[int]) -> int:
-        """The number of phases by which weights are read before their fetch: a device's fetches in the time of a
-        read."""
+        """The phases between a read of weights and their fetch: a device's number of fetches in the time of a read."""
         found = 1
         for host in hosts:
             if not self.hardware.hosts[host].ssds:

@@ -124,8 +124,7 @@ class _Writer:
         place_frees(self.program)
 
     def collect(self, stage: str, grads: fx.Node) -> fx.Node:
-        """Sum a stage's gradients over the lanes right after its last backward, and offload them if the stage is
-        swapped."""
+        """Sum a stage's gradients over the lanes right after its last backward; offload those of a swapped stage."""
         if not grads.meta["type"].group:  # otherwise `insert-two-hop` has summed them
             grads = sum_once(self.program, grads)
         if stage in self.script.order:

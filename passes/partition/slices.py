@@ -129,8 +129,7 @@ def needs_to_front(
 ) -> list[StageNeed]:
     """Per start a the need of blocks[a:] as one stage.
 
-    The blocks need not be neighbours, but come in the order of the model. `sent`: the values that any block of the
-    model hands on.
+    The blocks need not be neighbours, but come in the model's order. `sent`: the values that any block hands on.
     """
     needs: list[StageNeed] = []
     weights: dict[int, int] = {}

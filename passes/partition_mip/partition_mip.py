@@ -29,7 +29,7 @@ from .solve import Proof, prove
 
 EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 MANY_KINDS = 12  # with more runs of unlike blocks the program over counts is no smaller than the paper's
-SEARCH_SHARE = 0.4  # of the deadline for the local search
+SEARCH_SHARE = 0.4  # the share of the deadline for the local search
 
 
 @dataclass(frozen=True)

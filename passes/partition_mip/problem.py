@@ -39,9 +39,9 @@ class Unit:
     shared_fetch_s: float  # seconds per byte through the root complex
     shared_offload_s: float
     latency_s: float = 0.0
-    own_s: float = 0.0  # what the runtime does around one op
+    own_s: float = 0.0  # seconds of the runtime around one op
     step_s: float = 0.0  # seconds per parameter of an update on the device
-    call_s: float = 0.0  # one torch call
+    call_s: float = 0.0  # seconds of one torch call
     complex: int = 0
     host: int = 0
 
@@ -159,8 +159,8 @@ def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
 
 
 def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """The kind of each block: equal hash, costs, parameter bytes and measured seconds make one kind. A block without a
-    hash is a kind of its own."""
+    """The kind of each block: equal hash, costs, parameter bytes and seconds make one. Without a hash, a block is its
+    own."""
     known: dict[tuple[object, ...], int] = {}
     found = []
     for i, block in enumerate(blocks):

@@ -103,8 +103,7 @@ class QueuedTransfer:
 
 
 def evenly(jobs: Sequence[QueuedTransfer]) -> list[tuple[float, int]]:
-    """(end, name) of each job, where those under way share one resource evenly, also with the transfers that follow
-    them."""
+    """(end, name) of each job, where those under way, and what follows them, share one resource evenly."""
     if len(jobs) == 1:
         return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
     waiting = [(job.begin_s, i) for i, job in enumerate(jobs)]
@@ -139,8 +138,8 @@ def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
 
 
 class _Step:
-    """One evaluation. Lists are per stage; `free` and `freed` are per device: the ends of its last phase and of the one
-    before."""
+    """One evaluation. Lists are per stage; `free` and `freed` hold when each device's last phase and the one before
+    ended."""
 
     def __init__(self, p: MipProblem, cuts: Sequence[int]):
         self.p, self.cuts = p, cuts
@@ -170,8 +169,7 @@ class _Step:
             a = b
 
     def place(self) -> None:
-        """Decide per device whether it is resident, and which backwards rematerialise (`insert-remat`,
-        `insert-fetch`)."""
+        """Decide which devices are resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
         for d in range(min(self.n, self.count)):
             stages = range(d, self.count, self.n)
             if not self.p.swap and self.resident(self.p.units[d], stages):
@@ -245,8 +243,7 @@ class _Step:
         return self.update()
 
     def uploads(self, stages: Sequence[int], before: int) -> None:
-        """Set `there`, when the weights of these stages, one per device, arrive; `before` leads from a stage to the one
-        that its device ran in the phase before.
+        """Set `there`, when the weights of these stages, one per device, arrive; `before` leads to the phase before.
 
         All of them pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
         """

@@ -16,7 +16,7 @@ from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
 from .memory import Footprints, StageMemory
 
-TRIALS = 4000  # of exchanges
+TRIALS = 4000  # exchanges after which no further round begins
 WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
 
 

@@ -35,9 +35,8 @@ class Wires:
 
 
 class PipelineEstimate:
-    """Stages 0 to S - 1 in topological order, and what flows between them. All stages but the `spared` ones
-    rematerialise; in an `asynchronous` pipeline the last one is spared, and a device's time for one micro-batch
-    counts."""
+    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise; an
+    `asynchronous` pipeline spares the last one, and a device's time for one micro-batch counts."""
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ from .estimate import Wires
 from .graph import BlockGraph
 from .memory import Footprints
 
-PASSES = 4  # over all units of a level
-WORTH_WHILE = 1e-4  # of the mean load of a device
+PASSES = 4  # the most passes over all units of a level
+WORTH_WHILE = 1e-4  # the least gain of a move, as a share of a device's mean load
 
 
 class Refinement:

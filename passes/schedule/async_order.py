@@ -92,8 +92,7 @@ def recomputed(flow: Flow) -> list[str]:
 
 class Alternating(Timetable):
     """A pipeline under way: what each stage has still to do, and what has ended when. Of the actions that can begin
-    first, an update goes before a backward, a backward before a forward, and an earlier micro-batch before a later
-    one."""
+    first, updates go before backwards, these before forwards, and earlier micro-batches first."""
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)

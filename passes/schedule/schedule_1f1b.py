@@ -23,7 +23,7 @@ from .flow import Flow, Placed, StageAction, Turn
 from .schedule import Schedule
 from .timetable import Able, Timetable
 
-ROUNDING = 1e-9  # of a ratio of seconds, before it is rounded up to whole micro-batches
+ROUNDING = 1e-9  # is taken from a ratio of seconds before that is rounded up to whole micro-batches
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Schedule1F1B(Schedule):
 
 
 class BackwardFirst(Timetable):
-    """A step under way. Of the turns that can begin first, a backward goes before a forward, and an earlier micro-batch
-    before a later one."""
+    """A step under way. Of the turns that can begin first, backwards go first, then earlier micro-batches."""
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)

@@ -1,4 +1,4 @@
-"""`schedule-async`: every micro-batch is a mini-batch with updates of its own, and nobody waits for them (FTPipe 4).
+"""`schedule-async`: every micro-batch is a mini-batch with its own updates, for which no stage waits (FTPipe 4).
 
 In: stages on devices. Out: `draft.programs`, complete: no optimizer, rematerialisation or fetch follows. A stage at
 distance d from the end does d + 1 forwards, then backward and forward in turn, and is updated right after each backward

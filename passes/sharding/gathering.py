@@ -17,8 +17,7 @@ from .gradient_sums import sum_gradients
 def gather_weights(program: Program, sharding: Sharding) -> None:
     """Replace the resident weights of all stages by shards, which are gathered for every phase, or once for all of a
     stage's phases where it is held. Weights leave between a stage's forward and its backward, and between the halves of
-    its backward, even where its saved tensors stay: the weights among these are found again in the weights that are
-    gathered next."""
+    its backward, even where its saved tensors stay: weights among these are found again in those gathered next."""
     order, graph = phases(program), program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     last = {phase.stage: i for i, phase in enumerate(order)}
