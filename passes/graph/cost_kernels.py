@@ -1,8 +1,8 @@
 """Functions that run on fake tensors in place of calls whose costs fake tensors do not show.
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
-FLOPs for the active `Flops` modes. There are stand-ins for CUDA's fused attention and dropout on a machine without
-CUDA, and for matrix products in groups, whose FLOPs torch does not know, nor their shapes unless they are bf16.
+FLOPs for the active `KernelFlops` modes. There are stand-ins for CUDA's fused attention and dropout on a machine
+without CUDA, and for matrix products in groups, whose FLOPs torch does not know, nor their shapes unless they are bf16.
 """
 
 from __future__ import annotations
