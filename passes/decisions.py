@@ -67,7 +67,7 @@ class Lanes(BaseModel):
 
 
 def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:
-    """The lanes of `depth` devices that make up `count` devices; those which share stages come one after the other."""
+    """The lanes of `depth` devices that make up `count` devices; lanes that share stages come one after the other."""
     if nearest == "shards":
         rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
     else:

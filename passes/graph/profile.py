@@ -49,7 +49,8 @@ def samples(graph: OpGraph, blocks: Sequence[Block], wanted: Iterable[str]) -> l
 
 
 def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
-    """The blocks with their seconds by device name. Raises `PlanError` naming an entry that is missing or no time."""
+    """The blocks with their seconds by device name. Raises `PlanError` naming an entry that is missing or not a
+    time."""
     found = []
     for block in blocks:
         seconds = {}

@@ -214,7 +214,7 @@ def _choices(problem: ActivationProblem, point: Point) -> dict[str, Activations]
 
 
 def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Activations]) -> dict[str, Activations]:
-    """Raises `PassError` where a plan names what is not there."""
+    """The choice for each rematerialised stage. Raises `PassError` where a plan names what is not there."""
     known = {stage.spec.name: stage.spec for stage in draft.stages}
     for name in (*names, *decided):
         if name not in known:

@@ -40,7 +40,7 @@ class InsertFetch(Pass):
     swap: bool = False
 
     def plan(self, draft: Draft) -> Early:
-        """Swapped stage to its phases ("forward", "backward") with early fetches, and the parameters these bring."""
+        """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring."""
         decision: Early = {}
         known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:

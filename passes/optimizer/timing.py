@@ -16,7 +16,7 @@ TieGroup = tuple[tuple[int, str, str], ...]
 
 @dataclass(frozen=True)
 class Timing:
-    """`lag`: the number of later offloads before a stage is stepped; `buffers`: for states from SSD in DRAM."""
+    """The number of later offloads before a stage's step (`lag`), and of buffers for states from SSD (`buffers`)."""
 
     lag: int = 1
     buffers: int = 1

@@ -23,7 +23,7 @@ from .problem import MipProblem
 Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
 RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
-FOLLOWED = 10  # best starts that are improved, each into another number of stages
+FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 

@@ -24,7 +24,7 @@ class Message:
 
     @property
     def name(self) -> str:
-        """What it is called in a program."""
+        """The value's name in a program."""
         return f"{'d_' if self.is_gradient else ''}{self.value}_m{self.micro_batch}"
 
 

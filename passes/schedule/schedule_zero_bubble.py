@@ -40,7 +40,7 @@ class ScheduleZeroBubble(Schedule):
     splits_backward: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        """The order with the shortest step, of one for each patience."""
+        """The shortest of several orders, one per patience."""
         tables = [WeightsLast(flow, draft, patience) for patience in PATIENCE]
         orders = [(table.run(), max(table.free_s)) for table in tables]
         return min(orders, key=lambda row: row[1])[0]

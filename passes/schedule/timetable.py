@@ -29,7 +29,7 @@ class Timetable:
         self.ends: list[tuple[float, Placed]] = []
 
     def run(self) -> list[Placed]:
-        """Do always what can begin first. Returns all that the devices do, in the order in which it ends."""
+        """Always do what can begin first. Returns all that the devices do, in the order in which it ends."""
         while able := list(self.able()):
             begin_s, *_, action = min(able, key=lambda row: row[:3])
             assert begin_s < math.inf, "stages wait for each other"
@@ -54,7 +54,7 @@ class Timetable:
         return max([self.free_s[self.flow.device_of[turn.stage]], *self.waits_s(turn)])
 
     def waits_s(self, turn: Turn) -> list[float]:
-        """The times when what other stages make for a turn is on its device."""
+        """The times at which the values that a turn reads from other stages are on its device."""
         device_of = self.flow.device_of
         here = device_of[turn.stage]
         return [
