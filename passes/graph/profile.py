@@ -49,8 +49,7 @@ def samples(graph: OpGraph, blocks: Sequence[Block], wanted: Iterable[str]) -> l
 
 
 def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
-    """The blocks with their seconds by device name. Raises `PlanError` naming an entry that is missing or not a
-    time."""
+    """The blocks with their seconds by device name. Raises `PlanError` for an entry that is missing or not a time."""
     found = []
     for block in blocks:
         seconds = {}

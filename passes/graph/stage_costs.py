@@ -36,8 +36,7 @@ def stage_costs(
     dinput_bytes: int,
 ) -> dict[str, Any]:
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
-    included. `trained`: per block the parameters that get gradients. `dinput_bytes`: of the gradients that backward
-    hands out.
+    included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """

@@ -24,8 +24,7 @@ NORM_BYTES = 16  # of the device's own norm and of that of all devices
 
 @dataclass(frozen=True)
 class WeightsRead:
-    """Weights of one stage that come from SSD: the fetches that take them to the device, and the op before which they
-    are read."""
+    """Weights of one stage that come from SSD: their fetches to the device, and the op before which they are read."""
 
     stage: str
     place: fx.Node

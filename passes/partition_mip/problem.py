@@ -159,8 +159,7 @@ def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
 
 
 def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """The kind of each block: equal hash, costs, parameter bytes and seconds make one. Without a hash, a block is its
-    own."""
+    """The kind of each block: equal hash, costs, parameter bytes and seconds; without a hash, each is its own kind."""
     known: dict[tuple[object, ...], int] = {}
     found = []
     for i, block in enumerate(blocks):

@@ -138,7 +138,7 @@ def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
 
 
 class _Step:
-    """One evaluation. Lists are per stage; `free` and `freed` hold when each device's last phase and the one before
+    """One evaluation. Lists are per stage; `free` and `freed`: when each device's last phase and the one before
     ended."""
 
     def __init__(self, p: MipProblem, cuts: Sequence[int]):

@@ -75,8 +75,8 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
 
 
 def _choices(p: MipProblem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
-    """Choices of resident devices, and the proof's condition: all choices of devices that could hold their share of the
-    fewest stages; the choice of the best partition where those are too many."""
+    """Choices of resident devices, and the condition of the proof: all choices among devices that could hold their
+    share of the fewest stages; where those are too many, only that of the best partition."""
     n = len(p.units)
     if p.swap:
         return [(False,) * n], ""
