@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def look(program: Program, specs: Sequence[StageSpec]) -> Hashable:
-    """Equal for programs whose ops, operands, sizes and stages (`specs`, in order) are equal in all but names."""
+    """A key that is equal for programs with equal ops, operands, sizes and stages (`specs`, in order) but for names."""
     number = {spec.name: i for i, spec in enumerate(specs)}
     position: dict[fx.Node, int] = {}
     rows: list[Hashable] = []
@@ -36,7 +36,7 @@ def look(program: Program, specs: Sequence[StageSpec]) -> Hashable:
 
 
 def once(known: dict[Hashable, Result], key: Hashable, make: Callable[[], Result]) -> Result:
-    """What is known for the key, made where it is not."""
+    """The known result for the key, else a new one from `make`."""
     if key not in known:
         known[key] = make()
     return known[key]

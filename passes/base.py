@@ -25,10 +25,10 @@ class Pass:
     decides: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False  # whether a job can do without its decision
-    automatic: ClassVar[tuple[str, ...]] = ()  # numbers among its options that it chooses itself: 0, written "auto"
-    synchronous: ClassVar[bool] = True  # False: it changes the training, so that only who names it gets it
+    automatic: ClassVar[tuple[str, ...]] = ()  # numeric options that the pass can choose itself: 0, written "auto"
+    synchronous: ClassVar[bool] = True  # False: the pass changes the training, so it must be asked for by name
     slow: ClassVar[bool] = False  # whether it takes longer than all others of its kind together
-    final: ClassVar[str] = ""  # why none of its decisions may be made by another pass, where it makes several
+    final: ClassVar[str] = ""  # of a pass with several decisions, why no other pass may make one of them
 
     def plan(self, draft: Draft) -> Any:
         raise NotImplementedError
@@ -37,7 +37,7 @@ class Pass:
         raise NotImplementedError
 
     def check_pipeline(self, given: Collection[str]) -> None:
-        """Raise `PassError` where no pass of the pipeline gives what this one, by its options, leaves to another."""
+        """Raise `PassError` where this pass's options leave to another pass what no pass of the pipeline gives."""
 
     def split(self, decision: Any) -> dict[str, Any]:
         """The decision by field of the plan."""
@@ -59,7 +59,7 @@ def require_own(p: Pass, field_name: str, decision: object, own: object) -> None
 
 def check_contracts(passes: Sequence[Pass]) -> None:
     """Raise `PassError` where a pass needs what no earlier pass gives, leaves to another what none gives, or comes
-    twice, or where two decide the same."""
+    twice, or where two passes decide the same field."""
     given: set[str] = set()
     decided: dict[str, Pass] = {}
     seen: set[str] = set()

@@ -15,16 +15,16 @@ from ..ir import ops
 from ..ir.program import StageSpec
 
 MemoryName = Literal["device", "dram", "ssd"]
-StageTiers = dict[str, Literal["states", "all"]]  # of each stage that is on SSD, what of it
-NEAREST = ("shards", "pipeline")  # whose devices are neighbours
+StageTiers = dict[str, Literal["states", "all"]]  # per stage on SSD: optimizer states, or all that persists
+NEAREST = ("shards", "pipeline")  # which devices are neighbours: those that share stages, or those of one pipeline
 
 
 class Lanes(BaseModel):
     """Copies of the computation. `lanes`: per copy its devices, in the order of its pipeline; `shards`: the number of
     lanes, one after the other, that share each stage's weights.
 
-    In a document lanes may also be given, and where they can be are, as `devices` in all, `depth` of a lane and what is
-    `nearest` (see the pass `mesh`).
+    A document may instead give the number of `devices`, the `depth` of a lane and what is `nearest` (see the pass
+    `mesh`); regular lanes are saved so.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +53,7 @@ class Lanes(BaseModel):
 
     @property
     def num_devices(self) -> int:
-        """Of all lanes together."""
+        """The number of devices of all lanes together."""
         return sum(map(len, self.lanes))
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Lanes(BaseModel):
 
 
 def regular_lanes(count: int, shards: int, depth: int, nearest: str = NEAREST[0]) -> list[list[int]]:
-    """The lanes of `depth` devices that make up `count` devices; those which share stages come one after the other."""
+    """The lanes of `depth` devices that make up `count` devices; lanes that share stages come one after the other."""
     if nearest == "shards":
         rows = np.arange(count).reshape(-1, depth, shards).swapaxes(1, 2)
     else:
@@ -92,8 +92,8 @@ class Sharding(BaseModel):
 
 
 class Activations(BaseModel):
-    """Of one stage that is rematerialised: the classes of saved tensors that it keeps, and where these and its inputs
-    lie between forward and backward."""
+    """For one rematerialised stage, the classes of saved tensors that it keeps, and where these and its inputs lie
+    between forward and backward."""
 
     model_config = ConfigDict(extra="forbid")
     classes: list[str] = []
@@ -102,16 +102,16 @@ class Activations(BaseModel):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is rematerialisation from inputs on the device."""
+        """Whether the stage is rematerialised from inputs on the device and keeps no classes."""
         return not self.classes and self.inputs_to == ops.DEVICE
 
     def shape(self, spec: StageSpec) -> Hashable:
-        """Equal for equal decisions on stages that differ in names alone."""
+        """A key that is equal for equal decisions on stages that differ in names alone."""
         kept = tuple(i for i, saved in enumerate(spec.saved) if saved.name in self.classes)
         return kept, self.classes_to, self.inputs_to
 
     def renamed(self, before: StageSpec, after: StageSpec) -> Activations:
-        """The same decision on a stage that is alike, in order of its classes."""
+        """The same decision for a stage that is alike, whose classes come in the same order."""
         names = {old.name: new.name for old, new in zip(before.saved, after.saved)}
         return self.model_copy(update={"classes": [names[name] for name in self.classes]})
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .graph.opgraph import OpGraph
     from .graph.stages import PlannedStage
 
-# Measures blocks on the devices of the machine at hand: the same blocks, with seconds by device name.
+# Measures blocks on the devices of this machine; returns them with seconds by device name.
 MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
-StateBytes = Callable[[str, tuple[int, ...]], int]  # of the optimizer, for a parameter by name and shape
+StateBytes = Callable[[str, tuple[int, ...]], int]  # of optimizer states, for a parameter's name and shape
 
 
 class Lasting(NamedTuple):
-    """Bytes that stay across steps, by what they are."""
+    """Bytes that stay across steps."""
 
     weights: int
     masters: int
@@ -37,16 +37,16 @@ class Options:
     precision: str = "fp32"
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
-    state_bytes_of: StateBytes | None = None  # where it depends on a parameter's shape
+    state_bytes_of: StateBytes | None = None  # where the bytes depend on a parameter's shape
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property
     def optimizer_bytes_per_param(self) -> float:
-        """What the optimizer keeps of one trained parameter: its master and its states."""
+        """Bytes that the optimizer keeps for one trained parameter: its master and its states."""
         return PRECISIONS[self.precision].master_bytes + self.state_bytes_per_param
 
     def lasting(self, weight_bytes: int, trained_params: int) -> Lasting:
-        """What stays across steps. Lower bounds take it: a run rounds every part up a little (`bytes_of_homes`)."""
+        """What stays across steps, for lower bounds: a run rounds every part up a little (`bytes_of_homes`)."""
         masters = PRECISIONS[self.precision].master_bytes * trained_params
         return Lasting(weight_bytes, masters, int(self.state_bytes_per_param * trained_params))
 
@@ -55,7 +55,7 @@ class Options:
 class Draft:
     """A compilation under way. Fields fill from top to bottom; `programs` exist from the schedule on.
 
-    With several lanes everything but `machine` is about one of them, whose part of the machine is `lane_hardware`.
+    With several lanes, all but `machine` and `mesh` is about one lane, whose part of the machine is `lane_hardware`.
     """
 
     graph: OpGraph
@@ -67,16 +67,16 @@ class Draft:
     planned_for: list[int] = field(default_factory=list)  # stage -> the device whose speed and memory it was cut for
     devices: list[int] = field(default_factory=list)  # stage -> device
     programs: list[Program] = field(default_factory=list)
-    mesh: Lanes = field(default_factory=lambda: Lanes(lanes=[]))  # without lanes: one, of all devices
-    lane_part: Hardware | None = None  # of the machine, what one lane has; None: all
+    mesh: Lanes = field(default_factory=lambda: Lanes(lanes=[]))  # no lanes: one lane of all devices
+    lane_part: Hardware | None = None  # the part of the machine that one lane has; None: all of it
     sharding: Sharding | None = None
     ssd: OnSsd = field(default_factory=OnSsd)
-    promised: frozenset[str] = frozenset()  # what the passes of the pipeline give, sooner or later
+    promised: frozenset[str] = frozenset()  # what the pipeline's passes give, also those that come later
     notes: dict[str, str] = field(default_factory=dict)  # pass -> a remark: a proven gap, a solver that failed
 
     @property
     def lane_hardware(self) -> Hardware:
-        """What one lane has of the machine."""
+        """The part of the machine that one lane has."""
         return self.lane_part or self.machine
 
     def stage_of(self, name: str) -> PlannedStage:

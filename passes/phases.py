@@ -14,7 +14,7 @@ from ..ir.program import Program
 
 @dataclass
 class Phase:
-    """A run of ops that need one stage's weights. `last`: index of the phase behind which the weights leave."""
+    """A run of ops that need one stage's weights. `last`: index of the phase after which the weights leave."""
 
     stage: str
     kind: str  # "forward" | "backward"
@@ -23,7 +23,7 @@ class Phase:
 
 
 def phases(program: Program) -> list[Phase]:
-    """In issue order. A backward that follows its own forward directly belongs to the same phase."""
+    """The phases in issue order. A backward that follows its own forward directly belongs to the same phase."""
     found: list[Phase] = []
     for node in program.ops():
         op = op_of(node)
@@ -35,7 +35,7 @@ def phases(program: Program) -> list[Phase]:
             found[-1].nodes.append(node)
         else:
             found.append(Phase(stage, kind, [node]))
-    keeps = {  # stages all of whose saved tensors lie between forward and backward: their weights stay as well
+    keeps = {  # stages that keep all saved tensors until their backward: their weights stay as well
         str(n.args[0])
         for n in program.ops()
         if op_of(n).takes_kept and isinstance(n.args[2], fx.Node) and not n.args[2].meta["type"].classes
@@ -50,7 +50,7 @@ def phases(program: Program) -> list[Phase]:
 
 
 def fetched_phases(order: list[Phase], stages: Collection[str]) -> list[int]:
-    """Indices of the phases that begin with a fetch: those whose weights are not there from an earlier one."""
+    """Indices of the phases that begin with a fetch: those whose weights are not there from an earlier phase."""
     held: dict[str, int] = {}
     found = []
     for i, phase in enumerate(order):
@@ -61,7 +61,7 @@ def fetched_phases(order: list[Phase], stages: Collection[str]) -> list[int]:
 
 
 def hand_over(order: list[Phase], begin: int, weights: fx.Node) -> None:
-    """Let the phase `begin`, and those of its stage until the weights leave, run on these."""
+    """Let the phase `begin`, and the later ones of its stage until the weights leave, run on `weights`."""
     phase = order[begin]
     for later in order[begin : phase.last + 1]:
         for node in later.nodes if later.stage == phase.stage else ():

@@ -1,7 +1,7 @@
 """Expected seconds of one micro-batch's computation on a device, and of a message between two devices.
 
 Every pass, and every bound of the search, builds on these. The simulator asks the device as well (`Device.compute_s`),
-but for whole ops, around each of which the runtime needs time of its own.
+but for whole ops, and adds the time that the runtime needs around each.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnSeconds:
-    """What one micro-batch of a block or a stage takes on one device."""
+    """Seconds of one micro-batch of a block or a stage on one device."""
 
-    forward_s: float  # that keeps nothing
-    rematerialise_s: float  # a forward, the first one or again, that keeps what backward needs
+    forward_s: float  # a forward that keeps nothing
+    rematerialise_s: float  # a forward, first or repeated, that keeps what backward needs
     backward_s: float  # without rematerialisation
-    taking_s: float | None = None  # a forward again that takes all classes of saved tensors; None: there are none
+    taking_s: float | None = None  # a repeated forward that takes all classes of saved tensors; None: there are none
 
     @property
     def both_s(self) -> float:
@@ -52,19 +52,19 @@ class _Costs(Protocol):
 
 
 def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
-    """By arithmetic, traffic to memory and calls, which are twice as many in backward."""
+    """Seconds by arithmetic, traffic to memory and calls; backward makes twice as many calls as forward."""
     forward_s = device.compute_s(costs.forward_flops, costs.forward_traffic_bytes, precision, costs.launches)
     backward_s = device.compute_s(costs.backward_flops, costs.backward_traffic_bytes, precision, 2 * costs.launches)
     return TurnSeconds(forward_s, forward_s, backward_s)
 
 
 def block_seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
-    """As measured, else by the roofline."""
+    """The block's measured seconds, else those by the roofline."""
     return block.seconds.get(device.name) or roofline(block.cost, device, precision)
 
 
 def stage_seconds(spec: StageSpec, device: Device, precision: str, has_backward: bool = True) -> TurnSeconds:
-    """As measured, else by the roofline, which takes no time for the calls of a backward that is not there."""
+    """The stage's measured seconds, else those by the roofline, where a missing backward takes no time."""
     measured = next((row for name, *row in spec.seconds if name == device.name), None)
     if measured is not None:
         return TurnSeconds(*measured)
@@ -88,6 +88,6 @@ class MessageTimes:
         return self._known[src, dst]
 
     def seconds(self, src: int, dst: int, num_bytes: float, count: int = 1) -> float:
-        """Seconds of so many bytes in `count` messages."""
+        """Seconds of `num_bytes` in `count` messages."""
         latency_s, bandwidth = self.way(src, dst)
         return count * latency_s + num_bytes / bandwidth

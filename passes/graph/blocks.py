@@ -22,16 +22,16 @@ from .opgraph import OpGraph, is_mode_switch, value_tensors
 class CostlyCall:
     """One matrix product or convolution in a block's forward, as a class of saved tensors; see `saved_classes`."""
 
-    node: int  # which of the block's nodes makes it
-    bytes: int  # of its output
+    node: int  # index of the block's node that makes the call
+    bytes: int  # bytes of the call's output
     flops: float
     is_saved: bool  # its output is part of the block's `kept_bytes`
-    can_be_kept: bool  # it is not changed in place, and the same call without gradients
+    can_be_kept: bool  # the output is not changed in place, and a forward without gradients makes the same call
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One forward and one backward of a block on one micro-batch; see `costs.measure`. Bytes, FLOPs, counts."""
+    """What one forward and one backward of a block on one micro-batch cost, as `costs.measure` finds it."""
 
     forward_flops: float = 0.0
     backward_flops: float = 0.0
@@ -40,9 +40,9 @@ class BlockCost:
     kept_bytes: int = 0  # saved for backward, without parameters and without inputs
     saved_inputs: tuple[bool, ...] = ()  # per input of the block: does backward need it?
     saved_outputs: tuple[bool, ...] = ()  # per output: is it part of kept_bytes?
-    forward_peak_bytes: int = 0  # live at once in forward, saved tensors and outputs included
+    forward_peak_bytes: int = 0  # the most that lives at once in forward, saved tensors and outputs included
     light_peak_bytes: int = 0  # the same without gradients
-    backward_peak_bytes: int = 0  # the most that backward adds to what forward left, which it gives back as it goes
+    backward_peak_bytes: int = 0  # the most that backward adds to what forward left, less what it has freed of that
     launches: int = 0  # aten calls in forward
     calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
 
@@ -59,7 +59,7 @@ class Block:
     param_bytes: int = 0  # in the dtype of the computation, each parameter once
     cost: BlockCost = field(default_factory=BlockCost)
     seconds: Mapping[str, TurnSeconds] = field(default_factory=dict)  # by device name, where it was measured
-    layer: str = ""  # of an operator: the layer that it is a part of
+    layer: str = ""  # the layer that an operator belongs to
 
     def with_cost(self, cost: BlockCost) -> Block:
         return replace(self, cost=cost)
@@ -96,7 +96,7 @@ def shared_nodes(graph: OpGraph) -> set[fx.Node]:
 
 
 def _without_written(graph: OpGraph, shared: set[fx.Node]) -> set[fx.Node]:
-    """Drop shared nodes whose storage an unshared node writes, and all that depends on them, until none is left."""
+    """Drop shared nodes whose storage an unshared node writes, and what depends on them, until no such node is left."""
     while True:
         dirty = {
             storage_root(target)
@@ -121,7 +121,7 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 
 def node_inputs(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes outside `nodes` that they read, in order of first use."""
+    """The nodes outside `nodes` that `nodes` read, in order of first use."""
     inside = set(nodes)
     found: dict[fx.Node, None] = {}
     for node in nodes:
@@ -132,13 +132,13 @@ def node_inputs(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def node_outputs(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool] = lambda user: True) -> list[fx.Node]:
-    """Nodes of `nodes` that something outside reads, in order."""
+    """The nodes of `nodes` that a `wanted` user outside reads, in order."""
     inside = set(nodes)
     return [n for n in nodes if any(user not in inside and wanted(user) for user in n.users)]
 
 
 def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], inputs: list[fx.Node]) -> str:
-    """Equal for blocks that are the same computation on the same shapes under the same local names."""
+    """A hash that is equal for blocks that do the same computation on the same shapes under the same local names."""
     name = name.partition("#")[0]
     number: dict[fx.Node, str] = {n: f"in{i}" for i, n in enumerate(inputs)}
     text = [f"{number[n]} {_signature(n.meta.get('val'))}" for n in inputs]
@@ -158,7 +158,7 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
 
 
 class _Name(str):
-    """Prints without quotes inside argument tuples."""
+    """A string that prints without quotes inside argument tuples."""
 
     __slots__ = ()
 
@@ -187,7 +187,7 @@ def _target(graph: OpGraph, block: str, node: fx.Node) -> str:
 
 
 def _settings(leaf: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes, which a module's own text may leave out (the heads of `nn.MultiheadAttention`)."""
+    """A module's plain attributes, some of which its `repr` may leave out (the heads of `nn.MultiheadAttention`)."""
     plain = (bool, int, float, str, tuple, type(None))
     own = [(path, key, value) for path, m in leaf.named_modules() for key, value in vars(m).items()]
     return sorted((f"{path}.{key}", value) for path, key, value in own if isinstance(value, plain))

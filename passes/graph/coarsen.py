@@ -3,9 +3,9 @@
 In: the op graph. Out: `draft.blocks`, runs of consecutive nodes, so no cycle can arise. A run follows one element of
 the user's module lists ("transformer.h.3"); what lies between them is cut at modules that own parameters. A module that
 is called again (a layer shared by all depths) is a block per call: "encoder.layer", "encoder.layer#2". Nodes without
-parameters join the run before them. Never cut apart are a base and what writes it in place, a buffer's readers and
-writers, and a value that is no tensor and what reads it. With `level=operator` blocks are single operators, see
-`operators.py`; each still knows its layer, so that a stage with all of a layer prints it as one.
+parameters join the run before them. The pass never separates a base from what writes it in place, a buffer's readers
+from its writers, or a value that is no tensor from its readers. With `level=operator` blocks are single operators
+(`operators.py`); each still knows its layer, so that a stage with all operators of a layer prints it as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEVELS = ("layer", "operator")
 
 @dataclass(frozen=True)
 class Coarsen(Pass):
-    """`level`: "layer", the elements of the model's module lists and what lies between, or "operator"."""
+    """`level`: "layer" for the elements of the model's module lists and what lies between them, or "operator"."""
 
     name: ClassVar[str] = "coarsen"
     gives: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -40,7 +40,7 @@ class Coarsen(Pass):
     level: str = "layer"
 
     def plan(self, draft: Draft) -> dict[str, int]:
-        """Block name to its number of nodes, in order. Raises `PlanError` for a model without parameters in use."""
+        """Each block's number of nodes, by name, in order. Raises `PlanError` for a model without parameters in use."""
         blocks = find_blocks(draft.graph, self.level)
         if not blocks:
             raise PlanError(
@@ -75,8 +75,8 @@ def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:
 
 
 def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = ()) -> list[Block]:
-    """Blocks with hash, inputs, outputs and parameter bytes, still without costs. `layers`: of each run that is not a
-    layer itself."""
+    """Blocks with hash, inputs, outputs and parameter bytes, still without costs. `layers`: the layer of each run,
+    where runs are not layers themselves."""
     blocks = []
     for i, (name, run) in enumerate(runs):
         layer = layers[i] if layers else ""
@@ -127,7 +127,7 @@ def _in_list(key: str) -> bool:
 
 
 def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
-    """A run of several calls of one module list's element, cut where its first parameters come again."""
+    """Cut a run with several calls of one element of a module list where its first node with parameters comes again."""
     name, nodes = run
     first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
     pieces: list[list[fx.Node]] = [[]]
@@ -139,7 +139,7 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
 
 
 def _join_leading(graph: OpGraph, runs: list[NamedNodes]) -> list[NamedNodes]:
-    """A first run without parameters joins the second, so that every block has weights where the model has any."""
+    """Join a first run without parameters to the second, so that every block has weights where the model has any."""
     if len(runs) > 1 and not any(graph.node_parameters(n) for n in runs[0][1]):
         runs[1:2] = [(runs[1][0], runs[0][1] + runs[1][1])]
         return runs[1:]

@@ -1,8 +1,8 @@
-"""What to run on fake tensors in place of calls whose costs fake tensors do not show.
+"""Functions that run on fake tensors in place of calls whose costs fake tensors do not show.
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
-FLOPs for whoever counts them: CUDA's fused attention and dropout on a machine without CUDA, and matrix products in
-groups, for which torch knows neither FLOPs nor, but for bf16, shapes.
+FLOPs for the active `KernelFlops` modes. There are stand-ins for CUDA's fused attention and dropout on a machine
+without CUDA, and for matrix products in groups, whose FLOPs torch does not know, nor their shapes unless they are bf16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: 
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows of `a` in groups that end at `offsets`, each times its own matrix of `b`."""
+    """Multiplies each group of rows of `a` by its own matrix of `b`; the groups end at `offsets`."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -3,7 +3,7 @@
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
 For plans on CUDA, attention and dropout are counted as CUDA's kernels behave: attention saves q, k, v, its output and
-one fp32 row sum, dropout saves one byte per element. Not known to fake tensors is the workspace that oneDNN's recurrent
+one fp32 row sum, dropout saves one byte per element. Fake tensors do not show the workspace that oneDNN's recurrent
 layers keep on CPU.
 """
 
@@ -34,7 +34,7 @@ _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters b
 
 
 def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu") -> list[Block]:
-    """Blocks with costs; those of equal hash are measured once."""
+    """The blocks with their costs; blocks of equal hash are measured once."""
     known: dict[str, BlockCost] = {}
     for block in blocks:
         if block.hash not in known:
@@ -45,9 +45,9 @@ def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu"
 def measure(
     graph: OpGraph, block: Block, device_kind: str = "cpu", sizes: Mapping[str, int] | None = None
 ) -> BlockCost:
-    """Run the block forward with gradients, backward, and forward without, on fake tensors.
+    """Run the block forward with gradients, backward, and forward without gradients, on fake tensors.
 
-    `sizes`: for a graph with symbolic sizes, the number to put in for each ("b", "s").
+    `sizes`: for a graph with symbolic sizes, the number to put in for each symbol ("b", "s").
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind, sizes or {})
@@ -75,14 +75,14 @@ def measure(
 
 
 def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
-    """Whether which calls it makes depends on the device: CUDA and oneDNN run a recurrent layer as one call."""
+    """Whether the calls that a node makes depend on the device: CUDA and oneDNN run a recurrent layer as one call."""
     if node.op == "call_module":
         return isinstance(graph.module.get_submodule(str(node.target)), torch.nn.RNNBase)
     return node.target in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def _costly_calls(forward: Sequence[_Costly], light: Sequence[_Costly]) -> tuple[CostlyCall, ...] | None:
-    """Of a block, from its forwards with gradients and without; None where they do not make the same calls."""
+    """A block's costly calls, from its forwards with and without gradients; None where these make different calls."""
     if [(row.node, row.look[0]) for row in forward] != [(row.node, row.look[0]) for row in light]:
         return None
     return tuple(
@@ -111,7 +111,7 @@ class _BlockRun:
             if wants and made.is_floating_point():
                 made.requires_grad_()
                 if is_parameter:
-                    made.grad = torch.empty_like(made)  # as from the second micro-batch on
+                    made.grad = torch.empty_like(made)  # as it is from the second micro-batch on
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
 
@@ -169,13 +169,13 @@ class _BlockRun:
         return target(*args, **kwargs)
 
     def forward(self) -> tuple[_Meter, list[_End], list[torch.UntypedStorage], tuple[bool, ...], tuple[bool, ...]]:
-        """With gradients. Where they enter backward, what is saved for it, which inputs and outputs that includes."""
+        """Run with gradients. Returns meter, gradient edges, saved storages, which inputs and outputs are saved."""
         saved: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage
-            return tensor.detach()  # a saved result would else hold the very graph that saves it
+            return tensor.detach()  # otherwise a saved result would hold the graph that saves it
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter(self) as meter:
             values = self.execute()
@@ -191,11 +191,11 @@ class _BlockRun:
         kept = [storage for key, storage in saved.items() if key not in own]
         for key, row in meter.outputs.items():
             row.is_saved = key in saved
-        saved.clear()  # autograd holds `pack`, which holds this
+        saved.clear()  # autograd holds `pack`, which holds `saved`
         return meter, ends, kept, saved_inputs, saved_outputs
 
     def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:
-        """As a stage runs it: nothing but the graph holds what was saved."""
+        """Run backward as a stage does: only the graph holds what was saved."""
         meter = _Meter(self)
         meter.watch(saved)
         if ends:
@@ -213,7 +213,7 @@ class _BlockRun:
 
 
 def _inner(node: fx.Node) -> AbstractContextManager[Any]:
-    """The `torch.autocast` of the model's own that the node was recorded in."""
+    """The model's own `torch.autocast` that the node was recorded in."""
     setting = node.meta.get("autocast")
     if setting is None:
         return nullcontext()
@@ -223,7 +223,7 @@ def _inner(node: fx.Node) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Costly:
-    """A costly call as it was met."""
+    """A costly call that a meter has seen."""
 
     node: int
     look: Look
@@ -271,7 +271,7 @@ class _Meter(TorchDispatchMode, KernelFlops):
         return out
 
     def watch(self, storages: list[torch.UntypedStorage]) -> None:
-        """Let what is there already count below zero once it is gone. Empties the list."""
+        """Subtract the bytes of storages that exist already once they are freed. Empties the list."""
         for storage in storages:
             self.known.add(storage._cdata)
             weakref.finalize(storage, self.died, storage._cdata, storage.nbytes())
@@ -293,7 +293,7 @@ class _Meter(TorchDispatchMode, KernelFlops):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Multiply-adds counted twice, as torch counts them; attention on CPU is not in torch's registry."""
+    """FLOPs of a call; a multiply-add counts as two, as in torch; attention on CPU is not in torch's registry."""
     packet = func._overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))

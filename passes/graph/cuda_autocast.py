@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 CPU_KEY, CUDA_KEY = "AutocastCPU", "AutocastCUDA"
 
-# The amp page of torch's documentation lists both. Those that CPUs keep in full precision as well are not here.
+# The amp page of torch's documentation lists both sets. Ops that CPUs keep in full precision as well are left out.
 INPUTS_IN_FP32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
@@ -33,7 +33,7 @@ sum.dim_IntList
 def autocast_as(device_kind: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """`torch.autocast` to `dtype` with the rules of a kind of device ("cpu" or "cuda"), for CPU tensors.
 
-    Nothing for None and for dtypes that autocast does not lower to.
+    The context does nothing for None and for dtypes that autocast does not lower to.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return nullcontext()

@@ -1,9 +1,9 @@
 """Blocks of single operators: FTPipe's finer granularity of basic blocks (4, "Tracing execution").
 
-In: the op graph's nodes. Out: groups of nodes that must not be cut apart, most of them one operator. With an operator
-go the views that it alone reads; a view with several readers goes with what it is a view of, a parameter with all that
-reads it. What is written in place goes with all that reads it up to the last write. Groups that would
-depend on each other in a cycle are one.
+In: the op graph's nodes. Out: groups of nodes that must not be cut apart, most of them one operator. An operator takes
+along the views that only it reads; a view with several readers stays with its base, a parameter with all its readers. A
+value that is written in place stays with all that reads it up to the last write. Groups that would depend on each other
+in a cycle become one.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _with_parameters(nodes: list[fx.Node]) -> Iterator[Pair]:
-    """A weight is no value to send."""
+    """Pairs of a parameter and its readers: a weight is not a value to send."""
     for node in nodes:
         if node.op == "get_attr":
             yield from ((node, user) for user in node.users)
 
 
 def _with_views(nodes: list[fx.Node]) -> Iterator[Pair]:
-    """With its only reader, so that what crosses a border is the base, which others may read, too."""
+    """Pairs of a view and its only reader, or its base: what crosses a border is a base, which others may read."""
     for node in nodes:
         base = node.meta.get("alias_of")
         if base is not None and not node.meta.get("mutates"):
@@ -70,7 +70,7 @@ def _with_views(nodes: list[fx.Node]) -> Iterator[Pair]:
 
 
 def _with_writes(nodes: list[fx.Node]) -> Iterator[Pair]:
-    """Whatever reads a storage before its last write would read something else anywhere but there."""
+    """Pairs of a storage's last write with what reads the storage before, which would read another value elsewhere."""
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         last.update((storage_root(target), i) for target in node.meta.get("mutates", ()))

@@ -1,8 +1,8 @@
 """What `profile` runs: one block of each distinct hash (layer similarity), as a stage of its own.
 
-In: op graph, blocks, and for which hashes there are no seconds yet. Out: the stages to be timed, with what their inputs
-must look like; and, once they have been timed, the blocks with their seconds. Nothing is run here: `measure_blocks` of
-the runtime does that, on the printed stages.
+In: op graph, blocks, and the hashes that have no seconds yet. Out: the stages to be timed, with what their inputs must
+look like; and, once they have been timed, the blocks with their seconds. This file runs nothing:
+`runtime.measure.blocks` does that, on the printed stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Measured = Mapping[str, Mapping[str, TurnSeconds]]  # device name -> block hash 
 
 @dataclass(frozen=True)
 class BlockSample:
-    """A block that stands for all of its hash. `rows`: per input of indices, how many rows there are to index."""
+    """A block that stands for all blocks of its hash. `rows`: per input of indices, the number of rows to index."""
 
     hash: str
     stage: PlannedStage
@@ -34,7 +34,7 @@ class BlockSample:
 
 
 def distinct(blocks: Sequence[Block]) -> dict[str, Block]:
-    """Hash to the first block that has it, in order."""
+    """The first block of each hash, by hash, in order."""
     found: dict[str, Block] = {}
     for block in blocks:
         found.setdefault(block.hash, block)
@@ -42,14 +42,14 @@ def distinct(blocks: Sequence[Block]) -> dict[str, Block]:
 
 
 def samples(graph: OpGraph, blocks: Sequence[Block], wanted: Iterable[str]) -> list[BlockSample]:
-    """One per wanted hash. Raises `PlanError` where a value between blocks is no tensor."""
+    """One sample per wanted hash. Raises `PlanError` where a value between blocks is no tensor."""
     first = distinct(blocks)
     stages = {stage.blocks[0]: stage for stage in build_block_stages(graph, blocks)}
     return [BlockSample(key, stages[first[key].name], index_rows(stages[first[key].name].graph)) for key in wanted]
 
 
 def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
-    """The blocks with their seconds by device name. Raises `PlanError` naming an entry that is missing or no time."""
+    """The blocks with their seconds by device name. Raises `PlanError` for an entry that is missing or not a time."""
     found = []
     for block in blocks:
         seconds = {}
@@ -62,7 +62,7 @@ def with_seconds(blocks: Sequence[Block], measured: Measured) -> list[Block]:
 
 
 def checked(seconds: TurnSeconds, what: str) -> TurnSeconds:
-    """The same. Raises `PlanError` for NaN, an infinite, zero or negative time, or what is no number."""
+    """Return `seconds`. Raises `PlanError` for a time that is NaN, infinite, zero, negative or no number."""
     for field in fields(seconds):
         value = getattr(seconds, field.name)
         if value is None and field.name == "taking_s":
@@ -74,8 +74,8 @@ def checked(seconds: TurnSeconds, what: str) -> TurnSeconds:
 
 
 def index_rows(graph: fx.GraphModule) -> dict[str, int]:
-    """Input name to the number of rows that it indexes, of the integer inputs that an embedding or a loss over classes
-    reads, be it through views."""
+    """The number of rows that each integer input indexes, by name, if an embedding or a loss over classes reads it,
+    directly or through views."""
     found = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder" and _is_integer(node):

@@ -2,7 +2,7 @@
 
 In: the stage's blocks with their costs, and its nodes in order. Out: one `SavedSpec` per matrix product or convolution
 whose output can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls instead of one transformer's
-table). `runtime.saved_classes` executes them.
+table). `runtime.stage.saved_classes` executes them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PRODUCTS = ("matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d")
 
 
 def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[SavedSpec, ...]:
-    """`body`: the stage's nodes, shared ones too, in the order in which they run. Named after the modules that make the
-    calls. Nothing where the numbers of the calls cannot be known."""
+    """The stage's classes, named after the modules that make the calls; none where the calls cannot be numbered.
+    `body`: the stage's nodes, shared ones included, in the order in which they run."""
     read: set[int] = set()  # values between blocks that a reader saves
     made: dict[fx.Node, list[CostlyCall]] = {}
     own: set[fx.Node] = set()
@@ -53,7 +53,7 @@ def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[Sav
 
 
 def _class_name(node: fx.Node) -> str:
-    """The path of the module that makes the call; of the model's own code, the function's name."""
+    """The path of the module that makes the call; for a call in the root module, the function's name."""
     path = str(node.target) if node.op == "call_module" else str(node.meta.get("module_path", ""))
     return path or function_name(node.target, node.name)
 

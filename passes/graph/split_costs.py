@@ -1,5 +1,5 @@
-"""What a split backward costs: how much of a stage's backward only the gradients of parameters need, and the gradients
-that lie there until it comes.
+"""What splitting a stage's backward costs: the share of the backward that only the gradients of parameters need, and
+the bytes of gradients that wait for that second half.
 
 In: a stage's blocks with costs. Out: two fields of its `StageSpec`. The gradient of a parameter in a matrix product or
 a convolution takes as many FLOPs as the call in forward; it needs the gradient of the call's output.
@@ -20,8 +20,8 @@ def split_costs(
     graph: OpGraph, blocks: Sequence[Block], body: Sequence[fx.Node], learning: Iterable[fx.Node],
     outputs: Iterable[fx.Node],
 ) -> dict[str, Any]:  # fmt: skip
-    """`body`: the stage's nodes in order; `learning`, `outputs`: inputs and outputs that get gradients. `weight_share`:
-    half where the calls of a block are not known, or nothing multiplies."""
+    """`body`: the stage's nodes in order; `learning`, `outputs`: inputs and outputs that get gradients. `weight_share`
+    is 0.5 where the calls of a block are not known, or backward has no FLOPs."""
     weight_flops, known = 0.0, True
     for block in blocks:
         readers = readers_of_parameters(graph, block)
@@ -35,8 +35,8 @@ def split_costs(
 def _waiting_bytes(
     graph: OpGraph, body: Sequence[fx.Node], learning: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> int:
-    """Gradients of values in which what depends on a learning input meets a parameter, or what is made of parameters;
-    and whole gradients of parameters over outputs that no learning input reaches."""
+    """Bytes that wait for the second half: gradients of values in which a learning input meets parameters, directly or
+    not, and whole gradients of the parameters of outputs that no learning input reaches."""
     reached, waiting = set(learning), 0
     for node in body:
         if reached.isdisjoint(node.all_input_nodes):
@@ -57,7 +57,7 @@ def _waiting_bytes(
 
 
 def readers_of_parameters(graph: OpGraph, block: Block) -> dict[int, fx.Node]:
-    """The block's nodes, by their place, in which trained parameters, or what is made of them alone, meet values."""
+    """The block's nodes, by index, that combine trained parameters, or values of these alone, with other values."""
     weights: set[fx.Node] = set()
     found: dict[int, fx.Node] = {}
     for place, node in enumerate(block.nodes):

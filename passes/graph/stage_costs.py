@@ -1,4 +1,4 @@
-"""Costs of a stage: those of its blocks, one behind the other, and what lies in memory between them.
+"""Costs of a stage: those of its blocks, one after the other, and what lies in memory between them.
 
 In: blocks with costs. Out: the cost fields of a `StageSpec`. A storage counts once, however many values share it, and
 not at all where a value that enters the stage, a parameter or a buffer owns it.
@@ -18,7 +18,7 @@ Storages = dict[int, int]  # identity -> bytes
 
 
 def storages(nodes: Iterable[fx.Node], with_gradient: bool = False) -> Storages:
-    """Memory that the nodes' values occupy; `with_gradient`: only of those that gradients flow to."""
+    """Memory that the nodes' values occupy; with `with_gradient`, only the values that get gradients count."""
     found: Storages = {}
     for node in nodes:
         for tensor in value_tensors(node.meta.get("val")):
@@ -38,7 +38,7 @@ def stage_costs(
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
     included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
 
-    Workspaces are what an op needs beyond its results: a program's accounting adds those.
+    A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
     given, out = storages(inputs), storages(outputs)
     lives = _Lives(blocks, given, out, trained)
@@ -87,7 +87,7 @@ def _seconds(blocks: Sequence[Block]) -> tuple[tuple[str, float, float, float], 
 
 
 def _taking(blocks: Sequence[Block]) -> tuple[tuple[str, float], ...]:
-    """Per such device seconds of a rematerialisation that takes all classes of saved tensors."""
+    """Per device on which every block was measured: its name, and seconds of a rematerialisation with all classes."""
     names = [name for name, *_ in _seconds(blocks)]
     rows = [(name, [b.seconds[name] for b in blocks]) for name in names]
     return tuple(
@@ -114,11 +114,11 @@ class _Lives:
         self.parameters = _spans(parameters)
 
     def before(self, block: int) -> Storages:
-        """Alive when a block begins, its own inputs included."""
+        """The storages that are alive when a block begins, its own inputs included."""
         return {k: size for k, size in self.size.items() if self.made.get(k, -1) < block <= self.end.get(k, -1)}
 
     def gradients_behind(self, block: int) -> int:
-        """Bytes that later blocks have left for this one and those before it: gradients of values, and parts of
+        """Bytes that later blocks have left for this block and those before it: gradients of values, and parts of the
         gradients of parameters that several blocks use."""
         values = (size for k, size in self.gradients.items() if self.made[k] <= block < self.read.get(k, -1))
         return sum(values) + sum(size for first, last, size in self.parameters if first <= block < last)

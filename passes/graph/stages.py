@@ -27,7 +27,7 @@ from .stage_costs import stage_costs
 @dataclass
 class PlannedStage:
     """`graph`'s placeholders are `spec.inputs`, its results `spec.outputs` then `spec.extra_outputs`. Most drafts are
-    only simulated: the graph is made when it is first asked for."""
+    only simulated, so the graph is made on first use."""
 
     spec: StageSpec
     make_graph: Callable[[], fx.GraphModule]
@@ -167,7 +167,7 @@ class _Builder:
         return self.home.get(node) == self.index or (node not in self.home and self.is_last)
 
     def _shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
-        """Shared nodes that these read, with all that they read, and every node that writes one of them in place."""
+        """The shared nodes of `wanted`, the shared nodes that they read, and those that write one of them in place."""
         found: set[fx.Node] = set()
         stack = [n for n in wanted if n in self.cut.shared]
         while stack:
@@ -285,7 +285,7 @@ class _Builder:
         return []
 
     def _reads_what_it_writes(self, body: list[fx.Node]) -> bool:
-        """A buffer written by anything but batch normalisation: a second forward would see the written value."""
+        """Whether anything but batch normalisation writes a buffer: a second forward would see the written value."""
         for node in body:
             if node.meta.get("updates_buffers") and not (
                 node.op == "call_module"
@@ -296,7 +296,7 @@ class _Builder:
 
 
 def _tensor(node: fx.Node, requires_grad: bool | None = None, name: str = "") -> TensorSpec:
-    """`requires_grad` None takes the value's own."""
+    """With `requires_grad` None the spec takes the value's own."""
     value: Any = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise PlanError(

@@ -7,8 +7,8 @@ Each distinct block is measured on plain numbers, as `costs` does for any plan, 
 and the polynomial through these points (degree 1 in b, 2 in s: attention is quadratic) is proved at one more point.
 Running blocks on symbolic fake tensors instead would give the same where it works, but every comparison in a kernel's
 shape rule may fix a symbol or fail, in a way that changes from release to release. Boundaries need no measuring: they
-follow from the symbolic shapes of the values. Peaks of memory are maxima of polynomials and none themselves; they are
-not given here.
+follow from the symbolic shapes of the values. Peaks of memory are maxima of polynomials, not polynomials, so they are
+left out.
 
 No pass decides by these expressions yet: they are for plans that hold for every batch and sequence.
 """
@@ -45,17 +45,17 @@ class SymbolicCost:
     backward_traffic_bytes: sympy.Expr
     kept_bytes: sympy.Expr
     param_bytes: sympy.Integer
-    input_bytes: sympy.Expr  # of the values that it takes from other blocks, each once
-    output_bytes: sympy.Expr  # of the values that it gives to other blocks
+    input_bytes: sympy.Expr  # bytes of the values that the block takes from other blocks, each once
+    output_bytes: sympy.Expr  # bytes of the values that the block gives to other blocks
 
     def at(self, b: int, s: int = 1) -> dict[str, int]:
-        """All of them as numbers for one batch and sequence."""
+        """All costs as numbers for one batch and sequence."""
         return {name: int(value.subs({B: b, S: s})) for name, value in vars(self).items()}
 
 
 def annotate_costs(graph: OpGraph, device_kind: str = "cpu") -> dict[str, SymbolicCost]:
-    """Block hash to costs. Raises `PassError` for a graph without symbols, one with further symbols than b and s, and
-    for a block whose costs are no polynomial of these degrees."""
+    """Costs by block hash. Raises `PassError` for a graph without symbols, for one with symbols other than b and s, and
+    for a block whose costs are not polynomials of these degrees."""
     sizes = _sizes(graph)
     known: dict[str, SymbolicCost] = {}
     blocks = find_blocks(graph)
@@ -68,7 +68,7 @@ def annotate_costs(graph: OpGraph, device_kind: str = "cpu") -> dict[str, Symbol
 
 
 def _sizes(graph: OpGraph) -> dict[str, int]:
-    """Symbol's name to the size it was traced with."""
+    """The size that each symbol was traced with, by name."""
     if not graph.symbols:
         raise PassError("costs in b and s need a graph traced with dynamic=True; this one has fixed sizes")
     more = [name for name in graph.symbols if name not in DEGREE]
@@ -81,8 +81,8 @@ def _sizes(graph: OpGraph) -> dict[str, int]:
 
 
 def _points(name: str, traced: int) -> list[int]:
-    """Sizes to measure at, and behind them one to prove the result. Sequences get no longer than traced: models have
-    a longest one."""
+    """Sizes to measure at, and as the last one a size to prove the result. Sequences get no longer than the traced one,
+    as models have a longest."""
     if name == "b":
         return [traced, traced + 1, traced + 2]
     step = max(1, traced // 4)

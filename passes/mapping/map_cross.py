@@ -5,9 +5,9 @@ complex that runs both stage i and stage j, and 0 where no complex runs both, th
 
     sum over i < j of contention(i, j),    contention(i, j) = shared(i, j) / |i - j|          (eq. 12, 13)
 
-What one device's stages have to do with another's is one number, `A[p][q] = sum 1 / |i - j|` over the stages i of p and
-j of q, so only the choice of a root complex per device is searched: depth first with bounds, equal and still empty
-complexes taken once, beginning from the most even interleaving, until a deadline.
+The contention of the stages of two devices p and q depends on one number, `A[p][q] = sum 1 / |i - j|` over the stages i
+of p and j of q, so the search only chooses a root complex per device. It goes depth first with bounds, takes equal
+complexes that are still empty once, begins from the most even interleaving, and ends at a deadline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEADLINE_S = 1.0
 
 @dataclass(frozen=True)
 class MapCross(Mapping):
-    """`deadline_s`: of computation, when to settle for the best mapping found so far."""
+    """`deadline_s`: seconds of computation after which the best mapping found so far is taken."""
 
     name: ClassVar[str] = "map-cross"
     deadline_s: float = DEADLINE_S
@@ -44,7 +44,7 @@ class MapCross(Mapping):
 def cross_order(hardware: Hardware, num_stages: int, deadline_s: float = DEADLINE_S) -> list[int]:
     """Devices in the order with the least contention when stage j of `num_stages` runs on `order[j mod N]`.
 
-    For partitioners, which then cut each stage for its device: any two devices of one host may be exchanged.
+    For partitioners, which cut each stage for its device afterwards, so any two devices of one host may be exchanged.
     """
     hosts: dict[int, list[int]] = defaultdict(list)
     for index, device in enumerate(hardware.devices):
@@ -55,7 +55,7 @@ def cross_order(hardware: Hardware, num_stages: int, deadline_s: float = DEADLIN
 
 
 def contention(hardware: Hardware, devices: Sequence[int]) -> float:
-    """Equation 13 of stages on these devices."""
+    """The contention (eq. 13) of stages on these devices."""
     homes = complexes(hardware)
     shared = Counter(homes)
     placed = [homes[device] for device in devices]
@@ -63,12 +63,12 @@ def contention(hardware: Hardware, devices: Sequence[int]) -> float:
 
 
 def complexes(hardware: Hardware) -> list[Complex]:
-    """Device to its root complex."""
+    """The root complex of each device."""
     return [(device.host, device.root_complex) for device in hardware.devices]
 
 
 class _Search:
-    """Which device takes the part of each planned one. Devices are exchanged inside `groups` only."""
+    """Searches which device takes the part of each planned one. Devices are exchanged inside `groups` only."""
 
     def __init__(self, hardware: Hardware, planned: Sequence[int], groups: list[list[int]], deadline_s: float):
         self.homes = complexes(hardware)
@@ -88,7 +88,7 @@ class _Search:
         self.proven = True
 
     def run(self) -> dict[int, int]:
-        """Planned device to the one in its place: itself where no exchange helps."""
+        """The device in place of each planned one, which is itself where no exchange helps."""
         own = dict(enumerate(self.homes))
         even = self._interleaved()
         self.best = own if self._cost(own) <= self._cost(even) else even
@@ -122,7 +122,7 @@ class _Search:
             self.near[other][room] += sign * self.shared[room] * self.weight[part][other]
 
     def _distinct(self, group: int) -> list[Complex]:
-        """Complexes with room for a device of the group; of several that are empty and alike the first."""
+        """Complexes with room for a device of the group; of those that are empty and alike, only the first."""
         found: dict[object, Complex] = {}
         for room in self.rooms:
             if self.free[room][group]:
@@ -131,8 +131,8 @@ class _Search:
         return list(found.values())
 
     def _bound(self, depth: int) -> float:
-        """At least this comes on top: what the rest meets of the placed at best, and the least that it can meet of
-        itself."""
+        """A lower bound of the contention that the unplaced parts add: at best with the placed ones, and at least among
+        themselves."""
         total = 0.0
         for part in self.parts[depth:]:
             group, near, own = self.group_of[part], self.near[part], self.weight[part][part]
@@ -143,7 +143,7 @@ class _Search:
         return total + self.pairs[left]
 
     def _least_pairs(self, depth: int, left: Sequence[int]) -> float:
-        """So many pairs must share each complex: the most crowded complex with the farthest pairs is the least."""
+        """The least contention of unplaced pairs, whose number per complex is known: crowded ones get the farthest."""
         rest = self.parts[depth:]
         far = sorted(self.weight[a][b] for i, a in enumerate(rest) for b in rest[:i])
         crowds = [self.shared[room] for room, n in zip(self.rooms, left) for _ in range(n * (n - 1) // 2)]
@@ -165,7 +165,7 @@ class _Search:
         return chosen
 
     def _devices(self, chosen: dict[int, Complex]) -> dict[int, int]:
-        """Inside a complex and a group the devices come in turn."""
+        """The device of each part: inside a complex and a group the devices come in turn."""
         waiting: dict[tuple[int, Complex], list[int]] = defaultdict(list)
         for device, room in enumerate(self.homes):
             waiting[self.group_of[device], room].append(device)

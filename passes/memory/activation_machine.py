@@ -21,14 +21,14 @@ from ..stage_time import TurnSeconds, stage_seconds
 from .activation_plan import Half, Item, LinkRates, Room
 from .insert_fetch import arena_bytes, fetch_weights
 
-BUFFERS = 4  # of a stage in DRAM: one is read, one updated, one written, one receives gradients
-SSD_SHARE = 0.9  # of the disks, to leave room for what an update must be able to undo
+BUFFERS = 4  # buffers of a stage in DRAM: one is read, one updated, one written, one receives gradients
+SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an update must be able to undo
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Which part of the swapped weights and of their optimizer states lies on SSD, and what that leaves there and in
-    DRAM for the activations of one device."""
+    """The shares of the swapped weights and of their optimizer states that lie on SSD, and what that leaves there and
+    in DRAM for the activations of one device."""
 
     weights: float
     states: float
@@ -49,8 +49,8 @@ class Machine:
     swap: bool
     rates: LinkRates
     has_ssd: bool
-    updates_per_s: float  # by the CPU
-    update_s: float  # of all stages by the device, where their states are
+    updates_per_s: float  # parameters per second that the CPU updates
+    update_s: float  # seconds to update all stages on the device, if their states are there
     tiers: Tiers
     free: Tiers  # the same where all weights stay
     messages: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # received, sent; in forward, in backward
@@ -60,7 +60,7 @@ class Machine:
         return self.device.budget_bytes
 
     def look(self, program: Program) -> Hashable:
-        """Equal for devices of which what is decided for one holds for the other, stage by stage and class by class."""
+        """A key that is equal for devices that can take each other's decisions, stage by stage and class by class."""
         stages = tuple(
             (self.counts[spec.name], self.seconds(spec), tuple((i.bytes, i.saved_s) for i in self.items(spec)))
             for spec in self.specs
@@ -80,7 +80,7 @@ class Machine:
         return any(self.room_bytes(program.copy(), swapped) >= 0 for swapped in {self.swap, True})
 
     def must_swap(self, program: Program) -> bool:
-        """Whether weights and optimizer states do not all stay beside what the program takes, or shall not."""
+        """Whether weights and optimizer states do not all fit beside what the program takes, or are swapped anyway."""
         return self.swap or self.resident_room_bytes(program) < 0
 
     def resident_room_bytes(self, program: Program) -> float:
@@ -89,7 +89,7 @@ class Machine:
 
     def room_bytes(self, program: Program, swapped: bool) -> float:
         """Device memory that the program leaves beside all weights and states or, swapped, beside two stages' weights
-        wherever two may be there; negative where it lacks some. The program is a trial: swapped, it is rewritten."""
+        wherever two may be there; negative where it lacks some. Rewrites the program if `swapped`."""
         if not swapped:
             return self.resident_room_bytes(program)
         names = [spec.name for spec in self.specs]
@@ -210,12 +210,12 @@ def _rates(hardware: Hardware, device: int, neighbours: list[int]) -> LinkRates:
     if owner.kind != "cpu":
         return LinkRates(*links)
     cores = hardware.hosts[host].cpu_cores / len(names)
-    copying = 0.0 if hardware.throttled else 1 / (owner.h2d_bandwidth * cores)  # held down, they sleep
+    copying = 0.0 if hardware.throttled else 1 / (owner.h2d_bandwidth * cores)  # throttled copies sleep instead
     return LinkRates(*links, min(owner.threads / cores, 1.0), copying)
 
 
 def _tiers(draft: Draft, interface: Interface, host: int, neighbours: list[int], tier: str) -> Tiers:
-    """Weights lie in DRAM before states do, and both before activations. `tier` as insert-ssd will get it; "" where all
+    """DRAM goes to weights first, then to states, then to activations. `tier`: as insert-ssd will get it; "" where all
     weights and states stay on their devices."""
     homes = zip(draft.stages, draft.devices)
     specs = [stage.spec for stage, home in homes if tier and home in neighbours]

@@ -17,10 +17,10 @@ from ...ir.ops import DEVICE, DRAM, SSD
 from ...ir.units import format_bytes, format_seconds
 from ..decisions import MemoryName
 
-INPUTS, CLASSES = "inputs", "classes"  # what of a stage is placed, each in one memory
+INPUTS, CLASSES = "inputs", "classes"  # the two parts of a stage that are placed, each in one memory
 ClassPlace = tuple[str, str]  # (stage, INPUTS or CLASSES)
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, lie evenly however many there are
-CLOSE = 1.001  # a step that is shorter by less is not worth more bytes
+CLOSE = 1.001  # a step that is shorter by less than this factor is not worth more bytes
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Room:
 
 @dataclass(frozen=True)
 class ActivationProblem:
-    """One device's share. `backward` includes computing every stage again without any class. `inputs`: bytes of what
-    each stage reads of others, for all micro-batches; these must lie somewhere. `memories`: where things may lie,
-    the first that has room is taken."""
+    """The problem of one device. `backward` includes computing every stage again without any class. `inputs`: bytes of
+    what each stage reads of others, for all micro-batches; these must lie somewhere. `memories`: where things may lie;
+    the first with room is taken."""
 
     forward: Half
     backward: Half
@@ -93,8 +93,8 @@ class ActivationProblem:
 
 @dataclass(frozen=True)
 class Point:
-    """One amount on the curve. `count`: of the items in order of benefit, how many are kept; `moved_bytes` leave the
-    device and come back, `ssd_bytes` of them by way of the disks."""
+    """One amount on the curve. `count`: the number of items kept, in order of benefit; `moved_bytes` leave the device
+    and come back, `ssd_bytes` of them by way of the disks."""
 
     count: int
     kept_bytes: int
@@ -108,13 +108,13 @@ class Point:
 
 
 def by_benefit(items: Sequence[Item], stages: Sequence[str]) -> list[Item]:
-    """The best first. Of equal ones those of evenly spread stages, so that links are in use all the time."""
+    """The best items first; equal ones in an order that spreads stages evenly, so that links are always in use."""
     turn = {stage: (i * GOLDEN) % 1 for i, stage in enumerate(stages)}
     return sorted(items, key=lambda item: (-_rounded(item.benefit), turn[item.stage], item.name))
 
 
 def _rounded(value: float) -> float:
-    """Benefits that differ by rounding only are equal."""
+    """A benefit without its last digits: benefits that differ by rounding errors only are equal."""
     return float(f"{value:.6g}")
 
 
@@ -134,7 +134,7 @@ def sweep(problem: ActivationProblem) -> list[Point]:
 def point_of(
     problem: ActivationProblem, count: int, classes: Mapping[str, int], kept_bytes: int, saved_s: float
 ) -> Point:
-    """What it costs to keep `classes` (stage to bytes), which saves so many seconds."""
+    """The point at which `classes` (stage to bytes) are kept, which saves `saved_s` seconds of computation."""
     places, fits = place(problem, classes)
     dram_bytes = ssd_bytes = 0
     for (stage, what), memory in places.items():
@@ -183,7 +183,7 @@ def busiest(
     write: float = 0,
     saved_s: float = 0,
 ) -> tuple[float, str]:
-    """Seconds of half a step with so many more bytes and so much less computation, and what takes them (eq. 2, 5)."""
+    """Seconds of half a step with these additional bytes and `saved_s` less computation, and its bound (eq. 2, 5)."""
     compute_s = half.compute_s - saved_s
     down, up, out, back = half.h2d_bytes + h2d, half.d2h_bytes + d2h, half.write_bytes + write, half.read_bytes + read
     took_s = {
@@ -199,9 +199,9 @@ def busiest(
 
 
 def best(points: Sequence[Point], share: float = -1.0) -> Point:
-    """The shortest step that has room, and of those about as short one that moves the fewest bytes and keeps the most
-    beside; with `share` in 0 to 1 the point that keeps that share of all class bytes, as nearly as classes are cut.
-    Where nothing has room, the first."""
+    """Of the points that have room and a step about as short as the shortest, the one that moves the fewest bytes and,
+    of equals, keeps the most; the first point where none has room. With `share` in 0 to 1, the point that keeps that
+    share of all class bytes, as nearly as classes are cut."""
     if share >= 0:
         wanted = share * points[-1].kept_bytes
         return min(points, key=lambda point: abs(point.kept_bytes - wanted))

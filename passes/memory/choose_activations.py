@@ -35,13 +35,13 @@ MEMORIES: dict[str, tuple[MemoryName, ...]] = {
     "none": (ops.DEVICE,),
 }
 ACTIVATION_TIERS = ("auto", "states", "all", "none")
-MOST_ROUNDS = 4  # of giving out less device memory until the program fits
-PASSING_TURNS = 4  # two are written while one comes from the device, or read while one goes there
+MOST_ROUNDS = 4  # rounds of giving out less device memory until the program fits
+PASSING_TURNS = 4  # turns in DRAM: two are written while one comes from the device, or read while one goes there
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided for one device, and the curve it was taken from; none where everything stays on the device."""
+    """What is decided for one device, and the curve it was taken from, empty where everything stays on the device."""
 
     choices: dict[str, Activations]
     points: tuple[Point, ...] = ()
@@ -50,10 +50,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ChooseActivations(Pass):
-    """`to`: where inputs and classes go: "auto" to the first memory with room; "dram" or "ssd" all of them, whatever
-    has room; "device" nothing moves; "none" nor is anything kept in classes. `share`: of the bytes of all classes, how
-    many are kept, instead of the best (Fuyou's swap coefficient). `swap` and `tier` as insert-fetch and insert-ssd will
-    get them; "none": no SSD."""
+    """`to`: where inputs and classes go; "auto": to the first memory with room; "dram", "ssd": all of them there,
+    whatever has room; "device": nothing moves; "none": nothing moves and no classes are kept. `share`: the share of all
+    class bytes that is kept, instead of the best one (Fuyou's swap coefficient). `swap`, `tier`: as insert-fetch and
+    insert-ssd will get them; "none": no SSD."""
 
     name: ClassVar[str] = "choose-activations"
     needs: ClassVar[tuple[str, ...]] = ("programs",)
@@ -66,7 +66,7 @@ class ChooseActivations(Pass):
     tier: str = "auto"
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`rematerialise`: names of stages; `activations`: of those that keep classes or move something, what."""
+        """`rematerialise`: names of stages; `activations`: choices for those that keep classes or move something."""
         outcomes: dict[int, Outcome] = {}
         choices: dict[str, Activations] = {}
         known: dict[Hashable, tuple[Machine, Outcome]] = {}
@@ -127,7 +127,7 @@ class ChooseActivations(Pass):
         return _fitting(program, machine, *min(found, key=lambda row: _rank(row[0], row[1], self.share)), self.share)
 
     def usual(self, program: Program, machine: Machine) -> list[str]:
-        """What `insert-remat` rematerialises."""
+        """The stages that `insert-remat` would rematerialise."""
         return stages_to_rematerialise(program, list(machine.specs), machine.budget_bytes, self.swap)
 
     def curve(
@@ -148,7 +148,7 @@ class ChooseActivations(Pass):
         forward, backward = machine.halves(names, swapped)
         items = tuple(item for spec in machine.specs if spec.name in names for item in machine.items(spec))
         room = machine.room(swapped, machine.room_bytes(trial, swapped))
-        if ops.SSD in memories:  # what goes there passes through DRAM
+        if ops.SSD in memories:  # what goes to SSD passes through DRAM
             turns = [_turn_bytes(items, inputs, name) / machine.counts[name] for name in names]
             room = replace(room, dram_bytes=max(0.0, room.dram_bytes - PASSING_TURNS * max(turns, default=0)))
         problem = ActivationProblem(
@@ -158,7 +158,7 @@ class ChooseActivations(Pass):
 
 
 def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations]) -> dict[str, Activations]:
-    """What was chosen for another device that is alike."""
+    """The choices made for another device that is alike, by this device's stages."""
     return {
         spec.name: choices[model.name].renamed(model, spec)
         for spec, model in zip(machine.specs, other.specs)
@@ -167,12 +167,12 @@ def _as_on(machine: Machine, other: Machine, choices: Mapping[str, Activations])
 
 
 def _turn_bytes(items: Sequence[Item], inputs: Mapping[str, int], stage: str) -> int:
-    """All that a stage could have moved, for all its micro-batches."""
+    """Bytes of all that a stage could have moved, for all its micro-batches."""
     return inputs.get(stage, 0) + sum(item.bytes for item in items if item.stage == stage)
 
 
 def _rank(problem: ActivationProblem, points: Sequence[Point], share: float) -> tuple[bool, bool, float]:
-    """Whether something lacks room, then whether two stages' weights do, then the step."""
+    """A sort key: whether something lacks room, then whether two stages' weights do, then the step."""
     chosen = best(points, share)
     return not chosen.fits, problem.room.device_bytes < 0, chosen.step_s
 
@@ -214,7 +214,7 @@ def _choices(problem: ActivationProblem, point: Point) -> dict[str, Activations]
 
 
 def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Activations]) -> dict[str, Activations]:
-    """Raises `PassError` where a plan names what is not there."""
+    """The choice for each rematerialised stage. Raises `PassError` where a plan names what is not there."""
     known = {stage.spec.name: stage.spec for stage in draft.stages}
     for name in (*names, *decided):
         if name not in known:
@@ -235,7 +235,7 @@ def _read_decision(draft: Draft, names: Sequence[str], decided: Mapping[str, Act
 
 
 def _ahead(program: Program, choices: Mapping[str, Activations], machine: Machine) -> Ahead:
-    """As many turns as memory holds, up to those of one stage (4.4)."""
+    """As many turns ahead as memory holds, up to those of one stage (Fuyou 4.4)."""
     trial = program.copy()
     keep_chosen(trial, choices)
     each_bytes, disk_bytes = turn_bytes(trial, choices, (ops.DRAM, ops.SSD)), turn_bytes(trial, choices, (ops.SSD,))

@@ -2,9 +2,9 @@
 
 In: programs whose weights are resident. Out: the same programs in which the decided stages are fetched before their
 forward and again before their backward, and freed after their last micro-batch (Mobius 3.1, 3.2). The last stage of
-each device stays for its backward. A fetch is issued at the start of the phase before its own if both stages fit
-beside the activations; where they do not, as many parameters as fit are (eq. 5: P_j <= G - S_{j-N}), and the rest at
-the start of its own phase, into the memory that the stage before it has left.
+each device stays for its backward. A fetch is issued at the start of the phase before its own if both stages fit beside
+the activations; where they do not, as many parameters as fit are fetched then (eq. 5: P_j <= G - S_{j-N}), and the rest
+at the start of its own phase, into the memory that the stage before it has left.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..base import Pass
 from ..draft import Draft
 from ..phases import Phase, fetched_phases, hand_over, phases
 
-Early = dict[str, dict[str, int]]  # swapped stage -> per phase how many parameters are fetched one phase before
+Early = dict[str, dict[str, int]]  # swapped stage -> kind of phase -> number of parameters fetched one phase before
 
 
 @dataclass(frozen=True)
 class InsertFetch(Pass):
-    """`prefetch`: whether to look one phase ahead. `swap`: also the stages of a device that could hold them all, whose
-    optimizer states then lie in DRAM."""
+    """`prefetch`: whether to look one phase ahead. `swap`: fetch also the stages of a device that could hold them all;
+    their optimizer states then lie in DRAM."""
 
     name: ClassVar[str] = "insert-fetch"
     needs: ClassVar[tuple[str, ...]] = ("programs", "remat")
@@ -40,7 +40,7 @@ class InsertFetch(Pass):
     swap: bool = False
 
     def plan(self, draft: Draft) -> Early:
-        """Swapped stage to its phases ("forward", "backward") with early fetches, and the parameters these bring."""
+        """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring."""
         decision: Early = {}
         known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:
@@ -92,9 +92,9 @@ def look_ahead(
 ) -> Early:
     """As many early fetches of these stages as the device's memory holds, the smallest neighbours first; then parts.
 
-    `reserved_bytes` of the budget are taken by what the program does not show; `most_arena_bytes`: an arena that
-    is there already and shall not grow. If even no early fetch fits, there is
-    none; whoever checks the budgets says what is missing.
+    `reserved_bytes` of the budget are taken by what the program does not show; `most_arena_bytes`: the size of an arena
+    that exists already and must not grow. If the program does not fit even without early fetches, there is none; the
+    check of the budgets says what is missing.
     """
     profile = profile_swapped(program, {stage: {} for stage in stages})
     limit_bytes = budget_bytes - reserved_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
@@ -121,14 +121,14 @@ def look_ahead(
         if low:
             chosen[i] = low
     early: Early = {phase.stage: {} for phase in order if phase.stage in stages}
-    for i in able:  # of a stage with several phases of a kind, what all of them may
+    for i in able:  # several phases of a kind fetch what all of them may
         kinds, kind = early[order[i].stage], order[i].kind
         kinds[kind] = min(chosen.get(i, 0), kinds.get(kind, chosen.get(i, 0)))
     return {stage: {kind: count for kind, count in kinds.items() if count} for stage, kinds in early.items()}
 
 
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:
-    """Memory of a copy with these fetches, whose gradients leave behind their last backward."""
+    """Memory of a copy with these fetches, whose gradients leave after their last backward."""
     trial = program.copy()
     trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
     fetch_weights(trial, early)
@@ -140,7 +140,7 @@ def arena_bytes(
 ) -> int:
     """What `plan_arena` takes for the program with these early fetches (phase to its number of parameters)."""
     begins = set(fetched_phases(order, stages))
-    arena = FirstFit(alignment=1)  # of parts of weights, whose bytes are aligned
+    arena = FirstFit(alignment=1)  # for parts of weights, whose bytes are aligned
     leaving: dict[int, list[tuple[int, int]]] = {}  # last phase -> values
     for now in range(len(order)):
         for i, need in _arriving(order, specs, begins, early, now):

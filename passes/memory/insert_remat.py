@@ -2,8 +2,8 @@
 
 In: programs. Out: the same programs in which the decided stages forward with `keep=False` and whose backward takes no
 `kept`. A stage is rematerialised only if its device would otherwise exceed its memory, largest saved tensors first.
-Where not even that lets all weights stay resident, every stage but the device's last is, since their weights leave in
-between, and the last one too where early fetches need the room.
+Where not even that lets all weights stay resident, every stage but the device's last is rematerialised, since its
+weights leave in between, and the last one, too, where early fetches need the room.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class InsertRemat(Pass):
 def stages_to_rematerialise(
     program: Program, specs: list[StageSpec], budget_bytes: int, swap: bool = False
 ) -> list[str]:
-    """The largest saved tensors whose loss lets the resident program fit; if none does, what swapping needs. With
-    `swap` the same for a program whose weights come from DRAM and stay from a stage's forward to its backward."""
+    """The fewest stages, largest saved tensors first, that let the resident program fit; if none do, those that
+    swapping needs. With `swap`, the same for weights that come from DRAM and stay from forward to backward."""
     states = sum(program.interface.optimizer_bytes(s) for s in specs)
     by_size = [s.name for s in sorted(specs, key=lambda s: -s.kept_bytes) if s.rematerialisable]
-    lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all there at the end of the step
+    lasting = sum(s.weight_bytes + s.grad_bytes for s in specs) + states  # all of this is there at the end of the step
     if lasting > budget_bytes and not swap:
         return _for_swapping(program, specs, budget_bytes)
 
@@ -105,7 +105,7 @@ def _for_swapping(program: Program, specs: list[StageSpec], budget_bytes: int) -
 
 
 def _count(early: Early) -> int:
-    """Parameters fetched early."""
+    """The number of parameters fetched early."""
     return sum(sum(kinds.values()) for kinds in early.values())
 
 

@@ -2,11 +2,11 @@
 
 In: programs whose swapped stages fetch their weights from DRAM. Out: the decision of what lies on SSD, for
 `overlap-optimizer` to read and write back, and programs in which the weights that lie there are read into DRAM before
-they are fetched. Optimizer states and masters go there before weights: they are used once a step. Which stages go first
-is spread over the model, so that disks have their work all along the backward pass.
+they are fetched. Optimizer states and masters go there before weights: they are used once a step. The stages that go
+first are spread over the model, so that disks have work all along the backward pass.
 
-Weights are read some phases before their fetch: as many as keep the disks busy while the device takes on what it has,
-by the ratio of the two links (Fuyou 4.4), and as the DRAM has room for.
+Weights are read some phases before their fetch: as many as keep the disks busy, by the ratio of the two links (Fuyou
+4.4), and as DRAM has room for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SSD_TIERS = ("auto", "states", "all")
 
 @dataclass(frozen=True)
 class InsertSsd(Pass):
-    """`tier`: the states of all swapped stages, or all that persists of them; auto: as little as DRAM asks for.
-    `ahead`: at most so many phases between a read of weights and their fetch."""
+    """`tier`: what lies on SSD: the states of all swapped stages, or all that persists of them; auto: as little as DRAM
+    allows. `ahead`: the most phases between a read of weights and their fetch."""
 
     name: ClassVar[str] = "insert-ssd"
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
@@ -48,8 +48,8 @@ class InsertSsd(Pass):
             raise PassError(f"pass {self.name!r}: option ahead={self.ahead}; allowed: 0 to {MOST_READS_AHEAD}")
 
     def plan(self, draft: Draft) -> OnSsd:
-        """Raises `DoesNotFit` where even all of it on SSD leaves too little DRAM, or does not fit the SSDs; `PassError`
-        for a tier that asks for SSDs which the machine does not have.
+        """Raises `DoesNotFit` where DRAM is too small even with all of it on SSD, or the SSDs are too small;
+        `PassError` for a tier that asks for SSDs which the machine does not have.
         """
         room = SsdRoom(draft)
         tiers: StageTiers = {}
@@ -59,7 +59,7 @@ class InsertSsd(Pass):
             found, depth = room.choose([host], tier)
             tiers.update(found)
             ahead = min(ahead, depth)
-        ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # it counts for weights only
+        ahead = ahead if "all" in tiers.values() else min(ahead, 1)  # only reads of weights go ahead
         draft.notes[self.name] = _remark(tiers, len(draft.stages), ahead)
         return OnSsd(
             stages={s.spec.name: tiers[s.spec.name] for s in draft.stages if s.spec.name in tiers}, ahead=ahead
@@ -81,7 +81,7 @@ class InsertSsd(Pass):
 
 
 def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
-    """Have the weights of these stages read from SSD, so many phases before they are fetched."""
+    """Have the weights of these stages read from SSD, `ahead` phases before they are fetched."""
     graph = program.graph
     number = {node: i for i, node in enumerate(graph.nodes)}
     for read in weights_reads(program, phases(program), number, stages, ahead):
@@ -96,7 +96,7 @@ def read_weights(program: Program, stages: Collection[str], ahead: int) -> None:
 
 
 def read_within(program: Program, stages: Sequence[str], ahead: int, arena_bytes: int) -> None:
-    """The same as far ahead as the values in DRAM stay within so many bytes, or directly before each fetch."""
+    """`read_weights` as far ahead as the values in DRAM stay within `arena_bytes`, or directly before each fetch."""
     for depth in range(ahead, -1, -1):
         trial = program.copy()
         read_weights(trial, stages, depth)

@@ -1,13 +1,13 @@
 """Rewrites programs so that activations leave the device between forward and backward (Fuyou 4.4).
 
 In: programs in which the inputs and saved tensors of all stages lie on the device from forward to backward. Out: the
-decided stages keep some classes of their saved tensors only, and what is to lie elsewhere is offloaded behind the op
+decided stages keep only some classes of their saved tensors, and what is to lie elsewhere is offloaded after the op
 that makes it, written to SSD some turns later, read some turns before it is needed, and fetched. A turn is one forward
 or backward of one micro-batch; what is used first is fetched first, as far ahead as memory holds. Text order is memory
 order: the streams themselves run ahead of it.
 
-A value moves once, however many stages read it: away behind its making, back before the first backward that reads it.
-Inputs of the batch are loaded again. What would come back before it has left stays where it is, and what
+A value moves once, however many stages read it: away after it is made, back before the first backward that reads it.
+Inputs of the batch are loaded again. A value that would come back before it has left stays where it is, and one that
 would be read before it is written stays in DRAM.
 """
 
@@ -36,8 +36,8 @@ class Ahead:
 
 @dataclass
 class _Way:
-    """Of one value: it is made before turn `made`, last read by a forward in turn `left`, first used by a backward in
-    turn `used`; `readers` are all backwards that use it."""
+    """The way of one value: it is made before turn `made`, last read by a forward in turn `left`, first used by a
+    backward in turn `used`; `readers` are all backwards that use it."""
 
     value: fx.Node
     memory: str
@@ -48,13 +48,13 @@ class _Way:
 
 
 def move_activations(program: Program, choices: Mapping[str, Activations], ahead: Ahead) -> None:
-    """Rewrite one program, which keeps what it shall already (`keep_chosen`)."""
+    """Rewrite one program, in which `keep_chosen` has already set what stages keep."""
     _Mover(program, choices, ahead).emit()
 
 
 def keep_chosen(program: Program, choices: Mapping[str, Activations]) -> None:
-    """Let the stages that `choices` names, of any device, keep their classes only, or nothing; frees are left as they
-    are, which `move_activations` puts in order."""
+    """Let the stages that `choices` names, of any device, keep their classes only, or nothing. `move_activations` puts
+    the frees in order afterwards."""
     for node in list(program.ops()):
         choice = choices.get(str(node.args[0])) if node.target is ops.forward else None
         if choice is None or not node.kwargs.get("keep", True):
@@ -74,7 +74,7 @@ def keep_chosen(program: Program, choices: Mapping[str, Activations]) -> None:
 
 
 def turn_bytes(program: Program, choices: Mapping[str, Activations], memories: tuple[str, ...]) -> int:
-    """The most that comes back for one turn from one of these memories, in a program that keeps what it shall."""
+    """The most bytes that come back for one turn from these memories, in a program that `keep_chosen` has rewritten."""
     sizes: dict[int, int] = {}
     for way in _Mover(program, choices, Ahead(0, 0)).ways():
         if way.memory in memories and way.value.target is not ops.load:
@@ -98,7 +98,7 @@ class _Mover:
         self.program, self.choices, self.ahead = program, choices, ahead
         self.turns = [n for n in program.ops() if op_of(n).parts]
         self.turn_of = {node: i for i, node in enumerate(self.turns)}
-        self.whole = {  # stages all of whose saved tensors lie on the device, inputs and outputs perhaps among them
+        self.whole = {  # stages that keep all saved tensors on the device, perhaps inputs and outputs among them
             str(n.args[0]) for n in self.turns if n.target is ops.forward and n.kwargs.get("keep", True) is True
         }
 
@@ -107,7 +107,7 @@ class _Mover:
         self.note_positions()
         stored = [(way, self.store(way)) for way in sorted(ways, key=lambda way: way.made)]
         copies = {way.value: copy for way, copy in stored}
-        # Of what stands before one turn, writes come first: they give back what reads and fetches take.
+        # Of what is put before one turn, writes come first: they free what reads and fetches take.
         on_ssd = [way for way in ways if way.memory == ops.SSD and copies[way.value] is not None]
         for way in sorted(on_ssd, key=lambda way: way.made):
             copies[way.value] = self.put(
@@ -124,7 +124,7 @@ class _Mover:
         place_frees(self.program)
 
     def ways(self) -> Iterator[_Way]:
-        """Of every value that moves, each once."""
+        """The ways of all values that move, each once."""
         returned = {value for values in self.program.results().values() for value in values}
         found: dict[fx.Node, _Way] = {}
         for node in self.turns:
@@ -154,14 +154,14 @@ class _Mover:
         return _Way(value, memory, made, max([*forwards, made - 1]), self.turn_of[reader], [reader])
 
     def pinned(self, value: fx.Node) -> bool:
-        """Whether autograd may hold it: a stage that keeps everything made it or reads it."""
+        """Whether autograd may hold a value: a stage that keeps everything made it or reads it."""
         readers = {str(user.args[0]) for user in value.users if user in self.turn_of}
         producer = producer_of(value)
         makers = {str(producer.args[0])} if producer.target is ops.forward and _is_tensor(value) else set()
         return bool((readers | makers) & self.whole)
 
     def pays(self, way: _Way) -> bool:
-        """Whether it is away for at least one turn."""
+        """Whether the value is away for at least one turn."""
         return way.used - self.ahead.fetch > way.left + 1
 
     def write_turn(self, way: _Way) -> int:
@@ -174,7 +174,7 @@ class _Mover:
         return max(way.used - self.ahead.fetch - self.ahead.passing, way.left + 1)
 
     def store(self, way: _Way) -> fx.Node | None:
-        """Its copy in DRAM, taken as soon as it is made; nothing of what the batch has."""
+        """The value's copy in DRAM, taken as soon as the value is made; None for inputs of the batch."""
         if way.value.target is ops.load:
             return None
         producer = producer_of(way.value)
@@ -194,7 +194,7 @@ class _Mover:
         return self.put(self.fetch_turn(way), ops.fetch, copy, name=name)
 
     def put(self, turn: int, op: ops.Op, *args: Any, name: str, **fields: Any) -> fx.Node:
-        """Insert an op before a turn, behind what was put there before."""
+        """Insert an op before a turn, after what was put there earlier."""
         with self.program.graph.inserting_before(self.turns[turn]):
             return self.make(op, *args, name=name, **fields)
 

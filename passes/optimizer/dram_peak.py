@@ -1,6 +1,6 @@
-"""What a program takes of its host's DRAM once it reads from SSD and updates, without writing either into it.
+"""The DRAM that a program takes once it has reads from SSD and updates, found without writing these into it.
 
-In: a program whose results hold the gradients. Out: the bytes that `profile_memory` finds behind `insert-ssd` and
+In: a program whose results hold the gradients. Out: the bytes that `profile_memory` finds after `insert-ssd` and
 `overlap-optimizer`. Choosing what lies on SSD tries many ways, and copies of large programs would take minutes.
 """
 
@@ -17,14 +17,14 @@ from ..phases import Phase, phases
 from .timing import Timing, Updates
 from .updates import script, stages_read
 
-TextPlace = tuple[int, int, int]  # in the text: an op's number, before or behind it, and how manieth there
+TextPlace = tuple[int, int, int]  # in the text: an op's number, before (-1) or after (1) it, and the rank there
 MemoryEvent = tuple[TextPlace, str, int]  # a value comes, or goes (0 bytes)
-NORM_BYTES = 16  # of the device's own norm and of all
+NORM_BYTES = 16  # of the device's own norm and of that of all devices
 
 
 @dataclass(frozen=True)
 class WeightsRead:
-    """Weights of one stage that come from SSD: the fetches that take them on, and the op before which they are read."""
+    """Weights of one stage that come from SSD: their fetches to the device, and the op before which they are read."""
 
     stage: str
     place: fx.Node
@@ -32,7 +32,7 @@ class WeightsRead:
 
 
 class DramPeak:
-    """Of one program; what its text says is looked up once."""
+    """The DRAM peak of one program, whose text is read once."""
 
     def __init__(self, program: Program):
         self.program, self.interface = program, program.interface
@@ -46,7 +46,7 @@ class DramPeak:
         self.read_already = stages_read(program)
 
     def _own_events(self) -> list[MemoryEvent]:
-        """Of what the text moves already."""
+        """The events of what the text moves already."""
         found: list[MemoryEvent] = []
         for node in self.program.ops():
             if takes_place(node, ops.DRAM):
@@ -58,7 +58,7 @@ class DramPeak:
         return found
 
     def bytes(self, updates: Updates, timing: Timing, weights: Collection[str] = (), ahead: int = 0) -> int:
-        """The peak, where the weights of these stages come from SSD, so many phases ahead of their fetch."""
+        """The peak if the weights of these stages are read from SSD `ahead` phases before their fetch."""
         on_ssd = self.read_already | set(weights)
         reads = weights_reads(self.program, self.order, self.number, weights, ahead)
         events = self.own + self._weights_events(reads) + self._update_events(updates, timing, on_ssd)
@@ -90,7 +90,7 @@ class DramPeak:
             number = numbers[i] if i < len(numbers) else last + i
             side = -1 if i == 0 else 1
             for j, (kind, stage) in enumerate(moves):
-                place = (number, side, last + j)  # behind the weights that are read there
+                place = (number, side, last + j)  # after the weights that are read there
                 spec = self.interface.part_of(stage, self.group)
                 if kind == "read":
                     size = self.interface.all_bytes(spec) if stage in on_ssd else self.interface.states_bytes(spec)
@@ -139,7 +139,7 @@ class DramPeak:
 def weights_reads(
     program: Program, order: Sequence[Phase], number: Mapping[fx.Node, int], stages: Collection[str], ahead: int
 ) -> list[WeightsRead]:
-    """One for each time that a stage's weights are fetched, at the start of the phase that is `ahead` of the fetch."""
+    """One read per fetch of a stage's weights, at the start of the phase that is `ahead` phases before the fetch."""
     starts = [number[phase.nodes[0]] for phase in order]
     found: list[WeightsRead] = []
     wanted = set(stages)

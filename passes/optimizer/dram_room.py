@@ -1,4 +1,4 @@
-"""The DRAM of a draft's hosts, shared by their devices, and how far apart updates may be in it."""
+"""The DRAM of a draft's hosts, shared by their devices, and the timing of updates that it has room for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .timing import Timing, Updates
 
 
 def by_host(draft: Draft) -> dict[int, list[DramPeak]]:
-    """Per host its devices' programs."""
+    """The programs of each host's devices."""
     found: dict[int, list[DramPeak]] = defaultdict(list)
     for program in draft.programs:
         found[draft.lane_hardware.devices[program.device].host].append(DramPeak(program))
@@ -19,8 +19,8 @@ def by_host(draft: Draft) -> dict[int, list[DramPeak]]:
 
 
 def choose_timings(draft: Draft, updates: Updates, timings: Sequence[Timing]) -> list[Timing]:
-    """Per device the first with which the programs of its host fit its DRAM; the last where none does, and whoever
-    checks the budgets says what is missing."""
+    """Per device the first timing with which the programs of its host fit its DRAM; where none does, the last one, and
+    the check of the budgets says what is missing."""
     chosen: dict[int, Timing] = {}
     for host, peaks in by_host(draft).items():
         budget = draft.lane_hardware.dram_budget_bytes(host)

@@ -1,13 +1,13 @@
 """`insert-optimizer`: the gradients that the programs return are reduced, clipped and used.
 
 In: programs whose results hold every stage's gradients. Out: programs that update the weights. A stage that lives in
-DRAM offloads its gradients as soon as its last backward is done and is stepped there, on fp32 master weights, under
-the backward of the stages before it (Mobius eq. 1), where DRAM has room for two stages' gradients behind the offload of
-the next; a resident stage is stepped on its device, at the end, when that waits for other devices least. The parts of a
-tied parameter are summed across the stages that share it (`all_reduce` over one group per parameter), and each stage
+DRAM offloads its gradients as soon as its last backward is done and is stepped there, on fp32 master weights, under the
+backward of the stages before it (Mobius eq. 1), after the offload of the next stage where DRAM has room for two stages'
+gradients; a resident stage is stepped on its device, at the end, when that waits for other devices least. The parts of
+a tied parameter are summed across the stages that share it (`all_reduce` over one group per parameter), and each stage
 then updates its own copy by the same arithmetic. Clipping needs the norm over all devices: every step waits for it.
 
-Where every device runs the whole model, the gradients of a stage are summed over the devices right behind its last
+Where every device runs the whole model, the gradients of a stage are summed over the devices right after its last
 backward (`all_reduce`), and each device steps its own copy; where stages are spread over the devices, the sum is
 scattered (`reduce_scatter`) and each device offloads and steps its shard.
 """
@@ -37,7 +37,7 @@ class InsertOptimizer(Pass):
     decides: ClassVar[str] = "optimizer"
 
     def plan(self, draft: Draft) -> dict[str, str]:
-        """Stage to where it is stepped: "device" with resident weights, "dram" with swapped ones."""
+        """The memory in which each stage is stepped: "device" with resident weights, "dram" with swapped ones."""
         if draft.ssd.stages:
             raise PassError(f"{self.name} knows nothing of SSDs, where insert-ssd puts stages; use overlap-optimizer")
         return stepped_where(draft)
@@ -49,7 +49,7 @@ class InsertOptimizer(Pass):
 
 
 def stepped_where(draft: Draft) -> dict[str, str]:
-    """Stage to the memory of its states, in stage order: that of its weights, or where `insert-ssd` puts them."""
+    """The memory of each stage's states, in stage order: that of its weights, or where `insert-ssd` puts them."""
     where: dict[str, str] = {}
     for program in draft.programs:
         for stage, home in homes_of(program).items():

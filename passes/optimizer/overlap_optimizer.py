@@ -2,11 +2,11 @@
 
 In: programs whose results hold every stage's gradients, and what `insert-ssd` put on SSD. Out: programs that update the
 weights (Fuyou 4.3). A stage's states are read while stages before it run backward, its gradients are offloaded right
-behind its last backward and never written to SSD, it is stepped behind the offload of the next, and written back while
-the next is stepped. How many buffers of states there are, and whether two stages' gradients, is what DRAM has room for.
+after its last backward and never written to SSD, it is stepped after the offload of the next stage, and written back
+while the next is stepped. DRAM decides the number of buffers of states, and whether two stages' gradients lie there.
 
-Clipping, and the loss scale of fp16, need the norm of all gradients. `exact` steps everything behind it, with reads,
-steps and writes still under each other. `speculative` steps as if nothing had to be clipped and undoes that where the
+Clipping, and the loss scale of fp16, need the norm of all gradients. `exact` steps everything after the norm, with
+reads, steps and writes still overlapping. `speculative` steps as if nothing had to be clipped and undoes that where the
 norm says otherwise (SuperOffload: step, validate, roll back). Both keep all gradients in DRAM until the norm is known.
 """
 
@@ -30,14 +30,14 @@ from .insert_optimizer import require_where, stepped_where
 from .timing import Timing, Updates, updates_of
 from .updates import write_updates
 
-WORTH = 1.01  # less than this factor faster, speculation is not worth what a clipped step costs
+WORTH = 1.01  # speculation that is faster by less is not worth what a clipped step costs
 CLIPS = ("auto", "exact", "speculative")
 TIMINGS = (Timing(1, 3), Timing(1, 2), Timing(0, 2), Timing(1, 1), Timing(0, 1))  # gradients are smaller than states
 
 
 @dataclass(frozen=True)
 class OverlapOptimizer(Pass):
-    """`overlap`: false steps everything behind the last backward, for comparison. `clip`: see above; auto takes the
+    """`overlap`: false steps everything after the last backward, for comparison. `clip`: see above; auto takes the
     faster of those that fit."""
 
     name: ClassVar[str] = "overlap-optimizer"
@@ -57,7 +57,7 @@ class OverlapOptimizer(Pass):
             )
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`optimizer`: stage to the memory of its states; `clipping`: "exact", "speculative", or "" where the norm is
+        """`optimizer`: the memory of each stage's states; `clipping`: "exact", "speculative", or "" where the norm is
         not needed."""
         where = stepped_where(draft)
         return {"optimizer": where, "clipping": self._clipping(draft, self._updates(draft, where))}
@@ -129,7 +129,7 @@ def _takes(seconds: float | None) -> str:
 def redo_s(draft: Draft, updates: Updates) -> float:
     """Seconds to undo and repeat all speculative steps: what was kept comes back, the CPU steps, SSDs take the result.
 
-    Of the host that needs longest; its devices share its CPU and its SSDs.
+    The host that needs longest counts; its devices share its CPU and its SSDs.
     """
     took_s = dict.fromkeys(range(len(draft.lane_hardware.hosts)), 0.0)
     for program in draft.programs:
@@ -152,5 +152,5 @@ def redo_s(draft: Draft, updates: Updates) -> float:
 
 
 def written_bytes(program: Program) -> int:
-    """To SSD in one step."""
+    """Bytes that a program writes to SSD in one step."""
     return sum(work_of(program, node).moved_bytes for node in program.ops() if node.target is ops.write)

@@ -1,4 +1,4 @@
-"""How much must lie on SSD: what persists in DRAM and what an update holds there, against the room that there is.
+"""How much must lie on SSD: what persists in DRAM and what an update holds there, against the room there.
 
 Devices of one host share its DRAM and its SSDs, so all of them are decided together. The bytes are those that the
 programs will take once they are rewritten (`dram_peak.py`).
@@ -20,7 +20,7 @@ from .dram_room import by_host
 from .timing import Timing, Updates, updates_of
 
 MOST_READS_AHEAD = 4
-# Room for reading, stepping and writing at the same time is worth more on SSD; without it, a plan may still fit.
+# Room to read, step and write at the same time is worth having more on SSD; without it, a plan may still fit.
 COMFORTS = ((Timing(1, buffers=2), 1), (Timing(0, buffers=2), 1), (Timing(0, buffers=1), 1), (Timing(0, buffers=1), 0))
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, without their whole parts, are spread evenly however many there are
 
@@ -59,7 +59,7 @@ class SsdRoom:
 
             if not fits(levels[-1]):
                 continue
-            # The first stage on SSD takes a buffer and gives back no more; only behind it more levels are less DRAM.
+            # The first stage on SSD frees no more than its buffer takes; only after it do higher levels take less DRAM.
             level = levels[0 if fits(levels[0]) else bisect_left(levels, True, hi=len(levels) - 1, key=fits)]
             tiers = tiers_at(self.specs, stages, level)
             self.require_space(hosts, tiers)
@@ -70,13 +70,13 @@ class SsdRoom:
         raise self.too_little_dram(hosts, tiers_at(self.specs, stages, levels[-1]))
 
     def stages_of(self, hosts: Sequence[int]) -> list[str]:
-        """Those of these hosts that could lie on SSD, any first few of which are spread evenly over the model."""
+        """The stages of these hosts that could lie on SSD; the first N of them are spread evenly over the model."""
         there = {stage for host in hosts for peak in self.hosts[host] for stage in peak.in_dram}
         mine = [stage for stage in self.able if stage in there]
         return [stage for _, stage in sorted((i * GOLDEN % 1, stage) for i, stage in enumerate(mine))]
 
     def missing(self, hosts: Sequence[int], tiers: StageTiers, timing: Timing, ahead: int) -> int:
-        """Bytes of DRAM, of the host that lacks most of them (below 0: so many are left)."""
+        """The most bytes of DRAM that any of these hosts lacks; below 0, every host has bytes left."""
         updates, whole = self.updates(tiers), [stage for stage, tier in tiers.items() if tier == "all"]
         return max(
             sum(peak.bytes(updates, timing, whole, ahead) for peak in self.hosts[host])
@@ -88,7 +88,7 @@ class SsdRoom:
         return updates_of(self.draft, {stage: ops.SSD if stage in tiers else home for stage, home in self.home.items()})
 
     def wanted_ahead(self, hosts: Sequence[int]) -> int:
-        """Phases by which weights are read before their fetch: a device takes on as much in the time of one read."""
+        """The phases between a read of weights and their fetch: a device's number of fetches in the time of a read."""
         found = 1
         for host in hosts:
             if not self.hardware.hosts[host].ssds:
@@ -160,6 +160,6 @@ class SsdRoom:
 
 
 def tiers_at(specs: Mapping[str, StageSpec], stages: Sequence[str], level: int) -> StageTiers:
-    """Level by level the states of one more stage, behind them the weights of one more."""
+    """What lies on SSD: with every level the states of one more stage, and after all states the weights of one more."""
     states: StageTiers = {stage: "states" for stage in stages[:level] if specs[stage].trained_params}
     return {**states, **{stage: "all" for stage in stages[: max(0, level - len(stages))]}}

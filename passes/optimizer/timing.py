@@ -16,7 +16,7 @@ TieGroup = tuple[tuple[int, str, str], ...]
 
 @dataclass(frozen=True)
 class Timing:
-    """`lag`: a stage is stepped behind the offload of so many more; `buffers`: states from SSD there at a time."""
+    """The number of later offloads before a stage's step (`lag`), and of buffers for states from SSD (`buffers`)."""
 
     lag: int = 1
     buffers: int = 1
@@ -42,12 +42,12 @@ class Updates:
         return {stage for rows in self.groups.values() for _, stage, _ in rows if stage}
 
     def is_late(self, stage: str) -> bool:
-        """Whether a swapped stage's step waits for what is known behind the last backward only."""
+        """Whether a swapped stage's step waits for what is known only after the last backward."""
         return not self.overlap or stage in self.tied or (self.max_norm is not None and not self.speculative)
 
 
 def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
-    """As the user's options ask for."""
+    """The updates that the user's options ask for."""
     scaled = PRECISIONS[draft.options.precision].scales_loss
     clip = draft.options.max_grad_norm
     max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
@@ -58,7 +58,7 @@ def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
 
 
 def tie_groups(draft: Draft) -> dict[str, TieGroup]:
-    """Group name to its members (device, stage, parameter name), for each trained parameter in several stages."""
+    """The members (device, stage, parameter name) of each group, for each trained parameter in several stages."""
     ties = draft.graph.ties()
     members: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
     for stage, home in zip(draft.stages, draft.devices):

@@ -1,10 +1,10 @@
 """The update part of programs: gradients are reduced, clipped and used. `insert-optimizer` and `overlap-optimizer`
 write it with this.
 
-Of a stage that lives in DRAM the gradients are offloaded behind its last backward and used there. Values in DRAM lie
-in an arena, where a place is used again only behind the `free` of what lay there: so the text decides what may run at
-the same time. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there are;
-`script` gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
+The gradients of a stage that lives in DRAM are offloaded after its last backward and used there. Values in DRAM lie in
+an arena, where a place is used again only after the `free` of what lay there: so the text decides what may run at the
+same time. `Timing` says how far apart offload and step are, and how many buffers of states from SSD there are; `script`
+gives each op its slot between the offloads (Fuyou 4.3: prefetch, delayed write-back).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Move = tuple[str, str]  # "read", "step" or "write", and the stage
 
 
 def write_updates(programs: Sequence[Program], updates: Updates, timings: Sequence[Timing]) -> None:
-    """Into all programs of a draft, each with its timing."""
+    """Write the updates into all programs of a draft, each with its timing."""
     there = programs[0].interface.groups
     for program in programs:
         program.with_interface(groups={**there, **updates.groups})
@@ -35,9 +35,9 @@ def write_updates(programs: Sequence[Program], updates: Updates, timings: Sequen
 
 @dataclass(frozen=True)
 class Script:
-    """When the swapped stages of one program are updated. `order`: as their gradients come; `begin`: the op in front of
-    which slot 0 is. Slot i is behind the offload of the i-th of them; the last but one behind the last backward, the
-    last behind the norm."""
+    """When the swapped stages of one program are updated. `order`: the stages as their gradients come; `begin`: the op
+    before which slot 0 is. Slot i is after the offload of the i-th stage, the last slot but one after the last
+    backward, and the last slot after the norm."""
 
     order: list[str]
     slots: list[list[Move]]
@@ -45,7 +45,7 @@ class Script:
 
 
 def script(program: Program, updates: Updates, timing: Timing) -> Script:
-    """Of a program whose results hold the gradients."""
+    """The script of a program whose results hold the gradients."""
     grads = _gradients(program)
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     swapped = [stage for stage in grads if updates.where[stage] != ops.DEVICE]
@@ -61,8 +61,8 @@ def script(program: Program, updates: Updates, timing: Timing) -> Script:
 
 
 def slots(order: Sequence[str], late: Sequence[str], on_ssd: Sequence[str], timing: Timing) -> list[list[Move]]:
-    """Per slot its moves. States are read when a buffer is free, and at most as many stages early as there are buffers;
-    they are written back behind their step, and that frees their buffer."""
+    """The moves of each slot. States are read when a buffer is free, and at most as many stages early as there are
+    buffers; they are written back after their step, which frees their buffer."""
     last = len(order) + 2
     at = {stage: min(i + timing.lag, last - 1) for i, stage in enumerate(order, 1)} | dict.fromkeys(late, last)
     steps = [stage for stage in order if stage not in late] + list(late)
@@ -124,8 +124,8 @@ class _Writer:
         place_frees(self.program)
 
     def collect(self, stage: str, grads: fx.Node) -> fx.Node:
-        """Right behind its last backward a stage's gradients are summed over the lanes, and offloaded."""
-        if not grads.meta["type"].group:  # else `insert-two-hop` has done that
+        """Sum a stage's gradients over the lanes right after its last backward; offload those of a swapped stage."""
+        if not grads.meta["type"].group:  # otherwise `insert-two-hop` has summed them
             grads = sum_once(self.program, grads)
         if stage in self.script.order:
             with self.program.graph.inserting_before(grads.next):
@@ -144,7 +144,7 @@ class _Writer:
                 self.step(stage)
 
     def step(self, stage: str) -> None:
-        """With its states, if they came from SSD; before the norm is known, or on clipped gradients."""
+        """Step a stage, with its states if they came from SSD, before the norm is known or on clipped gradients."""
         grads, fields = self.grads[stage], dict[str, Any]()
         early = stage in self.script.order and not self.updates.is_late(stage)
         if self.updates.max_norm is not None and early:

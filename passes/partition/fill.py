@@ -10,11 +10,11 @@ from .slices import Slices
 
 
 def fill(slices: Slices, rounds: int, most_s: float = math.inf, most_blocks: int | None = None) -> list[list[int]]:
-    """[first block, block behind the last, turn] of each stage, or [] if some block finds no place.
+    """[first block, block after the last, turn] of each stage, or [] if some block finds no place.
 
-    The devices come in turn, `rounds` times: turn t is that of `slices.order[t mod N]`. Each takes the next blocks, as
-    many as fit its memory, take at most `most_s` and are at most `most_blocks`; one that cannot take the next block is
-    passed over.
+    The devices come in turn, `rounds` times: turn t is that of `slices.order[t mod N]`. A device takes as many of the
+    next blocks as fit its memory, take at most `most_s` and are at most `most_blocks`; a device that cannot take the
+    next block is passed over.
     """
     length, count = len(slices.blocks), len(slices.order)
     stages: list[list[int]] = []
@@ -37,7 +37,7 @@ def fill(slices: Slices, rounds: int, most_s: float = math.inf, most_blocks: int
 
 
 def fewest_rounds(slices: Slices, most_blocks: int | None = None) -> int:
-    """How often the devices must come in turn until all blocks fit. Raises `DoesNotFit`."""
+    """The fewest rounds over the devices in which all blocks fit. Raises `DoesNotFit`."""
     length = len(slices.blocks)
     found = next((n for n in range(1, length + 1) if fill(slices, n, most_blocks=most_blocks)), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Seconds, bytes and messages of any sets of blocks as stages: what partitioners ask whose stages need not be runs.
+"""Seconds, bytes and messages of any sets of blocks as stages, for partitioners whose stages need not be runs.
 
 In: a draft with blocks. Blocks are named by their index in `draft.blocks`, which is a topological order; a stage is an
 ascending tuple of them.
@@ -24,7 +24,7 @@ BlockIds = tuple[int, ...]
 
 
 class Loads:
-    """What blocks cost and what they send each other. `reads[i]`: block i to the values of others that it reads."""
+    """What blocks cost and what they send each other. `reads[i]`: the values of other blocks that block i reads."""
 
     def __init__(self, draft: Draft):
         self.blocks, self.hardware = draft.blocks, draft.lane_hardware
@@ -56,7 +56,7 @@ class Loads:
         return self._needs[stage]
 
     def need_bytes(self, stages: Sequence[BlockIds]) -> int:
-        """Of one device with these stages, swapped one by one: the largest of them, with the inputs of all."""
+        """Memory of one device with these stages, swapped one by one: the largest of them, with the inputs of all."""
         needs = [self.need(stage) for stage in stages]
         held = self.micro_batches * sum(need.input_bytes for need in needs)
         return held + max((need.work_bytes + 2 * need.input_bytes for need in needs), default=0)
@@ -65,16 +65,16 @@ class Loads:
         return self.need_bytes(stages) <= self.devices[device].budget_bytes
 
     def value_bytes(self, node: fx.Node) -> int:
-        """What a value and, where it is trained, its gradient weigh: sent once each per reading device."""
+        """Bytes of a value and, where it is trained, its gradient; each is sent once per reading device."""
         tensors = value_tensors(node.meta.get("val"))
         return sum(t.numel() * t.element_size() * (1 + t.requires_grad) for t in tensors)
 
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
-        """Seconds of so many bytes, values and their gradients together, between two devices."""
+        """Seconds to send `num_bytes`, values and their gradients together, between two devices."""
         return self._messages.seconds(src, dst, num_bytes, count=2) if num_bytes else 0.0
 
     def crossing_bytes(self) -> list[int]:
-        """Per cut position 0 to L what is made before it and read behind it."""
+        """Per cut position 0 to L the bytes that are made before it and read after it."""
         change = [0] * (len(self.blocks) + 1)
         for node, readers in self.readers.items():
             size = self.value_bytes(node)
@@ -83,7 +83,7 @@ class Loads:
         return list(itertools.accumulate(change))
 
     def does_not_fit(self, stages: Sequence[BlockIds], device: int, why: str) -> DoesNotFit:
-        """For a device that does not hold these stages. `why`: which partition this is."""
+        """The error for a device that does not hold these stages. `why`: the partitioner's name."""
         need, budget = self.need_bytes(stages), self.devices[device].budget_bytes
         largest = max(stages, key=lambda stage: self.need(stage).work_bytes)
         names = [self.blocks[i].name for i in largest]

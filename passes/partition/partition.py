@@ -1,7 +1,7 @@
 """Partitioners: passes that decide which blocks make a stage, and for which device each stage is cut.
 
 In: `draft.blocks`. Out: `draft.partition`, `draft.planned_for` and `draft.stages`. A contiguous partition cuts stage j
-for the j-th device of an order, modulo their number; the others choose the device of each stage themselves.
+for the j-th device of an order, modulo the number of devices; the others choose the device of each stage themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Partition(Pass):
         raise NotImplementedError
 
     def rewrite(self, draft: Draft, decision: StagesDecision | list[list[str]]) -> None:
-        """Also takes the stages alone, which are then cut for the devices in turn."""
+        """`decision` may be the stages alone, which are then cut for the devices in turn."""
         stages = decision if isinstance(decision, list) else decision["stages"]
         count = draft.lane_hardware.num_devices
         devices = [j % count for j in range(len(stages))] if isinstance(decision, list) else decision["planned_for"]
@@ -46,7 +46,7 @@ class Partition(Pass):
 
 
 def asked_stages(draft: Draft, option: int) -> int:
-    """A pass's own option; 0 leaves the number open. Raises `PassError` for one below 0 or above that of the blocks."""
+    """A pass's option `stages`; 0 leaves the number open. Raises `PassError` below 0 and above the number of blocks."""
     most = len(draft.blocks)
     if not 0 <= option <= most:
         raise PassError(f"stages={option}, but {most} blocks allow at most {most}: 1 to {most}, or 0 to leave it open")
@@ -62,8 +62,8 @@ def contiguous(draft: Draft, cuts: Sequence[int], order: Sequence[int] | None = 
 
 
 def device_order(text: str, num_devices: int, some: bool = False) -> list[int]:
-    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each comes once; with
-    `some` not all need to come."""
+    """The option `order` as device numbers: "2 0 1"; empty: 0, 1, 2. Raises `PassError` unless each device comes once;
+    with `some`, devices may be left out."""
     if not text:
         return list(range(num_devices))
     parts = text.split()

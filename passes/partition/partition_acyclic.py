@@ -4,9 +4,9 @@ as the objective and every device's memory as a constraint).
 
 In: blocks with costs. Out: `draft.partition` and `draft.stages`. The devices come in turn, as often as memory needs;
 each turn is one stage. The start is a topological order cut by filling the turns up to the least time that suffices.
-Then single blocks move between stages as long as that makes the busiest device less busy, of equals the second
-busiest, and so on; a device is busy with its blocks and with its messages. A block may go to any stage from that of its
-last maker to that of its first reader: no stage then reads a later one, and stages need not be runs of blocks.
+Then single blocks move between stages as long as that makes the busiest device less busy, or, if that stays equal, the
+second busiest, and so on; a device is busy with its blocks and with its messages. A block may go to any stage from that
+of its last maker to that of its first reader: no stage then reads a later one, and stages need not be runs of blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PartitionAcyclic(Partition):
 
 
 def _start(slices: Slices, rounds: int) -> list[int]:
-    """Block to its turn: the contiguous filling with the least time per turn."""
+    """The turn of each block in the contiguous filling with the least time per turn."""
     best = fill(slices, rounds)
     low_s, high_s = 0.0, max(slices.stage_time_s(a, b, turn) for a, b, turn in best)
     for _ in range(BISECTIONS):
@@ -55,7 +55,7 @@ def _start(slices: Slices, rounds: int) -> list[int]:
 
 
 class _Greedy:
-    """Moves blocks one by one. `busy_s`: device to the seconds of its blocks and messages."""
+    """Moves blocks one by one. `busy_s`: per device the seconds of its blocks and messages."""
 
     def __init__(self, loads: Loads, num_turns: int, turn_of: list[int]):
         self.loads, self.num_turns, self.turn_of = loads, num_turns, turn_of
@@ -105,7 +105,7 @@ class _Greedy:
         self._messages(touched, 1)
 
     def _messages(self, values: Iterable[fx.Node], sign: int) -> None:
-        """Count a value once per device that reads it, at both ends."""
+        """Add (`sign` 1) or subtract (-1) the seconds of values, once per device that reads them, at both ends."""
         for value in values:
             src = self.device(self.turn_of[self.loads.home[value]])
             for dst in {self.device(self.turn_of[reader]) for reader in self.loads.readers[value]} - {src}:
@@ -120,7 +120,7 @@ class _Greedy:
 
 
 def _is_less(busy: list[float], than: list[float]) -> bool:
-    """By more than rounding: sums of seconds are kept up to date by adding and taking away."""
+    """Whether `busy` is less by more than the rounding errors of adding and subtracting seconds."""
     margin_s = 1e-9 * than[0]
     first = next(((a, b) for a, b in zip(busy, than) if abs(a - b) > margin_s), None)
     return first is not None and first[0] < first[1]

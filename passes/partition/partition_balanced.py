@@ -19,10 +19,10 @@ from .slices import Slices
 
 @dataclass(frozen=True)
 class PartitionBalanced(Partition):
-    """`stages`: how many; 0: the fewest per device that fit. `order`: the devices of the first stages, such as
-    "1 0", where all others stay idle; without it as they are numbered. `inputs_leave`: for pipelines that move what
-    enters a stage to DRAM or SSD until its backward. `asynchronous`: for `schedule-async`, where all but the last stage
-    compute their forward again, so that the last one may be larger."""
+    """`stages`: the number of stages; 0: the fewest per device that fit. `order`: the devices of the first stages, such
+    as "1 0", while all others stay idle; without it, all as they are numbered. `inputs_leave`: for pipelines that move
+    what enters a stage to DRAM or SSD until its backward. `asynchronous`: for `schedule-async`, where all but the last
+    stage compute their forward again, so that the last one may be larger."""
 
     name: ClassVar[str] = "partition-balanced"
     stages: int = 0
@@ -44,7 +44,7 @@ class PartitionBalanced(Partition):
 
 
 def _counts(num_devices: int, num_blocks: int) -> list[int]:
-    """Fewest stages first; each device gets the same number of stages, but for the last try: one block a stage."""
+    """Numbers of stages to try, fewest first: multiples of the number of devices, and as the last one block a stage."""
     counts = [n for n in range(num_devices, num_blocks + 1, num_devices)]
     return counts if counts and counts[-1] == num_blocks else [*counts, num_blocks]
 

@@ -2,7 +2,7 @@
 
 In: blocks with costs. Out: `draft.partition` and `draft.stages`. Device after device takes as many of the next blocks
 as its memory holds with their gradients, one rematerialised micro-batch and all micro-batches' inputs, those of its
-other stages too. Whatever fits one device therefore runs there alone.
+other stages too. A model that fits one device therefore runs there alone.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 In: blocks with costs. Out: `draft.partition` and `draft.stages`. METIS cuts the undirected graph of blocks, weighted
 with seconds and with bytes of messages, into one part per device with the least bytes between parts; faster devices
-take more. What a part holds need not be one stage: its blocks at the same level, the number of changes of device on
-the way to a block, are one. A message always leads to a higher level, so the graph of these stages is acyclic and each
-of them convex. A stage that does not fit its device is cut into the fewest pieces that do.
+take more. A part need not be one stage: its blocks of the same level are one, where the level is the number of changes
+of device on the way to a block. A message always leads to a higher level, so the graph of these stages is acyclic and
+each of them convex. A stage that does not fit its device is cut into the fewest pieces that do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PartitionMetis(Partition):
 
 
 def device_parts(loads: Loads) -> list[int]:
-    """Block to device with the least bytes between devices, each busy as long as the others."""
+    """The device of each block, with the least bytes between devices and each device busy as long as the others."""
     length = len(loads.blocks)
     total_s = [sum(row) for row in loads.time_s]
     fastest = sorted(range(len(total_s)), key=total_s.__getitem__)[:length]  # the others get nothing
@@ -56,7 +56,7 @@ def device_parts(loads: Loads) -> list[int]:
         for reader in readers:
             edges[loads.home[value]][reader] += loads.value_bytes(value)
             edges[reader][loads.home[value]] += loads.value_bytes(value)
-    import pymetis  # here, as planning for one device does without it, on machines that have little beside torch
+    import pymetis  # here: planning for one device does not need it, and some machines lack it
 
     starts = [0]
     for row in edges.values():
@@ -79,7 +79,7 @@ def _integers(weights: list[float]) -> list[int]:
 
 
 def _where_they_fit(loads: Loads, device_of: list[int]) -> list[int]:
-    """Blocks that are larger than their device go to the least busy one that holds them."""
+    """Move blocks that do not fit their device to the least busy device that holds them."""
     fixed = list(device_of)
     for block, device in enumerate(device_of):
         if not loads.fits([(block,)], device):
@@ -93,7 +93,7 @@ def _where_they_fit(loads: Loads, device_of: list[int]) -> list[int]:
 
 
 def _in_order(draft: Draft, device_of: list[int]) -> list[int]:
-    """Equal devices in the order of their first block: METIS numbers its parts at will."""
+    """Renumber equal devices in the order of their first block: METIS numbers its parts arbitrarily."""
     place: dict[int, int] = {}
     for group in equal_devices(draft.lane_hardware):
         in_use = [device for device in dict.fromkeys(device_of) if device in group]
@@ -102,7 +102,7 @@ def _in_order(draft: Draft, device_of: list[int]) -> list[int]:
 
 
 def levels_of(loads: Loads, device_of: list[int]) -> list[int]:
-    """Per block the most changes of device on any way to it."""
+    """Per block the largest number of changes of device on any way to it."""
     levels: list[int] = []
     for block, makers in enumerate(loads.before):
         levels.append(max((levels[i] + (device_of[i] != device_of[block]) for i in makers), default=0))

@@ -7,8 +7,8 @@ cuts minimises the bottleneck of the pipeline,
 
 the time of the slowest of all stages and messages when blocks[:b] run on devices up to s: `T_s(a, b)` forward and
 backward seconds of blocks[a:b] on device s, infinite where they do not fit its memory; `c_a` the bytes that cross the
-cut at a and their gradients; `B(p, s)` the rate from device p to s. A device may be passed over, so that a slow one,
-or a slow link, need not be used. Where a stage per device does not fit, the devices come 2, 3, ... times.
+cut at a and their gradients; `B(p, s)` the rate from device p to s. A device may be passed over, so that a slow one, or
+a slow link, need not be used. Where a stage per device does not fit, each device gets 2, 3, ... turns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .loads import Loads
 from .partition import Partition, StagesDecision, asked_stages
 from .slices import Slices
 
-Route = list[tuple[int, int]]  # per stage: the turn of its device, and the block behind its last one
+Route = list[tuple[int, int]]  # per stage: the turn of its device, and the block after its last one
 
 
 @dataclass(frozen=True)
 class PartitionPipedream(Partition):
-    """`stages`: how many, on the devices in turn; 0 leaves it to the search."""
+    """`stages`: the number of stages, on the devices in turn; 0 leaves it to the search."""
 
     name: ClassVar[str] = "partition-pipedream"
     stages: int = 0
@@ -52,7 +52,7 @@ class PartitionPipedream(Partition):
 
 
 class _Search:
-    """Rows are cut positions a, columns b."""
+    """The dynamic program. Rows of its arrays are cut positions a, columns b."""
 
     def __init__(self, draft: Draft):
         self.slices, self.loads = Slices(draft), Loads(draft)
@@ -87,7 +87,7 @@ class _Search:
         return found[::-1]
 
     def _entry(self, ends: list[np.ndarray], turn: int, earlier: range, start: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Per a the bottleneck of what comes before a stage of this turn, its message included, and from which turn."""
+        """Per a the bottleneck of what comes before a stage of this turn, its message included, and which turn."""
         size = len(self.crossing)
         entry, before = np.full(size, np.inf), np.zeros(size, dtype=int)
         entry[0] = 0.0 if start else np.inf
@@ -99,7 +99,7 @@ class _Search:
         return entry, before
 
     def _sent_s(self, src: int, dst: int) -> np.ndarray:
-        """Per cut the seconds of what crosses it."""
+        """Per cut the seconds of the message that crosses it."""
         if (src, dst) not in self.sent_s:
             self.sent_s[src, dst] = np.array([self.loads.message_s(src, dst, n) for n in self.crossing])
         return self.sent_s[src, dst]

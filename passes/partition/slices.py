@@ -1,4 +1,4 @@
-"""Time and memory of runs of consecutive blocks as stages: what every contiguous partitioner asks.
+"""Time and memory of runs of consecutive blocks as stages, for contiguous partitioners.
 
 In: a draft with blocks. Out: seconds and bytes of blocks[a:b] as stage j of S, where stage j runs on the device
 `order[j mod N]` (unequal devices get unequal stages).
@@ -25,19 +25,19 @@ class StageNeed:
     """Device memory of some consecutive blocks as one stage."""
 
     work_bytes: int  # weights, gradients, saved tensors of one micro-batch, and the workspace of one block
-    input_bytes: int  # what enters, of one micro-batch
+    input_bytes: int  # what enters the stage, for one micro-batch
 
     def total_bytes(self, micro_batches: int, rounds: int) -> int:
-        """With the inputs of all micro-batches for each of the device's `rounds` stages, taken as alike, and two
-        gradients of the size of an input."""
+        """All bytes, with the inputs of all micro-batches for each of the device's `rounds` stages, which count as
+        alike, and two gradients of the size of an input."""
         return self.work_bytes + (micro_batches * rounds + 2) * self.input_bytes
 
 
 class Slices:
     """Time and memory of blocks[a:b] as one stage on a device. `order`: devices in the order of stages 0 to N - 1.
-    `inputs_leave`: what enters a stage lies in another memory until its backward, so that of a device's stages one at a
-    time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and optimizer
-    states stay, and a stage holds the inputs of at most as many micro-batches as there are stages."""
+    `inputs_leave`: what enters a stage lies in another memory until its backward, so that only one of a device's stages
+    at a time holds its inputs. `asynchronous`: all but the last stage compute their forward again; weights and
+    optimizer states stay, and a stage holds the inputs of at most as many micro-batches as there are stages."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Slices:
         return times[b] - times[a]
 
     def need_bytes(self, a: int, b: int, count: int) -> int:
-        """Of blocks[a:b] as one of `count` stages."""
+        """Device memory of blocks[a:b] as one of `count` stages."""
         rounds = 1 if self.inputs_leave else -(-count // len(self.devices))
         held = min(self.micro_batches, count) if self.asynchronous else self.micro_batches
         return self.needs[b][a].total_bytes(held, rounds)
@@ -76,7 +76,7 @@ class Slices:
         return self.need_bytes(a, b, count) <= self.devices[stage % len(self.devices)].budget_bytes
 
     def fewest(self) -> int | None:
-        """No partition that fits has fewer stages; None if a block alone is too large for every device."""
+        """A lower bound of the number of stages that fit; None if a block alone is too large for every device."""
         budget = max(device.budget_bytes for device in self.devices)
         count = start = 0
         while start < len(self.blocks):
@@ -108,12 +108,12 @@ class Slices:
 
 
 def _sums(seconds: Iterable[float]) -> list[float]:
-    """Entry i is that of the first i."""
+    """Running sums: entry i is the sum of the first i values."""
     return [0.0, *itertools.accumulate(seconds)]
 
 
 def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
-    """Identity of each parameter to the bytes of its weight and its gradient; with `states` of those and its fp32
+    """Bytes of each parameter's weight and gradient, by identity; with `states`, those of its optimizer states and fp32
     master, too."""
     graph, each = draft.graph, draft.options.optimizer_bytes_per_param if states else 0.0
     found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
@@ -127,9 +127,9 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
 def needs_to_front(
     blocks: Sequence[Block], parameters: Sequence[dict[int, int]], sent: set[fx.Node]
 ) -> list[StageNeed]:
-    """Per start a the need of blocks[a:] as one stage, which grows to the front, block by block.
+    """Per start a the need of blocks[a:] as one stage.
 
-    The blocks need not be neighbours, but come in the order of the model. `sent`: what any block of it hands on.
+    The blocks need not be neighbours, but come in the model's order. `sent`: the values that any block hands on.
     """
     needs: list[StageNeed] = []
     weights: dict[int, int] = {}

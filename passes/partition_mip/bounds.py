@@ -4,10 +4,9 @@ In: a `MipProblem` and a number of stages. Out: seconds. For identical layers on
 
     sum (T^f + T^b) + 2 (S - 1) c + (M - 1) ceil(L / S) (T^f + T^b)
 
-a first micro-batch passes every stage forward and back, and behind it the others pass the largest stage, which holds
-at least ceil(L / S) blocks. Here each block takes its time on the fastest device. The second is that of the busiest
-device, which has at least an N-th part of the work. With swapped weights and a step that waits for all gradients, the
-optimizer follows.
+the first micro-batch passes every stage forward and back, and after it the others pass the largest stage, which holds
+at least ceil(L / S) blocks. Here each block takes its time on the fastest device. The second is the time of the busiest
+device, which has at least an N-th part of the work. Neither counts the optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .problem import MipProblem
 
 
 def closed_form_s(p: MipProblem, count: int, literal: bool = False) -> float:
-    """No partition into `count` stages takes less, whatever stays resident."""
+    """Seconds that every partition into `count` stages takes at least, whatever stays resident."""
     n, m, length = len(p.units), p.micro_batches, p.num_blocks
     forward = _fastest(p.forward_s)
     backward = _fastest(p.backward_s)
@@ -39,12 +38,12 @@ def _fastest(sums: list[list[float]]) -> list[float]:
 
 
 def _least(times: list[float], count: int) -> float:
-    """The least time of `count` blocks behind each other."""
+    """The least time of `count` consecutive blocks."""
     return min(math.fsum(times[i : i + count]) for i in range(len(times) - count + 1))
 
 
 def _messages_s(p: MipProblem, count: int) -> float:
-    """Seconds that a first micro-batch travels over count - 1 borders at least."""
+    """The least seconds that the first micro-batch travels over `count` - 1 borders."""
     n = len(p.units)
     total = 0.0
     for cut in range(1, count):

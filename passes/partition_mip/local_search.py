@@ -1,12 +1,12 @@
 """Good partitions by local search: several starts for every number of stages, then small moves while they help.
 
 In: a `MipProblem` and an objective over cut positions (inf: does not fit). Out: the best partition found per number of
-stages. Starts: even numbers of blocks, the larger stages first or last, equal times, equal weights, all in proportion
-to the stages' devices, and some devices with no more than stays on them. Moves: a cut one block to either side, a
-block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times slower
-than the best; that is why there are many, and why the best starts of many numbers of stages are followed. Where no move
-helps, the way to a better partition may lead over a worse one: the last evaluations go to the moves from the best
-partitions whose moves have not all been tried.
+stages. Starts: equal numbers of blocks with the larger stages first or last, equal times and equal weights in
+proportion to the stages' devices, and some devices with no more than can stay on them. Moves: a cut one block to either
+side, a block handed on over several stages, a stage cut in two, two stages joined. One start alone can be several times
+slower than the best; that is why there are many, and why the best starts of many numbers of stages are followed. Where
+no move helps, the way to a better partition may lead over a worse one: the last evaluations go to the moves from the
+best partitions whose moves have not all been tried.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .problem import MipProblem
 
 Cuts = tuple[int, ...]
 Objective = Callable[[MipProblem, Sequence[int]], float]
-RESIDENT_PART = 0.85  # of a resident device's memory is for weights, gradients and states
-FOLLOWED = 10  # numbers of stages whose best start is improved
+RESIDENT_PART = 0.85  # the share of a resident device's memory for weights, gradients and states
+FOLLOWED = 10  # the most best starts that are improved, each for another number of stages
 WIDENED = 200  # partitions evaluated where no move helps: about 1% of a search for 96 layers on 8 devices
 
 
 class Search:
-    """`best`: number of stages to (seconds, cuts). Stops at `until_s` (of `process_time`) or when nothing helps."""
+    """`best`: (seconds, cuts) by number of stages. Stops at `until_s` (of `process_time`) or when nothing helps."""
 
     def __init__(self, problem: MipProblem, objective: Objective, until_s: float = math.inf):
         self.problem, self.objective, self.until_s = problem, objective, until_s
@@ -71,7 +71,7 @@ class Search:
         return found
 
     def climb(self, cuts: Cuts, counts: set[int]) -> None:
-        """Take every move that helps, going on behind it, until none of all does."""
+        """Take every move that helps and continue with the moves after it, until none helps."""
         now_s = self.seconds(cuts)
         near = list(self.moves(cuts, counts))
         at = missed = 0
@@ -140,7 +140,7 @@ def starts(problem: MipProblem, count: int) -> list[Cuts]:
 
 
 def resident_shares(p: MipProblem, count: int) -> list[list[float]]:
-    """Weights per stage where some devices, evenly spread, hold no more than stays on them, and the others the rest."""
+    """Weights per stage where some devices, evenly spread, hold no more than can stay on them, and others the rest."""
     n = len(p.units)
     whole = p.weight_bytes[-1]
     lasting = whole + p.grad_bytes[-1] + p.update.state_bytes * p.params[-1]

@@ -1,10 +1,10 @@
 """The linear model of a partition into a fixed number of stages, for python-mip.
 
-In: a `MipProblem`, a number of stages S, which devices stay resident. Out: a model whose only integers are counts: how
-many blocks of each run of identical ones a stage holds. Then T^f, T^b, W and the memory of a stage are linear and the
-schedule of the first and the last micro-batch is a longest path, so no big M is needed (the rows are those of
-`recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's optimum,
-also that of its relaxation, is a lower bound of every partition into S stages:
+In: a `MipProblem`, a number of stages S, and the devices that stay resident. Out: a model whose only integers are
+counts: how many blocks of each run of identical ones a stage holds. Then T^f, T^b, W and the memory of a stage are
+linear and the schedule of the first and the last micro-batch is a longest path, so no big M is needed (the rows are
+those of `recurrence`; about 8 S reals and 14 S rows). Every row is a lower bound of the recurrence, so the model's
+optimum, also that of its relaxation, is a lower bound of every partition into S stages:
 - rematerialised blocks are a share of their stage where saved tensors may stay;
 - memory counts gradients and saved tensors, and of workspace, inputs and messages the smallest of the model;
 - with `fewest` below S it is a bound also for S - N, S - 2N, ... down to `fewest`: the first S - fewest stages may
@@ -64,7 +64,7 @@ class CountModel:
         for j in range(self.count):
             mine = {}
             for r, (at, size) in enumerate(self.runs):
-                # j - idle stages lie in front of stage j and last - j behind, each with a block at least
+                # at least j - idle stages with a block come before stage j, and last - j after it
                 if j - idle < at + size and at < length - (last - j):
                     mine[r] = self.model.add_var(lb=0.0, ub=size, var_type=self.kind)
             self.counts.append(mine)
@@ -243,7 +243,7 @@ class CountModel:
     def update(self) -> None:
         p, n = self.p, self.n
         barrier = self.real() if p.update.barrier else None
-        behind: dict[int, Any] = {}  # per host the optimizer's work from a stage on, in order of backward from the last
+        behind: dict[int, Any] = {}  # per host the optimizer's work for a stage and those after it in backward
         for j in range(self.count):
             unit = p.units[j % n]
             self.row(self.end, self.ready[j])

@@ -27,9 +27,9 @@ from .problem import MipProblem, problem_of
 from .recurrence import contended_s, literal_s, residents
 from .solve import Proof, prove
 
-EXHAUSTIVE_BLOCKS = 12  # up to so many, every partition is looked at
+EXHAUSTIVE_BLOCKS = 12  # up to this number of blocks, every partition is tried
 MANY_KINDS = 12  # with more runs of unlike blocks the program over counts is no smaller than the paper's
-SEARCH_SHARE = 0.4  # of the deadline for the local search
+SEARCH_SHARE = 0.4  # the share of the deadline for the local search
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PartitionChoice:
 
 @dataclass(frozen=True)
 class PartitionMip(Partition):
-    """`stages`: how many; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
-    `deadline_s`: of computation, for search and proof together. `order`: the devices of the first stages, such as
-    "1 0"; without it, neighbours lie under different root complexes. `swap`: for `insert-fetch{swap=true}`, weights
+    """`stages`: the number of stages; 0 leaves it to the search. `literal`: the paper's own objective and constraints.
+    `deadline_s`: seconds of computation for search and proof together. `order`: the devices of the first stages, such
+    as "1 0"; without it, neighbours lie under different root complexes. `swap`: for `insert-fetch{swap=true}`, weights
     come from DRAM also where they could stay."""
 
     name: ClassVar[str] = "partition-mip"
@@ -64,8 +64,8 @@ class PartitionMip(Partition):
 
 
 def candidates(draft: Draft, options: PartitionMip | None = None, most: int = 5) -> list[PartitionChoice]:
-    """The best partitions into different numbers of stages, fastest first, and behind them the ones with the fewest and
-    the most stages that fit: what a simulation should judge. Raises as `PartitionMip.plan` does."""
+    """The best partitions into different numbers of stages, fastest first, then those with the fewest and the most
+    stages that fit, for a simulation to judge. Raises as `PartitionMip.plan` does."""
     found = _Found.of(draft, options or PartitionMip())
     by_count = found.search.best
     order = sorted(by_count, key=lambda count: by_count[count])

@@ -1,9 +1,9 @@
 """The numbers of a partition problem: what a run of blocks takes on each device, as sums over its blocks.
 
-In: a draft with blocks. Out: a `MipProblem`, of which `recurrence`, `local_search`, `bounds` and
-`solve` know nothing but these numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation,
-the bytes of its upload and of its gradients; per run of blocks its memory S and the bytes that enter it; per device its
-memory G, its links and its root complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
+In: a draft with blocks. Out: a `MipProblem`; `recurrence`, `local_search`, `bounds` and `solve` know nothing but its
+numbers (Mobius table 2): per block T^f and T^b with and without rematerialisation, the bytes of its upload and of its
+gradients; per run of blocks its memory S and the bytes that enter it; per device its memory G, its links and its root
+complex. Stage j runs on device j mod N of the order. Identical blocks have one kind.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Unit:
     shared_fetch_s: float  # seconds per byte through the root complex
     shared_offload_s: float
     latency_s: float = 0.0
-    own_s: float = 0.0  # what the runtime does around one op
+    own_s: float = 0.0  # seconds of the runtime around one op
     step_s: float = 0.0  # seconds per parameter of an update on the device
-    call_s: float = 0.0  # one torch call
+    call_s: float = 0.0  # seconds of one torch call
     complex: int = 0
     host: int = 0
 
@@ -74,7 +74,7 @@ class MipProblem:
     kept_bytes: list[float]
     work_bytes: Table  # gradients, saved tensors of one micro-batch and workspace: all but the weights
     input_bytes: Table
-    message_bytes: list[float]  # what crosses in front of block i, of one micro-batch
+    message_bytes: list[float]  # what crosses the cut before block i, for one micro-batch
     message_s: list[list[float]]  # seconds per byte from device d to device e
     message_latency_s: list[list[float]]
     message_shares: list[list[bool]]  # whether it goes through the root complexes
@@ -89,7 +89,7 @@ class MipProblem:
         return len(self.names)
 
     def need_bytes(self, a: int, b: int, rounds: int) -> float:
-        """Least device memory of blocks[a:b] on a device with `rounds` stages (`slices.Need`)."""
+        """Least device memory of blocks[a:b] on a device with `rounds` stages (`slices.StageNeed`)."""
         weights = self.weight_bytes[b] - self.weight_bytes[a]
         return weights + self.work_bytes[b][a] + (self.micro_batches * rounds + 2) * self.input_bytes[b][a]
 
@@ -147,7 +147,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
-    """Checked: a time that is not a positive number would make every plan look alike."""
+    """The block's seconds, checked: a time that is not a positive number would make every plan look alike."""
     took = block_seconds(block, device, precision)
     for what, seconds in (("forward", took.forward_s), ("backward", took.backward_s)):
         if not (math.isfinite(seconds) and seconds > 0):
@@ -159,7 +159,7 @@ def _seconds(block: Block, device: Device, precision: str) -> TurnSeconds:
 
 
 def _kinds(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Equal hash, costs and parameters: one kind. A block without a hash is a kind of its own."""
+    """The kind of each block: equal hash, costs, parameter bytes and seconds; without a hash, each is its own kind."""
     known: dict[tuple[object, ...], int] = {}
     found = []
     for i, block in enumerate(blocks):
@@ -190,8 +190,8 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
 
 
 def _messages(blocks: Sequence[Block]) -> list[float]:
-    """Per block what its predecessors hand on to it and beyond, up to each value's first reader: a value goes from
-    its maker to every later reader directly, and long before it is wanted there."""
+    """Per block the bytes that blocks before it hand on to it or past it, up to each value's first reader: a value goes
+    from its maker to every later reader directly, long before that reader needs it."""
     maker: dict[int, tuple[int, int]] = {}  # storage -> block, bytes
     found = [0.0] * (len(blocks) + 1)
     seen: set[int] = set()

@@ -1,8 +1,8 @@
 """How long a step of a contiguous partition takes: longest paths through it, in O(S) for S stages.
 
 In: a `MipProblem` and cut positions [0, ..., L]. Out: seconds. Of the M micro-batches only the first and the last
-count: given a partition, the earliest schedule is a longest path, and every micro-batch between lies between (f, l
-first and last forward start, g, h backward).
+count: given a partition, the earliest schedule is a longest path, and all others run between these two (f and l: the
+starts of a stage's first and last forward; g and h: of its backward).
 
 `literal_s` is the paper's own objective and constraints (Mobius eq. 3 to 11). `contended_s` adds what the machine does
 besides: uploads follow each other through the root complex r(j) of stage j's device, together with the messages,
@@ -12,7 +12,7 @@ besides: uploads follow each other through the root complex r(j) of stage j's de
     u_j >= l_{j-N} + T^f_{j-N} + (W_j - P_j) / B             P_j = min(W_j, G - S_{j-N}): what fits ahead (eq. 5)
     f_j >= u_j
 
-in backward the same with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
+Backward has the same rows with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
 `d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Devices whose
 stages all fit stay resident: no uploads, and their updates run on the device.
 """
@@ -93,7 +93,7 @@ def literal_s(p: MipProblem, cuts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class QueuedTransfer:
-    """A transfer: seconds alone, when it may begin, and what the same device sends behind it."""
+    """A transfer: when it may begin, its seconds alone, and the transfer of the same device that follows it."""
 
     begin_s: float
     work_s: float
@@ -103,12 +103,12 @@ class QueuedTransfer:
 
 
 def evenly(jobs: Sequence[QueuedTransfer]) -> list[tuple[float, int]]:
-    """(end, name) of each job, where those under way share one resource evenly, also with what follows them."""
+    """(end, name) of each job, where those under way, and what follows them, share one resource evenly."""
     if len(jobs) == 1:
         return [(jobs[0].begin_s + jobs[0].work_s, jobs[0].name)]
     waiting = [(job.begin_s, i) for i, job in enumerate(jobs)]
     heapq.heapify(waiting)
-    now_s = served_s = 0.0  # what each one under way has had since the resource was last idle
+    now_s = served_s = 0.0  # what each job under way has had since the resource was last idle
     under_way: list[tuple[float, int]] = []
     found: list[tuple[float, int]] = []
     count = len(jobs)
@@ -138,7 +138,8 @@ def residents(p: MipProblem, cuts: Sequence[int]) -> tuple[bool, ...]:
 
 
 class _Step:
-    """One evaluation. Lists are per stage; `free`, `freed` per device: when the last phase and the one before ended."""
+    """One evaluation. Lists are per stage; `free` and `freed`: when each device's last phase and the one before
+    ended."""
 
     def __init__(self, p: MipProblem, cuts: Sequence[int]):
         self.p, self.cuts = p, cuts
@@ -168,7 +169,7 @@ class _Step:
             a = b
 
     def place(self) -> None:
-        """Per device whether it is resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
+        """Decide which devices are resident, and which backwards rematerialise (`insert-remat`, `insert-fetch`)."""
         for d in range(min(self.n, self.count)):
             stages = range(d, self.count, self.n)
             if not self.p.swap and self.resident(self.p.units[d], stages):
@@ -177,7 +178,7 @@ class _Step:
                 self.swap(d, stages)
 
     def resident(self, unit: Unit, stages: range) -> bool:
-        """Whether all stays on the device, with as few rematerialised stages as it takes, the largest first."""
+        """Whether all stages stay on the device, with as few of them rematerialised as it takes, the largest first."""
         if sum(self.w[j] + self.g[j] + self.p.update.state_bytes * self.q[j] for j in stages) > unit.budget_bytes:
             return False
         largest = sorted(stages, key=lambda j: -self.kept[j])
@@ -197,7 +198,7 @@ class _Step:
         """Memory of a resident device at the worst of its backwards, the last stage's first."""
         m, most = self.p.micro_batches, 0.0
         held = sum(self.w[j] + self.p.update.state_bytes * self.q[j] + self.g[j] for j in stages)
-        for j in stages:  # backward of j: the inputs and saved tensors of those before it, the gradients of those after
+        for j in stages:  # backward of j: inputs and saved tensors of the stages up to j, gradients of those from j on
             held += self.entering[j] + (0.0 if j in again else m * self.kept[j])
             once = self.work[j] - self.g[j] - (0.0 if j in again else self.kept[j])
             most = max(most, held + once + 2 * self.entering[j] / m)
@@ -242,9 +243,9 @@ class _Step:
         return self.update()
 
     def uploads(self, stages: Sequence[int], before: int) -> None:
-        """When the weights of these stages, of one device each, are there; `before` leads to the phase before.
+        """Set `there`, when the weights of these stages, one per device, arrive; `before` leads to the phase before.
 
-        Through a root complex pass all of them, by turns or, where fetches are not ordered, sharing it evenly.
+        All of them pass their root complex, one by one or, where fetches are not ordered, sharing it evenly.
         """
         jobs: dict[int, list[QueuedTransfer]] = {}
         at_least = {}
@@ -335,7 +336,7 @@ class _Step:
             self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
 
     def offloads(self, stages: Sequence[int]) -> None:
-        """When the gradients of these stages, of one device each, are in DRAM."""
+        """Set `ready`, when the gradients of these stages, one per device, are in DRAM."""
         jobs: dict[int, list[QueuedTransfer]] = {}
         for j in stages:
             d = j % self.n
@@ -366,7 +367,7 @@ class _Step:
                 ready[first] = ready[last] = max(ready[first], ready[last]) + took
         barrier = max(ready) if p.update.barrier else 0.0
         done = max(ready)
-        for d in range(min(n, self.count)):  # on a device in the order of its text, behind the last backward
+        for d in range(min(n, self.count)):  # on a device after its last backward, in the order of its text
             if self.ahead_bytes[d] == math.inf:
                 unit, now_s = p.units[d], self.free[d]
                 for j in range(d, self.count, n):

@@ -1,11 +1,11 @@
-"""How far the best known partition can be from the optimum, and better ones where the solver finds them.
+"""How far the best known partition can be from the optimum, and better partitions where the solver finds them.
 
 In: a `MipProblem` and the local search's results. Out: a `Proof`. Every node is a range of numbers of stages (those
 equal modulo N) and a choice of resident devices; its lower bound is the optimum of the relaxed `CountModel`. The node
 with the least bound is split in two until it is one number of stages, and then solved with integer counts; the counts
-are judged by the recurrence, which also takes what the model leaves out. It ends when the least bound reaches the best
-partition, or at the deadline. python-mip and HiGHS may be absent, fail, or be too slow: what is proven until then
-stays, and the proof says what happened.
+are judged by the recurrence, which also takes what the model leaves out. The search ends when the least bound reaches
+the best partition, or at the deadline. python-mip and HiGHS may be absent, fail, or be too slow: what is proven until
+then stays, and the proof says what happened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .local_search import Search
 from .problem import MipProblem
 
 CLOSE = 1e-3  # a gap not worth closing
-MOST_CHOICES = 32  # of resident devices that are all looked at
+MOST_CHOICES = 32  # up to this number of choices of resident devices, all are tried
 Residents = tuple[bool, ...]
 
 
@@ -49,8 +49,8 @@ class _Node:
 def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: float) -> Proof:
     """Bound all partitions into `counts` stages (consecutive numbers); may improve `search.best`.
 
-    `residents`: per device whether it is resident in the best partition. `until_s`: of `time.process_time`, so that
-    what is found does not hang on what else the machine does.
+    `residents`: per device whether it is resident in the best partition. `until_s`: a value of `time.process_time`, so
+    that the result does not depend on what else the machine does.
     """
     p = search.problem
     closed = Proof(min(closed_form_s(p, count) for count in counts), "closed form")
@@ -75,7 +75,8 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
 
 
 def _choices(p: MipProblem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
-    """Which devices may stay resident: all that could hold their share of the fewest stages, or as they do now."""
+    """Choices of resident devices, and the condition of the proof: all choices among devices that could hold their
+    share of the fewest stages; where those are too many, only that of the best partition."""
     n = len(p.units)
     if p.swap:
         return [(False,) * n], ""
@@ -158,7 +159,7 @@ class _Tree:
         return node
 
     def solve(self, node: _Node) -> _Node:
-        """With integer counts; the node's bound rises, and the counts join the search if they are good."""
+        """Solve with integer counts: the node's bound rises, and the search climbs from the counts found."""
         import mip
 
         counted = self.model(self.search.problem, node.count, node.residents, integer=True)

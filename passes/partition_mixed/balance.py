@@ -16,7 +16,7 @@ from .estimate import PipelineEstimate
 from .graph import BlockGraph, Clusters
 from .memory import Footprints, StageMemory
 
-TRIALS = 4000  # of exchanges
+TRIALS = 4000  # exchanges after which no further round begins
 WORTH_WHILE = 0.9995  # an exchange must shorten the step by more than rounding
 
 
@@ -50,7 +50,7 @@ def longest_first(
 def earliest_end(
     flow: PipelineEstimate, needs: Sequence[StageMemory], memory: Footprints, swapped: bool
 ) -> list[int] | None:
-    """Stage by stage in order, to the device with memory for it that is done with all micro-batches' forwards first."""
+    """The device of each stage: in order, the one with memory for it that ends all micro-batches' forwards first."""
     held: list[list[StageMemory]] = [[] for _ in memory.budgets]
     free = [0] * len(held)
     done: list[list[int]] = []
@@ -122,7 +122,7 @@ def merge_components(
 def _one_stage_fits(
     clusters: Clusters, a: int, b: int, device_of: dict[int, int], memory: Footprints, swapped: bool
 ) -> bool:
-    """A longer stage holds more saved tensors at once."""
+    """Whether a device holds two of its clusters as one stage, which keeps more saved tensors at once."""
     device = device_of[a]
     others = [memory.stage(clusters.members[c]) for c in device_of if device_of[c] == device and c not in (a, b)]
     return memory.fits(device, [*others, memory.stage(clusters.members[a] + clusters.members[b])], swapped)

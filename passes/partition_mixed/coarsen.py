@@ -28,7 +28,7 @@ class Limits:
 
 
 def merge_small(clusters: Clusters, graph: BlockGraph, limits: Limits) -> None:
-    """Blocks without computation, then those with the most traffic."""
+    """Merge blocks without computation, then those with the most traffic."""
     for c in clusters.in_order():
         if c in clusters.members and clusters.load_ns[c] == 0:
             lightest = sorted(clusters.neighbours(c), key=lambda n: (clusters.load_ns[n], clusters.place[n]))
@@ -42,7 +42,7 @@ def merge_small(clusters: Clusters, graph: BlockGraph, limits: Limits) -> None:
 
 def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: float, limits: Limits) -> None:
     """Contract edges inside of one module, the innermost modules first, up to `most_ns` of computation; then clusters
-    that lack the CCO property. `count` clusters at least are left."""
+    that lack the CCO property. At least `count` clusters are left."""
     for depth in range(max((len(scope) for scope in graph.scopes), default=0), 0, -1):
         changed = True
         while changed:
@@ -60,7 +60,7 @@ def merge_by_type(clusters: Clusters, graph: BlockGraph, count: int, most_ns: fl
 
 
 def _merge_until_hidden(clusters: Clusters, graph: BlockGraph, count: int, limits: Limits) -> None:
-    """Communication-computation overlap: what a cluster receives, or sends, takes no longer than it computes."""
+    """Merge until messages hide: what a cluster receives, or sends, takes no longer than it computes."""
     waiting = clusters.in_order()
     while waiting and len(clusters) > count:
         c = waiting.pop()
@@ -123,7 +123,7 @@ def evenly_by_load(clusters: Clusters, count: int) -> list[int]:
 
 
 def evenly_by_both(clusters: Clusters, count: int) -> list[int]:
-    """Centers: the same, where a cluster weighs as its part of the computation or of the memory, whichever is more."""
+    """Centers: the same, where a cluster weighs its part of the computation or of the memory, whichever is larger."""
     load_ns, num_bytes = sum(clusters.load_ns.values()) or 1, sum(clusters.bytes.values()) or 1
     both = {c: max(clusters.load_ns[c] / load_ns, clusters.bytes[c] / num_bytes) for c in clusters.members}
     return _evenly(clusters, count, both)
@@ -156,7 +156,7 @@ def traffic_of(clusters: Clusters, graph: BlockGraph, cluster: int) -> dict[int,
 
 
 def closest(clusters: Clusters, graph: BlockGraph, cluster: int) -> list[int]:
-    """Neighbours, those that it shares the most bytes with first; of equals the lightest."""
+    """A cluster's neighbours, those first that it shares the most bytes with; of equals, the lightest first."""
     shared = traffic_of(clusters, graph, cluster)
     return sorted(shared, key=lambda n: (-shared[n], clusters.load_ns[n], clusters.place[n]))
 

@@ -1,8 +1,8 @@
 """What a partition into stages is worth: the throughput analysis by which Mixed-pipe's attempts compete (FTPipe 4).
 
-In: stages, as the cluster of each block. Out: seconds of one synchronous step in which every device runs each of its
-stages on all micro-batches, forward in order and backward in reverse; messages take the time of their link and overlap
-with everything but what waits for them.
+In: stages as lists of blocks, and the device of each. Out: seconds of one synchronous step in which every device runs
+each of its stages on all micro-batches, forward in order and backward in reverse; messages take the time of their link
+and overlap with everything but what waits for them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Wires:
 
 
 class PipelineEstimate:
-    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise;
-    of an `asynchronous` pipeline the last is spared, and what counts is how long a device has for one micro-batch."""
+    """Stages 0 to S - 1 in topological order, and what flows between them. All but the `spared` ones rematerialise; an
+    `asynchronous` pipeline spares the last one, and a device's time for one micro-batch counts."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PipelineEstimate:
                 loads[s] -= forwards[s]
 
     def step_ns(self, device_of: Sequence[int]) -> int:
-        """Of one step, the optimizer's part left out; of an asynchronous pipeline, of one micro-batch in it."""
+        """Nanoseconds of one step without the optimizer; for an asynchronous pipeline, of one micro-batch in it."""
         if self.asynchronous:
             return max(self.periods_ns(device_of))
         count = len(device_of)
@@ -89,7 +89,7 @@ class PipelineEstimate:
         return max(free)
 
     def periods_ns(self, device_of: Sequence[int]) -> list[int]:
-        """Of each device: its computation, and what activations or gradients that it sends take beyond (eq. 1)."""
+        """Per device its computation, and by how much sending activations, and gradients, takes longer (eq. 1)."""
         loads = self.device_load_ns(device_of, max(device_of) + 1)
         there, back = [0] * len(loads), [0] * len(loads)
         for sources, sent in ((self.pred, there), (self.succ, back)):
@@ -102,7 +102,7 @@ class PipelineEstimate:
     def forward(
         self, stage: int, device_of: Sequence[int], free: list[int], done: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Ends of a stage's forwards, behind those of the stages `done`. Updates when its device is `free`."""
+        """Ends of a stage's forwards, after those of the stages `done`. Updates `free`, when each device is free."""
         took_ns = self.forward_ns[device_of[stage]][stage]
         return self._run(stage, device_of, free, took_ns, self.pred[stage], done)
 
@@ -148,7 +148,7 @@ class PipelineEstimate:
         )
 
     def depth(self) -> int:
-        """Stages on the longest path."""
+        """The number of stages on the longest path."""
         level = [1] * len(self.pred)
         for s, row in enumerate(self.pred):
             level[s] = 1 + max((level[a] for a, _ in row), default=0)

@@ -1,4 +1,4 @@
-"""Blocks as a graph of integers, and clusters of it that never form a cycle: the ground of Mixed-pipe (FTPipe 4.1).
+"""Blocks as a graph of integers, and clusters of it that never form a cycle: the basis of Mixed-pipe (FTPipe 4.1).
 
 In: blocks with costs. Out: `BlockGraph`, seconds in integer nanoseconds and values in bytes, and `Clusters`, in which
 edges are contracted while a topological order is kept up to date (Pearce and Kelly's dynamic topological sort).
@@ -72,7 +72,7 @@ def block_graph(blocks: Sequence[Block], hardware: Hardware, precision: str) -> 
 
 
 def _seconds(blocks: Sequence[Block], hardware: Hardware, precision: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Equal devices share their lists, equal blocks their figures."""
+    """Nanoseconds of forward, and of the whole, per device and block. Equal devices share their lists."""
     known: dict[str, tuple[list[int], list[int]]] = {}
     rows = []
     for device in hardware.devices:
@@ -141,7 +141,7 @@ class Clusters:
         return True
 
     def _between(self, a: int, b: int) -> set[int] | None:
-        """What a leads to before b in the order; None if one of these leads to b."""
+        """The clusters that a leads to, before b in the order; None if one of them leads to b."""
         last = self.place[b]
         found: set[int] = set()
         stack = [c for c in self.succ[a] if c != b]

@@ -20,7 +20,7 @@ from .graph import BlockGraph
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Device memory of one stage. `inputs`: each value that enters, and of each whether a gradient goes back for it."""
+    """Device memory of one stage. `inputs`: each value that enters, and whether a gradient goes back for it."""
 
     weight_bytes: int  # weights and gradients
     state_bytes: int  # optimizer states and fp32 masters
@@ -72,7 +72,7 @@ class Footprints:
         self.alone_bytes = [self.lasting_bytes(i) + self.kept[i] for i in range(len(self.blocks))]
 
     def lasting_bytes(self, block: int) -> int:
-        """Weights, gradients and optimizer states."""
+        """Bytes of a block's weights, gradients and optimizer states."""
         return sum(sum(row) for row in self.parameters[block].values())
 
     def stage(self, members: Iterable[int]) -> StageMemory:
@@ -104,9 +104,9 @@ class Footprints:
         )
 
     def activation_bytes(self, stages: Sequence[StageMemory]) -> int:
-        """Inputs of all micro-batches, each value once, until the backward of the first stage that reads them;
-        gradients of values that several stages read, or that are made here, until the last part is there; and twice
-        the gradients of one input."""
+        """Bytes of the inputs of all micro-batches, each value once, until the backward of the first stage that reads
+        them; gradients of values that several stages read, or that are made here, until the last part is there; and
+        twice the gradients of one input."""
         backward = sorted(stages, key=lambda stage: -stage.first)
         made = {k for stage in stages for k in stage.outputs}
         sizes = {k: row for stage in stages for k, row in stage.inputs.items()}
@@ -129,7 +129,7 @@ class Footprints:
         return self.micro_batches * peak + 2 * passing
 
     def resident_bytes(self, stages: Sequence[StageMemory]) -> int:
-        """Of all these stages on one device, with everything that lasts on it."""
+        """Bytes of all these stages on one device, with everything that lasts on it."""
         lasting = sum(stage.weight_bytes + stage.state_bytes for stage in stages)
         return lasting + self.activation_bytes(stages) + max((stage.work_bytes for stage in stages), default=0)
 
@@ -143,7 +143,7 @@ class Footprints:
         return found
 
     def swapped_bytes(self, stages: Sequence[StageMemory]) -> int:
-        """Of all these stages on one device, one at a time."""
+        """Bytes of all these stages on one device, one at a time."""
         largest = max((stage.weight_bytes + stage.work_bytes for stage in stages), default=0)
         return largest + self.activation_bytes(stages)
 

@@ -11,13 +11,13 @@ The paper minimises the longest period of a device, with T_i of the stages on it
     T_max = max_d sum_i T_i,    T_i = C_i + max(0, comm_fwd_i - C_i) + max(0, comm_bwd_i - C_i)              (eq. 1)
 
 which a step of many micro-batches tends to. Here the attempts compete by the whole step, filling and draining included
-(`estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps
-all of its stages resident where that is possible at all; only if no attempt fits so are stages swapped.
+(`estimate`); of equals, the one with the fewest bytes between devices wins, then the least depth. A device keeps all of
+its stages resident where that is possible; stages are swapped only if no attempt fits otherwise.
 
 For an asynchronous pipeline (`asynchronous`) the attempts do compete by T_max; of those within a hundredth the one of
 least depth wins, as depth is staleness, and no stage is swapped. All stages but the last compute their forward again,
 which is not known before the partition is: as in the paper (4.3) blocks are balanced again with the profiles that the
-last partition showed to be right, until the last stage stands still or nothing is gained.
+last partition showed to be right, until the last stage no longer changes.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .memory import Footprints
 from .refine import Refinement
 
 CENTERS = (heaviest, evenly_by_load, evenly_by_both)
-GRAINS = (0.5, 1, 2)  # clusters of one type take at most one such part of a stage's load
-SLACK = 2  # clusters may have this much more memory than the mean of all stages
+GRAINS = (0.5, 1, 2)  # clusters of one type take at most a stage's load divided by this
+SLACK = 2  # clusters may take this many times the memory of a mean stage
 ROUNDS = (1, 2, 3, 4, 6)  # L over the number of devices
-FINER = (8, 12)  # where none of these fits
-FRESHER = (1, 2, 3)  # of asynchronous pipelines, where stages cost staleness
-PROFILES = 4  # times that an asynchronous pipeline is balanced at most
+FINER = (8, 12)  # L over the number of devices where none of `ROUNDS` fits
+FRESHER = (1, 2, 3)  # the same for asynchronous pipelines, where stages cost staleness
+PROFILES = 4  # the most times that an asynchronous pipeline is balanced
 REFINED = 3  # attempts of each L that go on to the costly steps
 
 
 @dataclass(frozen=True)
 class PartitionMixed(Partition):
-    """`stages`: L, how many clusters are made into stages; 0 tries several multiples of the number of devices.
+    """`stages`: L, the number of clusters made into stages; 0 tries several multiples of the number of devices.
     Connected clusters of one device become one stage, so there may be fewer. `asynchronous`: for `schedule-async`."""
 
     name: ClassVar[str] = "partition-mixed"
@@ -79,7 +79,7 @@ class PartitionMixed(Partition):
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A whole answer and what it is worth."""
+    """A whole partition with its devices, and what it is worth."""
 
     count: int  # L
     members: list[list[int]]
@@ -109,8 +109,8 @@ class _Attempt:
 
 @dataclass
 class _Problem:
-    """A draft as integers, and the search on it. `under_way`: of an asynchronous pipeline the most micro-batches that a
-    stage holds. `light`: its blocks that are taken not to be computed again."""
+    """A draft as integers, and the search on it. `under_way`: the most micro-batches that a stage of an asynchronous
+    pipeline holds. `light`: the blocks of such a pipeline that are assumed not to be computed again."""
 
     draft: Draft
     graph: BlockGraph
@@ -158,11 +158,11 @@ class _Problem:
         return min(attempts, key=lambda a: a.rank, default=None)
 
     def _room_bytes(self) -> int:
-        """What all devices hold together; a tied weight may count several times in what is compared to it."""
+        """Twice what all devices hold together: a tied weight may count several times in what is compared to it."""
         return 2 * sum(self.memory.budgets)
 
     def attempts(self, count: int, swapped: bool) -> Iterator[_Attempt]:
-        """The most promising ones for one L, refined."""
+        """The most promising attempts for one L, refined."""
         started: list[tuple[int, list[int], Clusters, list[list[int]]]] = []
         for grain in GRAINS:
             coarse = self.coarsened(count, grain, swapped)
@@ -190,13 +190,13 @@ class _Problem:
         return clusters
 
     def limits(self, count: int, swapped: bool) -> Limits:
-        """So much that several stages fit a device. A swapped stage shares its device with the next one's weights."""
+        """Limits so that several stages fit a device. A swapped stage shares its device with the next one's weights."""
         most = max(self.memory.budgets) // (2 if swapped else 1)
         sizes = self.block_bytes(swapped)
         return Limits(min(most, max(max(sizes), SLACK * sum(sizes) // count)), self.wires.slowest_ns_per_byte)
 
     def block_bytes(self, swapped: bool) -> list[int]:
-        """What each block adds to its device for good: swapped weights come without optimizer states."""
+        """Bytes that each block adds to its device for good: swapped weights come without optimizer states."""
         if not swapped:
             return self.memory.alone_bytes
         return [sum(weight for weight, _ in row.values()) for row in self.memory.parameters]
@@ -205,7 +205,7 @@ class _Problem:
         return self._flow([clusters.members[c] for c in clusters.in_order()], ())
 
     def _flow(self, members: list[list[int]], spared: Sequence[bool]) -> PipelineEstimate:
-        few = 2 * self.draft.lane_hardware.num_devices  # more of them only repeat what these show
+        few = 2 * self.draft.lane_hardware.num_devices  # more micro-batches only repeat what these show
         count = min(self.draft.options.micro_batches, few)
         return PipelineEstimate(self.graph, members, self.wires, count, spared, asynchronous=self.under_way > 0)
 
@@ -223,7 +223,7 @@ class _Problem:
     def finished(
         self, count: int, clusters: Clusters, devices: list[int], units: list[list[int]], swapped: bool
     ) -> _Attempt:
-        """Exchanges, stages out of connected clusters, refinement; the last only where it shortens the step."""
+        """Exchange devices, make connected clusters stages, and refine, which counts only where it helps."""
         order = clusters.in_order()
         needs = [self.memory.stage(clusters.members[c]) for c in order]
         devices = exchange(self.flow(clusters), devices, needs, self.memory, swapped)

@@ -14,8 +14,8 @@ from .estimate import Wires
 from .graph import BlockGraph
 from .memory import Footprints
 
-PASSES = 4  # over all units of a level
-WORTH_WHILE = 1e-4  # of the mean load of a device
+PASSES = 4  # the most passes over all units of a level
+WORTH_WHILE = 1e-4  # the least gain of a move, as a share of a device's mean load
 
 
 class Refinement:
@@ -57,7 +57,7 @@ class Refinement:
         return [sorted(self.members[s]) for s in kept], [self.device_of[s] for s in kept]
 
     def move(self, unit: Sequence[int]) -> bool:
-        """To the neighbouring stage that gains most, if any does."""
+        """Move a unit to the neighbouring stage with the largest gain, if any stage gains."""
         source = self.home[unit[0]]
         inside = set(unit)
         before = {self.home[a] for block in unit for a in self.graph.pred[block] if a not in inside}
@@ -75,7 +75,7 @@ class Refinement:
         return False
 
     def gain_ns(self, unit: Sequence[int], stage: int) -> float:
-        """By how much the busier of the two devices, and communication, get shorter; never above the busiest."""
+        """By how much the busier of both devices, and communication, get shorter; 0 if one gets above the busiest."""
         source = self.home[unit[0]]
         a, b = self.device_of[source], self.device_of[stage]
         if a == b:

@@ -21,7 +21,7 @@ class AsyncEmitter(Emitter):
         super().__init__(flow, device, order)
         self.staleness, self.mode = staleness_of(flow), mode
         self.keeping = flow.trained.difference(recomputed(flow))
-        self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients of own, and of shared parameters
+        self.pending: dict[tuple[str, int, bool], fx.Node] = {}  # gradients of own, and of shared (True) parameters
         self.read: dict[tuple[str, int], fx.Node] = {}  # per forward under way, the weights that it read
         self.updates: dict[tuple[str, bool], int] = defaultdict(int)
 
@@ -34,7 +34,7 @@ class AsyncEmitter(Emitter):
             super().take(action)
 
     def weights_of_forward(self, spec: StageSpec, m: int) -> fx.Node:
-        """The newest; or, in mode `predict`, what is expected of them by the time of the update."""
+        """The newest weights; in mode `predict`, those expected at the time of the update."""
         weights = self.weights[spec.name]
         missing = m - self.updates[spec.name, False] if self.staleness.has_own(spec) else 0
         shared = m - self.updates[spec.name, True] if spec.name in self.staleness.shared else 0
@@ -46,7 +46,7 @@ class AsyncEmitter(Emitter):
         return weights
 
     def backward(self, spec: StageSpec, m: int) -> None:
-        """Each micro-batch's gradients are its own."""
+        """Write a backward whose gradients are not added to those of other micro-batches."""
         super().backward(spec, m)
         grads = self.grads.pop(spec.name)
         own, shared = self.staleness.has_own(spec), spec.name in self.staleness.shared
@@ -59,12 +59,12 @@ class AsyncEmitter(Emitter):
         self.read.pop((spec.name, m))
 
     def weights_of_backward(self, spec: StageSpec, m: int) -> fx.Node:
-        """The newest; or what the forward read, where that is stashed, or in the last stage, which kept tensors."""
+        """The newest weights; or those that the forward read, if these are stashed or the forward kept tensors."""
         found = self.read[spec.name, m]
         return found if self.mode == "stash" or (spec.name, m) in self.kept else self.weights[spec.name]
 
     def gradient(self, spec: StageSpec, out: TensorSpec, m: int) -> fx.Node | float | None:
-        """Of the loss 1: each micro-batch has updates of its own."""
+        """As in the base, but 1 for the loss: each micro-batch has updates of its own."""
         return 1.0 if out.requires_grad and out.name == spec.loss else super().gradient(spec, out, m)
 
     def update(self, update: AsyncUpdate) -> None:
@@ -74,7 +74,7 @@ class AsyncEmitter(Emitter):
         self.updates[update.stage, update.is_shared] += 1
 
     def stash(self, spec: StageSpec) -> None:
-        """Before an update, what forwards under way have read of the resident weights is copied for their backward."""
+        """Before an update, copy the resident weights that forwards under way have read, for their backwards."""
         weights = self.weights[spec.name]
         under_way = [key for key, node in self.read.items() if key[0] == spec.name and node is weights]
         if self.mode != "stash" or not under_way:
@@ -84,7 +84,7 @@ class AsyncEmitter(Emitter):
         self.read.update(dict.fromkeys(under_way, kept))
 
     def share(self, share: Share) -> None:
-        """The parts of a shared parameter's gradient, over all stages that share it."""
+        """Sum the gradients of shared parameters of one micro-batch over all stages that share them."""
         m = share.micro_batch
         for group, rows in self.interface.groups.items():
             mine = [stage for device, stage, _ in rows if device == self.device]

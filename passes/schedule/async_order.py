@@ -1,15 +1,15 @@
-"""The order of an asynchronous pipeline: what each device does one behind the other (FTPipe 4, work scheduling).
+"""The order of an asynchronous pipeline: what each device does, one action after the other (FTPipe 4, work scheduling).
 
 A stage at distance d from the end (the longest way over other stages) does d + 1 forwards, then backward and forward in
-turn; behind each backward it is updated with that micro-batch's gradients. So its forward of micro-batch k reads what
+turn; after each backward it is updated with that micro-batch's gradients. So its forward of micro-batch k reads what
 max(0, k - d) updates have made.
 
 A parameter that several stages share has a copy in each, updated with the sum of all their gradients of a micro-batch.
-With D the largest distance among such stages, one at distance d updates its copy with micro-batch k behind its backward
-of micro-batch k + D - d, when the backward of k has had the time to reach the first of them and the sum to come back.
-So all of them forward micro-batch k on version max(0, k - D) of what they share, and every copy is the same at every
-version; a stage nearer to the end than D has its backward on version max(0, k - (D - d)) of that, and holds the shared
-gradients, but no others, of D - d + 1 micro-batches.
+With D the largest distance among such stages, one at distance d updates its copy with micro-batch k after its backward
+of micro-batch k + D - d: by then the backward of k has had the time to reach the first of them, and the sum to come
+back. So all of them run the forward of micro-batch k on version max(0, k - D) of what they share, and every copy is the
+same at every version; a stage nearer to the end than D has its backward on version max(0, k - (D - d)) of that, and
+holds the shared gradients, but no others, of D - d + 1 micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .timetable import Able, Timetable
 
 
 def distances(flow: Flow) -> dict[str, int]:
-    """Per stage how many stages lie behind it on the longest way to an end."""
+    """Per stage the number of stages after it on the longest way to an end."""
     found: dict[str, int] = {}
     for spec in reversed(flow.specs):
         readers = {reader for out in spec.outputs for reader in flow.readers[out.name]}
@@ -36,9 +36,9 @@ def distances(flow: Flow) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Updates between the weights of a forward and the update with its gradients, once as many micro-batches have
-    passed: of a stage's own parameters its `distance` to the end, of those that stages share that of the first such.
-    `shared`: stage -> trained parameters that it shares."""
+    """The number of updates between the weights of a forward and the update with its gradients, once that many
+    micro-batches have passed: for a stage's own parameters its `distance` to the end, for those that stages share the
+    largest distance of these. `shared`: stage -> trained parameters that it shares."""
 
     distance: Mapping[str, int]
     shared: Mapping[str, Collection[str]]
@@ -48,7 +48,7 @@ class Staleness:
         return max((self.distance[name] for name in self.shared), default=0)
 
     def lag(self, stage: str) -> int:
-        """Backwards of later micro-batches that a stage does before it updates what it shares with one's gradients."""
+        """The number of later backwards before a stage updates what it shares with a micro-batch's gradients."""
         return self.of_shared - self.distance[stage]
 
     def has_own(self, spec: StageSpec) -> bool:
@@ -57,7 +57,7 @@ class Staleness:
 
 
 def staleness_of(flow: Flow) -> Staleness:
-    """The groups of the interface are those of parameters that stages share."""
+    """The staleness of a flow's stages; the interface's groups are those of parameters that stages share."""
     shared: dict[str, set[str]] = defaultdict(set)
     for rows in flow.interface.groups.values():
         for _, stage, param in rows:
@@ -91,8 +91,8 @@ def recomputed(flow: Flow) -> list[str]:
 
 
 class Alternating(Timetable):
-    """A pipeline under way: what each stage has still to do, and what has ended when. Of actions that can begin first
-    the next is an update, then a backward, of the earliest micro-batch."""
+    """A pipeline under way: what each stage has still to do, and what has ended when. Of the actions that can begin
+    first, updates go before backwards, these before forwards, and earlier micro-batches first."""
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)
@@ -102,7 +102,7 @@ class Alternating(Timetable):
         self.sharing = {d: tuple(s.name for s in flow.on(d) if s.name in self.staleness.shared) for d in flow.devices}
 
     def able(self) -> Iterator[Able]:
-        """The next of each stage."""
+        """The next action of each stage."""
         for action in (actions[0] for actions in self.todo.values() if actions):
             if isinstance(action, AsyncUpdate):
                 summed_s = self.summed_s(action.micro_batch) if action.is_shared else 0.0
@@ -116,14 +116,14 @@ class Alternating(Timetable):
         return super().lasts_s(action) + (self.took_s[action.stage].forward_s if again else 0.0)
 
     def summed_s(self, m: int) -> float:
-        """When a micro-batch's gradients of all stages that share parameters are there."""
+        """When the gradients of a micro-batch are there from all stages that share parameters."""
         return max(self.ended_s.get(Turn(stage, m, True), math.inf) for stage in self.staleness.shared)
 
     def waits_s(self, turn: Turn) -> list[float]:
         return (self.before_backward(turn) if turn.is_backward else self.before_forward(turn)) + super().waits_s(turn)
 
     def before_forward(self, turn: Turn) -> list[float]:
-        """A stage without backward runs as far ahead as one that has one would."""
+        """A stage without a backward waits, too: it runs no further ahead than a stage with one."""
         closing = self.flow.closing[turn.stage]
         before = turn.micro_batch - self.staleness.distance[turn.stage] - 1
         if turn.stage in self.flow.trained or closing is None or before < 0:
@@ -131,7 +131,8 @@ class Alternating(Timetable):
         return [0.0 if Turn(closing, before, True) in self.ended_s else math.inf]
 
     def before_backward(self, turn: Turn) -> list[float]:
-        """The gradient of what several stages of a device read leaves behind the backward of the first of them."""
+        """A backward waits for those of later stages on its device that read the same value: its gradient leaves after
+        the first stage's backward."""
         spec, here = self.flow.interface.stages[turn.stage], self.flow.device_of[turn.stage]
         later = {
             reader
@@ -150,7 +151,7 @@ class Alternating(Timetable):
             self.together(action)
 
     def share(self, m: int) -> None:
-        """Behind the last of the backwards of stages that share parameters."""
+        """Add the sum of shared gradients after the last backward of the stages that share parameters."""
         end_s = self.summed_s(m)
         if end_s < math.inf:
             self.ends += [(end_s, (device, Share(stages, m))) for device, stages in self.sharing.items() if stages]

@@ -13,8 +13,8 @@ from .flow import Action, Flow, Message, Placed, Turn
 
 
 class Emitter:
-    """Writes one device's program. `order`: the turns of all devices. The device's own are written in that order, and
-    messages come in as the turns that send them come there."""
+    """Writes one device's program. `order`: the turns of all devices. The device's own turns are written in that order,
+    and messages arrive in the order of the turns that send them."""
 
     def __init__(self, flow: Flow, device: int, order: Sequence[Placed]):
         self.flow, self.device = flow, device
@@ -96,7 +96,7 @@ class Emitter:
             self.program.emit(ops.send, self.values[message], dst=dst, tag=message.tag)
 
     def receive(self, src: int, wanted: Message) -> fx.Node:
-        """Take in everything that comes before `wanted`, from whichever device."""
+        """Receive `wanted` and all messages that come before it, from whichever device."""
         while (src, wanted) not in self.arrived:
             peer, message = self.arrivals.popleft()
             like = f"{self.flow.maker[message.value]}.{message.value}"
@@ -106,7 +106,7 @@ class Emitter:
         return self.arrived[src, wanted]
 
     def backward(self, spec: StageSpec, m: int) -> None:
-        """Whole, or the half that others wait for."""
+        """Write a whole backward, or the half that others wait for."""
         douts = [self.gradient(spec, out, m) for out in spec.outputs]
         inputs = [self.values[Message(i.name, m)] for i in spec.inputs]
         kept = self.kept.get((spec.name, m))

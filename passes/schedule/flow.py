@@ -24,14 +24,14 @@ class Message:
 
     @property
     def name(self) -> str:
-        """What it is called in a program."""
+        """The value's name in a program."""
         return f"{'d_' if self.is_gradient else ''}{self.value}_m{self.micro_batch}"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One forward or backward: a stage and a micro-batch. `is_weight`: the second half of a backward that is split,
-    for which nobody waits; `is_backward` is then the first, or a whole one."""
+    """One forward or backward of one micro-batch of a stage. `is_backward`: a whole backward, or the first half of a
+    split one; `is_weight`: the second half, for which no other stage waits."""
 
     stage: str
     micro_batch: int
@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class AsyncUpdate:
-    """A stage is updated with one micro-batch's gradients; of its own parameters, or of those that it shares."""
+    """The update of a stage with one micro-batch's gradients, of its own parameters or of those that it shares."""
 
     stage: str
     micro_batch: int
@@ -50,8 +50,8 @@ class AsyncUpdate:
 
 @dataclass(frozen=True)
 class Share:
-    """The gradients of parameters that these stages of a device share are added up, of one micro-batch: as soon as all
-    of them are there, so that nobody waits for it at the update."""
+    """The sum of one micro-batch's gradients of parameters that these stages of a device share. It is taken as soon as
+    all of the gradients are there, so that no update waits for it."""
 
     stages: tuple[str, ...]
     micro_batch: int
@@ -59,14 +59,14 @@ class Share:
 
 StageAction = Turn | AsyncUpdate  # only asynchronous schedules have updates between turns
 Action = StageAction | Share
-Placed = tuple[int, Action]  # on a device
+Placed = tuple[int, Action]  # the device, and what it does
 
 
 class Flow:
     """Which stage makes each value, which stages read it, and what therefore travels between which devices.
 
-    `trained`: the stages that have a backward; `closing`: for each stage the first such from it on, whose backward lets
-    go of what its forward makes.
+    `trained`: the stages that have a backward; `closing`: for each stage the first trained one from it on, whose
+    backward frees what the stage's forward makes.
     """
 
     def __init__(self, interface: Interface, devices: list[int]):
@@ -102,16 +102,16 @@ class Flow:
         return next(r for r in self.readers[value] if self.device_of[r] == device)
 
     def gradient_stage(self, value: str, device: int) -> str | None:
-        """The stage whose backward completes the gradient of `value` on a reading device: its first reader there
-        that has one."""
+        """The stage whose backward completes the gradient of `value` on a reading device: its first reader there that
+        hands a gradient back."""
         return next((r for r in self.learners[value] if self.device_of[r] == device), None)
 
     def forwards(self, device: int) -> list[Turn]:
-        """Stage by stage on all micro-batches."""
+        """The forwards of a device, stage by stage, each on all micro-batches."""
         return [Turn(spec.name, m) for spec in self.on(device) for m in range(self.interface.micro_batches)]
 
     def sent_by(self, turn: Turn) -> list[tuple[int, Message]]:
-        """(destination, message) of what leaves the device behind one turn: what is read first leaves first."""
+        """(destination, message) of what leaves the device after one turn: what is read first leaves first."""
         spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_weight:
             return []
@@ -123,7 +123,7 @@ class Flow:
         return sorted(back, key=lambda row: -self.place[self.maker[row[1].value]])
 
     def needed(self, turn: Turn) -> list[tuple[Turn, TensorSpec]]:
-        """The turns that make what a turn reads of other stages, and what that is."""
+        """The turns of other stages that make what a turn reads, each with the value."""
         spec, m = self.interface.stages[turn.stage], turn.micro_batch
         if turn.is_backward:
             return [(Turn(reader, m, True), out) for out in spec.outputs for reader in self.learners[out.name]]

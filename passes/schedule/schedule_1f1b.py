@@ -1,12 +1,12 @@
 """`schedule-1f1b`: each device does a backward as soon as one is possible, else a forward (PipeDream's one forward, one
 backward, with the pipeline drained at the end of the step, so that training is synchronous).
 
-In: stages on devices, any number a device. Out: `draft.programs`, as of `schedule-pipeline` but for the order: fewer
-micro-batches wait for their backward at the same time, so less is kept. The orders come from a list schedule of the
-whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest device while one
-goes from the stage to the loss and back; with equal stages, one on each device, stage s of S holds S - s.
+In: stages on devices, any number a device. Out: `draft.programs`, which differ from those of `schedule-pipeline` in
+their order: fewer micro-batches wait for their backward at the same time, so less is kept. The orders come from a list
+schedule of the whole pipeline with estimated times. A stage holds at most as many micro-batches as pass the slowest
+device while one goes from the stage to the loss and back: S - s for stage s of S equal stages on S devices.
 
-Backwards of a device follow the reverse order of stages within each micro-batch, so gradients are added as by
+Backwards of a device follow the reverse order of stages within each micro-batch, so gradients are added as in
 `schedule-pipeline`: training is bit for bit the same.
 """
 
@@ -23,7 +23,7 @@ from .flow import Flow, Placed, StageAction, Turn
 from .schedule import Schedule
 from .timetable import Able, Timetable
 
-ROUNDING = 1e-9  # of a ratio of seconds, before it is rounded up to whole micro-batches
+ROUNDING = 1e-9  # is taken from a ratio of seconds before that is rounded up to whole micro-batches
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Schedule1F1B(Schedule):
 
 
 class BackwardFirst(Timetable):
-    """A step under way. Of turns that can begin first the next is a backward, of the earliest micro-batch."""
+    """A step under way. Of the turns that can begin first, backwards go first, then earlier micro-batches."""
 
     def __init__(self, flow: Flow, draft: Draft):
         super().__init__(flow, draft)
         self.on_device_s = [sum(self.took_s[s.name].both_s for s in flow.on(d)) for d in flow.devices]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
-        self.behind: dict[str, str | None] = {}  # whose backward comes just before a stage's own on its device
+        self.behind: dict[str, str | None] = {}  # the stage whose backward comes just before one's own on its device
         behind: dict[int, str] = {}
         for spec in reversed(flow.specs):
             device = flow.device_of[spec.name]
             self.behind[spec.name] = behind.get(device)
             if spec.name in flow.trained:
                 behind[device] = spec.name
-        # By stage, whether backward, and whether its second half: the micro-batch of the next turn.
+        # The micro-batch of the next turn, by stage, whether a backward, and whether the second half of one.
         halves = [(spec.name, back) for spec in flow.specs for back in (False, True)]
         self.next = {(name, back, False): 0 for name, back in halves if not back or name in flow.trained}
 
@@ -83,6 +83,6 @@ class BackwardFirst(Timetable):
 
     def before_backward(self, turn: Turn) -> list[float]:
         before = [Turn(turn.stage, turn.micro_batch)]
-        if (behind := self.behind[turn.stage]) is not None:  # which itself comes after all that follow it
+        if (behind := self.behind[turn.stage]) is not None:  # this one in turn waits for later stages
             before.append(Turn(behind, turn.micro_batch, is_backward=True))
         return [self.ended_s.get(other, math.inf) for other in before]

@@ -1,11 +1,11 @@
-"""`schedule-async`: every micro-batch is a mini-batch with updates of its own, and nobody waits for them (FTPipe 4).
+"""`schedule-async`: every micro-batch is a mini-batch with its own updates, for which no stage waits (FTPipe 4).
 
 In: stages on devices. Out: `draft.programs`, complete: no optimizer, rematerialisation or fetch follows. A stage at
-distance d from the end does d + 1 forwards, then backward and forward in turn, and is updated right behind each
-backward (`async_order`; there also what stages that share parameters do). All but the last stage compute their forward
+distance d from the end does d + 1 forwards, then backward and forward in turn, and is updated right after each backward
+(`async_order`, which also says what stages that share parameters do). All but the last stage compute their forward
 again in backward, on the weights as they are then; the last one runs both together and keeps what it saved. A step of
-the job takes M micro-batches through the pipeline: it fills at the beginning and drains at the end, and a large M
-makes that cheap.
+the job takes M micro-batches through the pipeline: it fills at the beginning and drains at the end, and a large M makes
+that cheap.
 
 A forward of micro-batch k reads weights that lack the updates with the micro-batches still under way. `weights` says
 what is done about it: `current` nothing (FTPipe: backward has what is newest); `stash` keeps the version of a

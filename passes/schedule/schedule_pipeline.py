@@ -26,6 +26,6 @@ class SchedulePipeline(Schedule):
 
 
 def backwards(flow: Flow, device: int) -> list[Turn]:
-    """In reverse stage order, each on all micro-batches."""
+    """The backwards of a device in reverse stage order, each stage on all micro-batches."""
     back = [spec.name for spec in reversed(flow.on(device)) if spec.name in flow.trained]
     return [Turn(name, m, is_backward=True) for name in back for m in range(flow.interface.micro_batches)]

@@ -1,16 +1,16 @@
 """`schedule-zero-bubble`: backwards are split, and the gradients of parameters fill the bubbles (Qi et al., Zero Bubble
 Pipeline Parallelism, 2024: ZB-H1).
 
-In: stages on devices, any number a device. Out: `draft.programs`. What the stage before waits for, the gradients of a
-stage's inputs, is made as soon as it can be (`backward_input`); those of parameters (`backward_weight`) wait until the
-device has nothing else to do, or until the stage may hold no further micro-batch. No stage holds more of them than the
-fullest does under `schedule-1f1b`, from its forward until the second half of its backward; so the last devices may hold
-as many as the first. With equal stages, one on each of S devices, forward F, input half B and weight half W the bubble
-shrinks from (S - 1) (F + B + W) to (S - 1) (F + B - W).
+In: stages on devices, any number a device. Out: `draft.programs`. The gradients of a stage's inputs, for which the
+stage before waits, are made as soon as they can be (`backward_input`); those of parameters (`backward_weight`) wait
+until the device has nothing else to do, or until the stage may hold no further micro-batch. No stage holds more
+micro-batches, from forward to the second half of backward, than the fullest one does under `schedule-1f1b`; so the last
+devices may hold as many as the first. With equal stages, one on each of S devices, forward F, input half B and weight
+half W the bubble shrinks from (S - 1) (F + B + W) to (S - 1) (F + B - W).
 
-A stage that hands no gradient back has a whole backward, for which nobody waits either; so has, without waiting, one
-whose parameters are frozen. Orders come from list schedules of the whole pipeline with estimated times, the shortest of
-a few. Gradients are added in the order of `schedule-pipeline`: training is bit for bit the same.
+A stage that hands no gradient back has a whole backward, for which no other stage waits; a stage whose parameters are
+frozen has a whole backward that does not wait. Orders come from list schedules of the whole pipeline with estimated
+times, the shortest of a few. Gradients are added in the order of `schedule-pipeline`: training is bit for bit the same.
 
 What works with it: `insert-remat` (the first half computes forward again) and `insert-fetch` (a stage's weights stay
 from its first half of a backward on). `choose-activations` takes whole backwards only.
@@ -40,7 +40,7 @@ class ScheduleZeroBubble(Schedule):
     splits_backward: ClassVar[bool] = True
 
     def turns(self, flow: Flow, draft: Draft) -> Sequence[Placed]:
-        """The shortest of some."""
+        """The shortest of several orders, one per patience."""
         tables = [WeightsLast(flow, draft, patience) for patience in PATIENCE]
         orders = [(table.run(), max(table.free_s)) for table in tables]
         return min(orders, key=lambda row: row[1])[0]
@@ -52,8 +52,8 @@ def is_split(spec: StageSpec) -> bool:
 
 
 class WeightsLast(BackwardFirst):
-    """A step under way, with backwards in halves. `patience`: a turn that can wait begins only where the next of the
-    others is known to begin no sooner than after so much of its time."""
+    """A step under way, with backwards in halves. `patience`: a turn that can wait begins only where no other turn of
+    its device is known to begin before this share of its time is over."""
 
     def __init__(self, flow: Flow, draft: Draft, patience: float):
         super().__init__(flow, draft)
@@ -63,7 +63,7 @@ class WeightsLast(BackwardFirst):
         self.most_held = max(self.most.values())
 
     def able(self) -> Iterator[Able]:
-        """What can wait comes last, and not at all where it would keep something else waiting."""
+        """Turns that can wait come last, and not at all where they would delay another turn."""
         begins = [(self.begin_s(turn), turn) for turn in self.next_turns()]
         urgent_s = [math.inf] * len(self.free_s)
         for begin_s, turn in begins:

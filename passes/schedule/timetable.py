@@ -29,7 +29,7 @@ class Timetable:
         self.ends: list[tuple[float, Placed]] = []
 
     def run(self) -> list[Placed]:
-        """Always what can begin first; all that the devices do, in the order in which it ends."""
+        """Always do what can begin first. Returns all that the devices do, in the order in which it ends."""
         while able := list(self.able()):
             begin_s, *_, action = min(able, key=lambda row: row[:3])
             assert begin_s < math.inf, "stages wait for each other"
@@ -37,7 +37,7 @@ class Timetable:
         return self.order()
 
     def able(self) -> Iterable[Able]:
-        """What may be next; nothing where all is done."""
+        """The actions that may be next; none when all are done."""
         raise NotImplementedError
 
     def do(self, action: StageAction, begin_s: float) -> None:
@@ -50,11 +50,11 @@ class Timetable:
         return [placed for _, placed in sorted(self.ends, key=lambda row: row[0])]
 
     def begin_s(self, turn: Turn) -> float:
-        """When a turn can begin; infinity while something must end first that has no time yet."""
+        """When a turn can begin; infinity while it waits for something whose end is not known yet."""
         return max([self.free_s[self.flow.device_of[turn.stage]], *self.waits_s(turn)])
 
     def waits_s(self, turn: Turn) -> list[float]:
-        """When all that other stages make for a turn is where it runs."""
+        """The times at which the values that a turn reads from other stages are on its device."""
         device_of = self.flow.device_of
         here = device_of[turn.stage]
         return [

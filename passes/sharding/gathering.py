@@ -16,8 +16,8 @@ from .gradient_sums import sum_gradients
 
 def gather_weights(program: Program, sharding: Sharding) -> None:
     """Replace the resident weights of all stages by shards, which are gathered for every phase, or once for all of a
-    stage's phases where it is held. Weights leave between a stage's forward and its backward, and between the halves
-    of that, also where its saved tensors stay: what these hold of weights is found again in those gathered next."""
+    stage's phases where it is held. Weights leave between a stage's forward and its backward, and between the halves of
+    its backward, even where its saved tensors stay: weights among these are found again in those gathered next."""
     order, graph = phases(program), program.graph
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     last = {phase.stage: i for i, phase in enumerate(order)}
@@ -58,8 +58,8 @@ def _gather(
 
 
 def peak_bytes(trial: Program, every: str) -> int:
-    """Of device memory, of a program on shards once its gradients are summed in this way, and used: those of shards on
-    the device at the end, others as soon as they can be offloaded. The program is used up."""
+    """Peak of device memory of a program on shards once its gradients are summed as `every` says and used: at the end
+    where shards lie on the device, otherwise as soon as they can be offloaded. Rewrites the program."""
     sum_gradients(trial, every)
     results = trial.results()
     grads = results.pop("grads", [])

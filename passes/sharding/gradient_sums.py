@@ -1,7 +1,7 @@
 """How a stage's gradients are added up over lanes: once a step, or micro-batch by micro-batch (MiCS 3.4).
 
 In: programs whose results hold every stage's gradients, summed over the lane's own micro-batches. Out: programs whose
-results hold the sums over all lanes; of stages that lanes share, each device's part.
+results hold the sums over all lanes; for stages that lanes share, each device's part of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sum_gradients(program: Program, every: str, hierarchical: bool = False) -> N
 
 
 def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
-    """Behind the last backward the sum over the group's lanes is scattered, and added up over the replicas."""
+    """After the last backward, scatter the sum over the group's lanes and add it up over the replicas."""
     name, interface = short("g", str(total.meta["type"].stage)), program.interface
     with program.graph.inserting_before(total.next):
         if interface.shards > 1:
@@ -41,8 +41,8 @@ def sum_once(program: Program, total: fx.Node, **how: bool) -> fx.Node:
 
 
 def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.Node:
-    """Every backward gives gradients of its own, which are scattered and added to those of the micro-batches before;
-    over the replicas they are added up behind the last backward (`TWO_HOP`), or each time."""
+    """Scatter the gradients of every backward and add them to those of the micro-batches before; add them up over the
+    replicas after the last backward (`TWO_HOP`), or each time."""
     interface, graph = program.interface, program.graph
     name = short("g", str(total.meta["type"].stage))
     found: fx.Node | None = None
@@ -71,7 +71,7 @@ def _sum_each(program: Program, total: fx.Node, every: str, **how: bool) -> fx.N
 
 
 def _apart(program: Program, total: fx.Node) -> list[fx.Node]:
-    """The gradients of each backward, in order, none added to those before it any more."""
+    """Take a sum apart: the gradients of each backward, in order, no longer added to those before."""
     found: list[fx.Node] = []
     value: fx.Node | None = total
     while value is not None:

@@ -1,7 +1,7 @@
 """How many devices share a stage's weights: as few as can hold them (MiCS 3.2).
 
-The fewer members a group has, the less goes over slow links: a group inside one host gathers at the speed of that. What
-a group of p holds is estimated from the blocks, before stages are cut; the memory of the programs is verified later.
+The fewer members a group has, the less goes over slow links: a group inside one host gathers at the host's speed. What
+p devices hold is estimated from the blocks, before stages are cut; the memory of the programs is verified later.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ WHOLE = 4  # blocks that are whole at a time: the one that runs, the next, what 
 
 
 def smallest_group(draft: Draft, depth: int) -> int:
-    """Of the numbers that share the machine's devices and the micro-batches out equally, the smallest with which a
-    device holds its part of weights, gradients, masters and optimizer states beside what runs; where none does, the
-    smallest with which the hosts' DRAM holds the parts; else the largest."""
+    """The smallest group size, of those that divide the machine's devices equally, with which a device holds its part
+    of weights, gradients, masters and optimizer states beside what runs; where there is none, the smallest with which
+    the hosts' DRAM holds the parts; else the largest."""
     able = _sizes(draft.machine.num_devices, depth)
     lasting, running = _lasting_bytes(draft), _running_bytes(draft, depth)
     budget = min(device.budget_bytes for device in draft.machine.devices)
@@ -26,7 +26,7 @@ def smallest_group(draft: Draft, depth: int) -> int:
 
 
 def _sizes(count: int, depth: int) -> list[int]:
-    """At least 2, where the machine has so many devices."""
+    """The group sizes that divide the lanes, from 2 on; 1 where there is only one lane."""
     lanes = max(1, count // depth)
     return [p for p in range(2, lanes + 1) if lanes % p == 0] or [1]
 
@@ -40,7 +40,7 @@ def _dram_holds(hardware: Hardware, part_bytes: float) -> bool:
 
 
 def _lasting_bytes(draft: Draft) -> float:
-    """Of one copy of the model: weights and gradients in the dtype of the computation, masters, optimizer states."""
+    """Bytes of one model: weights and gradients in the dtype of the computation, masters, optimizer states."""
     ties = draft.graph.ties()
     own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
     trained = sum(p.numel() for p in own if p.requires_grad)
@@ -49,8 +49,8 @@ def _lasting_bytes(draft: Draft) -> float:
 
 
 def _running_bytes(draft: Draft, depth: int) -> int:
-    """Of the largest block, and what all of them need of the micro-batches that are under way where stages are
-    rematerialised: their inputs."""
+    """Bytes of the largest block while it runs, and of the inputs that a device's blocks hold where stages are
+    rematerialised."""
     whole = max(block.param_bytes for block in draft.blocks)
     working = max(block.cost.kept_bytes + block.cost.backward_peak_bytes for block in draft.blocks)
     between = max(block.cost.forward_peak_bytes - block.cost.kept_bytes for block in draft.blocks)

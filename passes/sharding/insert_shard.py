@@ -1,5 +1,5 @@
-"""`insert-shard`: lanes share their stages. Every device keeps a part of each of its stages, weights, gradients and
-optimizer states, and has a stage whole only while it runs (MiCS 3.2; over all devices that is ZeRO-3, with shards in
+"""`insert-shard`: lanes share their stages. Every device keeps a part of the weights, gradients and optimizer states of
+each of its stages, and has a stage whole only while it runs (MiCS 3.2; over all devices that is ZeRO-3, with shards in
 DRAM ZeRO-3 with CPU offload: Mobius section 2.2 and eq. 2).
 
 In: programs of a lane whose stages are shared with other lanes, on resident weights. Out: the same programs in which
@@ -32,7 +32,7 @@ from ..draft import Draft
 from .gathering import gather_weights, peak_bytes
 from .gradient_sums import STEP, TWO_HOP
 
-SHARD_TIERS: dict[str, tuple[MemoryName, ...]] = {  # those that are tried in turn
+SHARD_TIERS: dict[str, tuple[MemoryName, ...]] = {  # option `tier` to the memories that are tried in turn
     "auto": (ops.DEVICE, ops.DRAM),
     "device": (ops.DEVICE,),
     "dram": (ops.DRAM,),
@@ -45,11 +45,12 @@ MOST_GATHERS_AHEAD = 8
 @dataclass(frozen=True)
 class InsertShard(Pass):
     """`tier`: where shards lie; auto: on the devices where these hold them, their states and everything else, else in
-    DRAM. `prefetch`: gather at most so many phases ahead. `hold`: whether stages may stay whole for all micro-batches,
-    as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be done.
+    DRAM. `prefetch`: the most phases between a gather and its use. `hold`: whether stages may stay whole for all
+    micro-batches, as many as memory has room for. `hierarchical`: gather between hosts first; auto: where that can be
+    done.
 
-    Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for a hierarchy
-    of groups that have none.
+    Raises `PassError` where no lanes share their weights, for shards on SSD without `insert-ssd`, and for
+    `hierarchical=true` with groups that form no hierarchy.
     """
 
     name: ClassVar[str] = "insert-shard"
@@ -79,7 +80,7 @@ class InsertShard(Pass):
         by_host = self._by_host(draft)
         tries = [Sharding(tier=t, ahead=self.prefetch, hierarchical=by_host) for t in SHARD_TIERS[self.tier]]
         found = next((s for t in tries if (s := room.earliest(t))), None)
-        if found is None:  # whoever checks the budgets says what is missing
+        if found is None:  # the check of the budgets says what is missing
             found = tries[-1].model_copy(update={"ahead": 0})
         elif self.hold:
             found = room.holding(found)
@@ -142,7 +143,7 @@ class _Room:
 
     def __init__(self, draft: Draft):
         self.draft = draft
-        # Where two hops are to come, they need not hold all gradients; else the sums are taken once.
+        # Where `insert-two-hop` follows, no device need hold all gradients; otherwise the sums are taken once a step.
         self.every = TWO_HOP if "sums" in draft.promised else STEP
         self.specs = [[s.spec for s in draft.stages_on(program.device)] for program in draft.programs]
         self.looks = [look(program, specs) for program, specs in zip(draft.programs, self.specs)]
@@ -150,7 +151,7 @@ class _Room:
         self.known: dict[Hashable, int] = {}
 
     def spare_bytes(self, sharding: Sharding) -> int:
-        """Of the device that has the least left; below 0 where it does not fit."""
+        """Bytes left on the device that has the least left; below 0 where something does not fit."""
         return min(budget - self._peak(number, sharding) for number, budget in enumerate(self.budgets))
 
     def _peak(self, number: int, sharding: Sharding) -> int:
@@ -166,7 +167,7 @@ class _Room:
         )
 
     def earliest(self, sharding: Sharding) -> Sharding | None:
-        """As far ahead as fits; None where it does not fit even without looking ahead."""
+        """The sharding that gathers as far ahead as fits; None where it does not fit even without looking ahead."""
         if sharding.tier == ops.DEVICE and any(self._lasting(i) > budget for i, budget in enumerate(self.budgets)):
             return None  # seen without a trial
         tries = (sharding.model_copy(update={"ahead": ahead}) for ahead in range(sharding.ahead, -1, -1))
@@ -179,15 +180,15 @@ class _Room:
         return bytes_of_homes(interface, homes).total(ops.DEVICE)
 
     def holding(self, sharding: Sharding) -> Sharding:
-        """With as many stages whole for all micro-batches as fit: of each device the last first, which is back soonest
-        and lets the others take turns."""
+        """The sharding that holds as many stages whole for all micro-batches as fit, of each device the last stages
+        first: they are needed again soonest, and the others take turns."""
         rows = [[spec for spec in specs if spec.params] for specs in self.specs]
 
         def held(count: int) -> Sharding:
             names = [s.name for row in rows for s in row[max(0, len(row) - count) :]]
             return sharding.model_copy(update={"held": names})
 
-        # A stage that stays takes its own bytes, once the places are full that others had in turn.
+        # Held stages fill the places that stages had in turn, and then take bytes of their own.
         turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)
         room = self.spare_bytes(sharding) + turns
         longest = max(len(row) for row in rows)
@@ -197,7 +198,7 @@ class _Room:
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits; 0 does. `most` is likely to be it."""
+    """The largest count up to `most` that fits; 0 always does. `most` is tried first: it is likely to fit."""
     low, high, middle = 0, most, most
     while low < high:
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -7,7 +7,7 @@ device ever holds more of a stage's gradients than one micro-batch's and its own
 
 For comparison `every=micro-batch` takes the second hop with every micro-batch, too, as a plain ZeRO does; and
 `every=step` adds up a lane's micro-batches on the device first and takes both hops once, which moves the fewest bytes
-where the gradients of all stages fit. `every=auto` is that where it fits, else two-hop.
+where the gradients of all stages fit. `every=auto` is `step` where that fits, else `two-hop`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InsertTwoHop(Pass):
             sum_gradients(program, every, self._by_host(draft))
 
     def _by_host(self, draft: Draft) -> bool:
-        """Whether scatters go in a hierarchy as gathers do. Between GPUs they are NCCL's own, which has its ways."""
+        """Whether scatters go in a hierarchy as gathers do. Between GPUs, NCCL chooses the way."""
         on_cpus = all(device.kind == "cpu" for device in draft.lane_hardware.devices)
         return on_cpus and draft.sharding is not None and draft.sharding.hierarchical
 

@@ -1,10 +1,9 @@
 """`mesh`: the machine's devices as lanes, each a whole copy of the computation on its share of the micro-batches.
 
 In: a machine and a number of micro-batches. Out: a draft whose `lane_hardware` is what one lane has of the machine and
-whose micro-batches are those of one lane, so that the passes behind it plan one lane as they would plan a machine. A
-lane is `depth` devices that divide the stages; `shards` lanes, one behind the other, share each stage's weights,
-gradients and optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's
-replicas.
+whose micro-batches are those of one lane, so that the passes after it plan one lane as they would plan a machine. A
+lane is `depth` devices that divide the stages; `shards` consecutive lanes share each stage's weights, gradients and
+optimizer states (MiCS 3.2, a partition group), and those that keep the same piece are each other's replicas.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .group_size import smallest_group
 @dataclass(frozen=True)
 class Mesh(Pass):
     """`shards`: devices that share each stage; auto: as few as can hold it (`group_size.py`); `depth`: devices of one
-    pipeline; `nearest`: which of the two are next to each other in the machine's order, so on one host as far as they
-    fit. The rest of the machine are replicas.
+    pipeline; `nearest`: which of the two are neighbours in the machine's order, and so on one host as far as they fit.
+    The rest of the machine are replicas.
 
     Raises `PassError` where devices or micro-batches cannot be shared out equally, or a stage's forward changes a
     buffer: the lanes' copies of that would drift apart.
@@ -32,7 +31,7 @@ class Mesh(Pass):
 
     name: ClassVar[str] = "mesh"
     decides: ClassVar[str] = "mesh"
-    needs: ClassVar[tuple[str, ...]] = ("blocks",)  # whose times are those of all the machine's devices
+    needs: ClassVar[tuple[str, ...]] = ("blocks",)  # blocks have times for all the machine's devices
     gives: ClassVar[tuple[str, ...]] = ("mesh",)
     optional: ClassVar[bool] = True
     automatic: ClassVar[tuple[str, ...]] = ("shards",)
