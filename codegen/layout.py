@@ -54,7 +54,7 @@ def block(lines: Iterable[Line], depth: int) -> list[str]:
         indent = INDENT * (depth + line.depth)
         rows = [f"{indent}{row}" if row else "" for row in line.texts]
         if line.comment:
-            rows[-1] = behind(rows[-1], line.comment)
+            rows[-1] = with_comment(rows[-1], line.comment)
         texts += rows
     return texts
 
@@ -67,12 +67,12 @@ def type_text(shape: Iterable[Any], dtype: torch.dtype) -> str:
 
 def signature(code: str, comment: str) -> list[str]:
     """The line of a `def` with the types of its arguments after it, or below it if they are long."""
-    if len(behind(code, comment)) <= MAX_WIDTH + 10 or not comment:
-        return [behind(code, comment)]
+    if len(with_comment(code, comment)) <= MAX_WIDTH + 10 or not comment:
+        return [with_comment(code, comment)]
     indent = " " * (len(code) - len(code.lstrip()) + 4) + "# "
     return [code, *textwrap.wrap(comment, MAX_WIDTH, initial_indent=indent, subsequent_indent=indent)]
 
 
-def behind(code: str, comment: str) -> str:
+def with_comment(code: str, comment: str) -> str:
     """Code with a comment at its end."""
     return f"{code.ljust(COMMENT_COLUMN)}  # {comment}" if comment else code

@@ -11,7 +11,7 @@ from torch import fx
 from ..ir.program import ParamSpec, StageSpec
 from .block_source import BlockClass, BlockLibrary
 from .body import Body, describe
-from .layout import Line, behind, block, signature
+from .layout import Line, block, signature, with_comment
 from .loops import Loop, find_loops
 from .members import Members, size, ties, used_members
 from .names import RESULT, assigned_names, usable
@@ -92,7 +92,7 @@ class StageSource:
             "",
             *signature(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
             *block(self.body.lines, 2),
-            behind(f"        return {returned}", ", ".join(results)),
+            with_comment(f"        return {returned}", ", ".join(results)),
         ]
         return "\n".join(lines)
 

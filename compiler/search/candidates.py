@@ -105,8 +105,8 @@ class Candidate:
 
     def on(self, mesh: Mesh) -> Candidate:
         """The same on each lane of a mesh."""
-        coarsen, *behind = self.passes
-        found = Candidate((coarsen, mesh, *behind))
+        coarsen, *after = self.passes
+        found = Candidate((coarsen, mesh, *after))
         return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
 
     def swapped(self, swap: bool) -> Candidate:

@@ -46,13 +46,13 @@ def _waiting_bytes(
         if (node.op != "get_attr" and _is_trained(graph, node)) or any(_learns(graph, arg) for arg in beside):
             tensors = (t for t in value_tensors(node.meta.get("val")) if t.requires_grad)
             waiting += sum(t.numel() * t.element_size() for t in tensors)
-    own, behind, stack = set(body), set[fx.Node](), [node for node in outputs if node not in reached]
+    own, after, stack = set(body), set[fx.Node](), [node for node in outputs if node not in reached]
     while stack:
         node = stack.pop()
-        if node not in behind:
-            behind.add(node)
+        if node not in after:
+            after.add(node)
             stack += (arg for arg in node.all_input_nodes if arg in own)
-    whole = {id(p): p for node in behind for p in graph.node_parameters(node).values() if p.requires_grad}
+    whole = {id(p): p for node in after for p in graph.node_parameters(node).values() if p.requires_grad}
     return waiting + sum(p.numel() * compute_dtype(graph, p).itemsize for p in whole.values())
 
 

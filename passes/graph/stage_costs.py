@@ -56,7 +56,7 @@ def stage_costs(
         made = storages(node for node, is_saved in zip(block.outputs, cost.saved_outputs) if is_saved)
         saved |= first.keys() | made.keys()
     backward_peak = max(
-        (b.cost.backward_peak_bytes + lives.gradients_behind(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
+        (b.cost.backward_peak_bytes + lives.gradients_after(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
         default=0,
     )
     out_bytes = sum(t.numel() * t.element_size() for n in outputs for t in value_tensors(n.meta.get("val")))
@@ -117,7 +117,7 @@ class _Lives:
         """The storages that are alive when a block begins, its own inputs included."""
         return {k: size for k, size in self.size.items() if self.made.get(k, -1) < block <= self.end.get(k, -1)}
 
-    def gradients_behind(self, block: int) -> int:
+    def gradients_after(self, block: int) -> int:
         """Bytes that later blocks have left for this block and those before it: gradients of values, and parts of the
         gradients of parameters that several blocks use."""
         values = (size for k, size in self.gradients.items() if self.made[k] <= block < self.read.get(k, -1))

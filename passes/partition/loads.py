@@ -39,10 +39,10 @@ class Loads:
             for node in nodes:
                 self.readers[node].append(i)
         self.before = [{home[node] for node in nodes} for nodes in self.reads]
-        self.behind: list[set[int]] = [set() for _ in self.blocks]
+        self.after: list[set[int]] = [set() for _ in self.blocks]
         for i, makers in enumerate(self.before):
             for maker in makers:
-                self.behind[maker].add(i)
+                self.after[maker].add(i)
         self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
         self._sent = {node for block in self.blocks for node in block.outputs}
         self._needs: dict[BlockIds, StageNeed] = {}

@@ -80,7 +80,7 @@ class _Greedy:
         """Move a block to the best of its turns, if that is not where it is."""
         own, loads = self.turn_of[block], self.loads
         first = max((self.turn_of[i] for i in loads.before[block]), default=0)
-        last = min((self.turn_of[i] for i in loads.behind[block]), default=self.num_turns - 1)
+        last = min((self.turn_of[i] for i in loads.after[block]), default=self.num_turns - 1)
         rows = []
         for turn in range(first, last + 1):
             self._move(block, turn)

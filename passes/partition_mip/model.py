@@ -243,7 +243,7 @@ class CountModel:
     def update(self) -> None:
         p, n = self.p, self.n
         barrier = self.real() if p.update.barrier else None
-        behind: dict[int, Any] = {}  # per host the optimizer's work for a stage and those after it in backward
+        after: dict[int, Any] = {}  # per host the optimizer's work for a stage and those after it in backward
         for j in range(self.count):
             unit = p.units[j % n]
             self.row(self.end, self.ready[j])
@@ -256,13 +256,13 @@ class CountModel:
             took = GB * p.update.params_s[unit.host] * self.q[j]
             if barrier is not None:
                 took = took + 2 * GB * p.update.bytes_s[unit.host] * self.g[j]
-            self.model += work == behind.get(unit.host, 0.0) + took
-            behind[unit.host] = work
+            self.model += work == after.get(unit.host, 0.0) + took
+            after[unit.host] = work
             if barrier is None:
                 self.row(self.end, self.h_ends[j] + work)
                 self.row(self.end, self.ready[j] + took)
         if barrier is not None:
-            for work in behind.values():
+            for work in after.values():
                 self.row(self.end, barrier + work)
             for d in range(min(n, self.count)):
                 if self.resident[d]:

@@ -127,13 +127,13 @@ class Clusters:
         """Make two clusters one, named by the earlier of them in the order; False where that would close a cycle."""
         if self.place[a] > self.place[b]:
             a, b = b, a
-        behind = self._between(a, b)
-        if behind is None:
+        after = self._between(a, b)
+        if after is None:
             return False
         begin, end = self.place[a], self.place[b]
         inside = [c for c in self.order[begin : end + 1] if c is not None and c != a and c != b]
-        before = [c for c in inside if c not in behind]
-        region: list[int | None] = [*before, a, *(c for c in inside if c in behind)]
+        before = [c for c in inside if c not in after]
+        region: list[int | None] = [*before, a, *(c for c in inside if c in after)]
         self.order[begin : end + 1] = region + [None] * (end + 1 - begin - len(region))
         for place, cluster in enumerate(region, begin):
             self.place[cluster] = place  # type: ignore[index]

@@ -42,13 +42,13 @@ class BackwardFirst(Timetable):
         super().__init__(flow, draft)
         self.on_device_s = [sum(self.took_s[s.name].both_s for s in flow.on(d)) for d in flow.devices]
         self.most = {spec.name: self.most_in_flight(spec) for spec in flow.specs}
-        self.behind: dict[str, str | None] = {}  # the stage whose backward comes just before one's own on its device
-        behind: dict[int, str] = {}
+        self.after: dict[str, str | None] = {}  # the stage whose backward comes just before one's own on its device
+        after: dict[int, str] = {}
         for spec in reversed(flow.specs):
             device = flow.device_of[spec.name]
-            self.behind[spec.name] = behind.get(device)
+            self.after[spec.name] = after.get(device)
             if spec.name in flow.trained:
-                behind[device] = spec.name
+                after[device] = spec.name
         # The micro-batch of the next turn, by stage, whether a backward, and whether the second half of one.
         halves = [(spec.name, back) for spec in flow.specs for back in (False, True)]
         self.next = {(name, back, False): 0 for name, back in halves if not back or name in flow.trained}
@@ -83,6 +83,6 @@ class BackwardFirst(Timetable):
 
     def before_backward(self, turn: Turn) -> list[float]:
         before = [Turn(turn.stage, turn.micro_batch)]
-        if (behind := self.behind[turn.stage]) is not None:  # this one in turn waits for later stages
-            before.append(Turn(behind, turn.micro_batch, is_backward=True))
+        if (after := self.after[turn.stage]) is not None:  # this one in turn waits for later stages
+            before.append(Turn(after, turn.micro_batch, is_backward=True))
         return [self.ended_s.get(other, math.inf) for other in before]

@@ -70,11 +70,11 @@ def gather_rows(group: Any, seats: Seats, rows: Tensor, hierarchical: bool) -> N
 def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
     """Each member of the ring sends its block to the next, and from then on the block that it received last."""
     own, count = ring.index(index), len(ring)
-    behind, before = ring[(own + 1) % count], ring[(own - 1) % count]
+    after, before = ring[(own + 1) % count], ring[(own - 1) % count]
     for turn in range(count - 1):
         given, taken = blocks[(own - turn) % count], blocks[(own - turn - 1) % count]
         works = [group.recv([row], before, tag) for tag, row in enumerate(taken)]
-        works += [group.send([row], behind, tag) for tag, row in enumerate(given)]
+        works += [group.send([row], after, tag) for tag, row in enumerate(given)]
         for work in works:
             work.wait()
 

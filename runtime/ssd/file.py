@@ -146,19 +146,19 @@ class Regions:
         """Add a range; ranges that touch become one."""
         if begin == end:
             return
-        first, behind = bisect_left(self._ends, begin), bisect_right(self._begins, end)
-        if first < behind:
-            begin, end = min(begin, self._begins[first]), max(end, self._ends[behind - 1])
-        self._begins[first:behind], self._ends[first:behind] = [begin], [end]
+        first, after = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < after:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[after - 1])
+        self._begins[first:after], self._ends[first:after] = [begin], [end]
 
     def remove(self, begin: int, end: int) -> None:
-        first, behind = bisect_right(self._ends, begin), bisect_left(self._begins, end)
-        if first >= behind or begin == end:
+        first, after = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        if first >= after or begin == end:
             return
-        rests = [(self._begins[first], begin), (end, self._ends[behind - 1])]
+        rests = [(self._begins[first], begin), (end, self._ends[after - 1])]
         rests = [(low, high) for low, high in rests if low < high]
-        self._begins[first:behind] = [low for low, _ in rests]
-        self._ends[first:behind] = [high for _, high in rests]
+        self._begins[first:after] = [low for low, _ in rests]
+        self._ends[first:after] = [high for _, high in rests]
 
     def first_hole(self, begin: int, end: int) -> int | None:
         """The first number of [begin, end) that is not in the set; None if all are."""

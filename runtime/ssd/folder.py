@@ -210,8 +210,8 @@ def stripe_sizes(num_bytes: int, count: int, chunk_bytes: int, first: int) -> li
     sizes = [0] * count
     chunks, rest = divmod(num_bytes, chunk_bytes)
     for stripe in range(count):
-        behind = (stripe - first) % count
-        sizes[stripe] = (chunks - behind + count - 1) // count * chunk_bytes if chunks > behind else 0
+        after = (stripe - first) % count
+        sizes[stripe] = (chunks - after + count - 1) // count * chunk_bytes if chunks > after else 0
     sizes[(first + chunks) % count] += rest
     return sizes
 

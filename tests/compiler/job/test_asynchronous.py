@@ -70,8 +70,8 @@ def test_what_jobs_refuse() -> None:
         compiled(model, batch, strategy="async", micro_batches=2, max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize("behind", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])
-def test_no_pass_decides_behind_it(behind: str) -> None:
+@pytest.mark.parametrize("after", ["insert-fetch{swap=true}", "insert-remat", "insert-optimizer"])
+def test_no_pass_decides_behind_it(after: str) -> None:
     with pytest.raises(PassError, match=r'asynchronous stages stay on their devices .* such as "ftpipe" or "mobius"'):
-        parse_pipeline(f"{STRATEGIES['async']}, {behind}", 2)
+        parse_pipeline(f"{STRATEGIES['async']}, {after}", 2)
     require_complete(parse_pipeline("ftpipe-async", 2))

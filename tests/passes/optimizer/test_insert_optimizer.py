@@ -86,8 +86,8 @@ def test_gradients_leave_the_device_behind_their_last_backward() -> None:
             (gone,) = program.emit(ops.offload, value)
             program.emit(ops.step, value.meta["type"].stage, gone)
     place_frees(program)
-    early, behind = (profile_memory(d.programs[0]).peak_bytes[ops.DEVICE] for d in (draft, late))
-    assert early < behind - 5 * draft.stages[0].spec.grad_bytes
+    early, after = (profile_memory(d.programs[0]).peak_bytes[ops.DEVICE] for d in (draft, late))
+    assert early < after - 5 * draft.stages[0].spec.grad_bytes
 
 
 def test_resident_stages_are_stepped_where_they_are() -> None:

@@ -97,7 +97,7 @@ def without(text: str) -> str:
     return text.replace(found[0], "").replace(found[1], found[2])
 
 
-def behind(op: str, added: str) -> Edit:
+def after(op: str, added: str) -> Edit:
     """Another line behind the first of an op, whose result takes the place of that one's."""
 
     def edit(text: str) -> str:
@@ -123,8 +123,8 @@ SUM = 'rt.all_reduce({}, group="replicas")'
     ("edit", "said"),
     [
         (without, "were not summed over the replicas of other lanes"),
-        (behind("all_reduce", SUM), "were summed over 'replicas' before"),
-        (behind("reduce_scatter", SUM), "summed over shards are added to such summed over replicas and shards"),
+        (after("all_reduce", SUM), "were summed over 'replicas' before"),
+        (after("reduce_scatter", SUM), "summed over shards are added to such summed over replicas and shards"),
         (forgotten, "lack micro-batch 0"),
     ],
 )  # fmt: skip

@@ -265,11 +265,11 @@ def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
             if isinstance(event, streams.HostEvent) and event.done:  # nobody will wait for it again
                 merge(known, clocks.get(id(event), {}))
 
-        def behind() -> None:
+        def after() -> None:
             merge(cuda.host_clock(), known)
             task()
 
-        return issue(stream, behind, waits, label)
+        return issue(stream, after, waits, label)
 
     monkeypatch.setattr(streams.ThreadStream, "issue", issue_with_clock)
     finish = Streams.finish

@@ -98,12 +98,12 @@ def test_what_depends_on_a_failed_task_is_skipped_and_nothing_hangs(streams, not
         raise ValueError("broken")
 
     failed = left.issue(fail, [], Label(7))
-    behind = left.issue(lambda: seen.append("behind"), [], Label(8))
+    after = left.issue(lambda: seen.append("behind"), [], Label(8))
     elsewhere = right.issue(lambda: seen.append("elsewhere"), [failed], Label(9))
     fault = notices.get(timeout=5)
     assert isinstance(fault, Fault) and isinstance(fault.error, ValueError) and fault.label.line == 7
     finish(left, notices), finish(right, notices)
-    assert seen == [] and behind.failed and elsewhere.failed
+    assert seen == [] and after.failed and elsewhere.failed
     assert board[0] == 7  # where it was when it failed
 
 

@@ -100,8 +100,8 @@ def test_leaving_matters_only_to_those_who_go_on(server: dist.TCPStore) -> None:
         time.sleep(0.01)
     with pytest.raises(Told, match=r"rank 1 \(on .*\) has left: ValueError: no such column"):
         ranks[0].exchange("one more")
-    behind = Failure(1, error_to_data(WorkerError("left")), left_round=5)
-    ranks[0]._heard.failures[:] = [behind]  # rank 1 has finished rounds that this one is still in
+    after = Failure(1, error_to_data(WorkerError("left")), left_round=5)
+    ranks[0]._heard.failures[:] = [after]  # rank 1 has finished rounds that this one is still in
     assert ranks[0].told() is None
 
 
