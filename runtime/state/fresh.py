@@ -97,7 +97,7 @@ def _chain(root: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _run_initialisers(chain: list[nn.Module]) -> None:
-    """Initialise from the inside out, as construction does: by a module's reset, then by its model's `_init_weights`."""
+    """Initialise from the inside out, as construction does: by a module's reset, then its model's `_init_weights`."""
     for depth, module in enumerate(chain):
         model = next((m for m in chain[depth:] if callable(getattr(m, "_init_weights", None))), None)
         if depth == 0 or model is None:
