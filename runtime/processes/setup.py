@@ -134,8 +134,8 @@ class RunSetup:
         return shared_transfers(self.programs, self.hardware, self.precision)
 
     def num_threads(self, index: int) -> int:
-        """The number of CPU threads of a device: the document's, but 1 if its host has as many devices as this one has
-        cores; for a GPU, its share of the cores."""
+        """The number of CPU threads of a device: the document's, but 1 if its host has no more cores than devices; for
+        a GPU, its share of the cores."""
         device, cores = self.hardware.devices[index], os.cpu_count() or 1
         beside = sum(other.host == device.host for other in self.hardware.devices)
         if device.kind == "cuda":

@@ -6,9 +6,9 @@
   p alpha (2 p alpha for an all-reduce) of MiCS 2.3: so small messages over many members leave links idle.
 - Between hosts with several root complexes there are as many rings side by side as root complexes. Each has an equal
   share of the bytes and another member at the border of a host, so that all network cards of a host are in use.
-- A hierarchical gather (MiCS 3.3) has three steps: members with the same place in their hosts gather among themselves,
-  all places at the same time; each member puts the pieces in order; and the members of each host gather these pieces,
-  those of all hosts at once. With k members per host, (p-k) M / p bytes go between hosts, not (p-1) M / p.
+- In a hierarchical gather (MiCS 3.3) the members with the same place in their hosts gather among themselves first, all
+  places at the same time; then each member puts the pieces in order; last, the members of each host gather these
+  pieces, those of all hosts at once. With k members per host, (p-k) M / p bytes go between hosts, not (p-1) M / p.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...ir.machine.hardware import Hardware
 
 @dataclass(frozen=True)
 class Round:
-    """One step of a collective. `hops` has the bytes from device to device, which all move at the same time, in
-    `rounds` rounds; each device first reads and writes `copied_bytes` in its own memory."""
+    """A run of equal rounds of a collective. `hops` has the bytes from device to device over all `rounds`, which move
+    at the same time; each device first reads and writes `copied_bytes` in its own memory."""
 
     hops: dict[tuple[int, int], float]
     rounds: int
@@ -40,8 +40,9 @@ def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
 def stages(
     devices: Sequence[int], hardware: Hardware, moved_bytes: float, times: int, hierarchical: bool = False
 ) -> list[Round]:
-    """The steps of a collective over a whole value of `moved_bytes`; `times` is 1 for a gather or a scatter, 2 for an
-    all-reduce. A hierarchical one over a single host, or hosts with one or unequal numbers of members, is a ring."""
+    """The runs of rounds of a collective over a whole value of `moved_bytes`; `times` is 1 for a gather or a scatter, 2
+    for an all-reduce. A hierarchical one over a single host, or hosts with one or unequal numbers of members, is a
+    plain ring."""
     hosts = by_host(devices, hardware)
     sizes = {len(members) for members in hosts}
     if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
