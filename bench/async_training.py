@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def compare(name: str, calls: int, before_updates: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One row for each way to treat weights."""
+    """Yield one row for each way to treat weights."""
     make, pieces = MAKERS[name]
     model = make()
     counts = before_updates, calls * UPDATES_A_CALL, HELD_OUT
@@ -95,7 +95,7 @@ def fine_tuned(
 
 
 def falling(updates: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """The learning rate falls to zero with every update, as the paper has it for GPT-2."""
+    """A learning rate that falls linearly to zero over the updates, as in the paper for GPT-2."""
     return partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=updates)
 
 
@@ -118,7 +118,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def stretches(part: int, count: int, length: int) -> list[Tensor]:
-    """`count` mini-batches of stretches of bytes from one of three parts of the text."""
+    """`count` mini-batches of stretches of `length` bytes from one of three parts of the text."""
     whole = "\n".join(topics.topics.values()).encode()
     data = torch.frombuffer(bytearray(whole), dtype=torch.uint8).long()
     begin, size = part * (len(data) // 3), len(data) // 3
@@ -132,7 +132,7 @@ def gpt2_batches(part: int, count: int) -> list[Batch]:
 
 
 def t5_batches(part: int, count: int) -> list[Batch]:
-    """What follows is to be written behind what is read."""
+    """Batches in which a stretch is the input and the bytes after it are the labels."""
     found = [(x[:, :LENGTH].contiguous(), x[:, LENGTH:].contiguous()) for x in stretches(part, count, LENGTH + ANSWER)]
     return [{"input_ids": x, "attention_mask": torch.ones_like(x), "labels": y} for x, y in found]
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def made(name: str, micro_batches: int, sequence: int) -> tuple[nn.Module, dict[str, dict[str, object]]]:
-    """A model without weights, and the shapes of a batch of one sequence a micro-batch."""
+    """A model without weights, and the shapes of a batch with one sequence per micro-batch."""
     from penstock.compiler.models.named import find_model
 
     model = find_model(name, dropout=False).on_meta()

@@ -54,7 +54,7 @@ STRATEGIES = {
     BY_HOST: f"coarsen, mesh{{shards=4}}, {STAGED}, insert-shard, insert-two-hop{{every=auto}}, insert-optimizer",
 }
 COLLECTIVES: dict[Any, str] = {ops.all_gather: "gathered", ops.reduce_scatter: "scattered", ops.all_reduce: "summed"}
-# Per setting of FSDP2: gathers and scattered sums of the whole model in a step of so many micro-batches a rank.
+# Settings of FSDP2 and their numbers of gathers and scatters of the whole model in a step with s micro-batches a rank.
 FSDP: dict[str, Callable[[int], tuple[int, int]]] = {
     fsdp_fleet.KINDS[0]: lambda s: (2 * s, s),
     fsdp_fleet.KINDS[1]: lambda s: (2 * s, 1),
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def machine(rate_bytes_s: float) -> penstock.Hardware:
-    """This machine as two hosts: four processes share its cores."""
+    """This machine described as two hosts, with its cores shared by four processes."""
     here = penstock.Hardware.detect(measure=True).model_dump(mode="python")
     share = len(here["devices"]) / RANKS
     own = here["devices"][0]
@@ -111,7 +111,7 @@ def machine(rate_bytes_s: float) -> penstock.Hardware:
 
 
 def planned(settings: dict[str, Any], rate_bytes_s: float, folder: Path) -> dict[str, penstock.Job]:
-    """Every plan, made once; the ranks read it."""
+    """Make every plan once, and save it for the ranks."""
     settings["hardware"], settings["plans"] = str(folder / "hardware.yaml"), {}
     machine(rate_bytes_s).save(settings["hardware"])
     jobs = {name: penstock_fleet.compiled(settings, strategy=text) for name, text in STRATEGIES.items()}
@@ -124,7 +124,7 @@ def planned(settings: dict[str, Any], rate_bytes_s: float, folder: Path) -> dict
 def started(
     stack: ExitStack, hosts: TwoHosts, settings: Mapping[str, Any], folder: Path, plans: list[str]
 ) -> Sides:  # fmt: skip
-    """Per side a function that trains one step on all its ranks."""
+    """For each side, a function that trains one step on all its ranks."""
     here = Path(penstock_fleet.__file__).parent
     ours = stack.enter_context(Ranks(hosts, here / "penstock_fleet.py", settings, PORTS["penstock"]))
     peers = {**settings, "sides": fsdp_fleet.SIDES}
@@ -134,7 +134,7 @@ def started(
 
 
 def theories(jobs: Mapping[str, penstock.Job], settings: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
-    """Per side the bytes that a host sends in a step, and the sum that makes them."""
+    """For each side, the bytes that a host sends in a step by theory, and a text that explains them."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"])
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     found = {name: of_programs(job) for name, job in jobs.items()}
@@ -149,7 +149,7 @@ def theories(jobs: Mapping[str, penstock.Job], settings: Mapping[str, Any]) -> d
 
 
 def of_programs(job: penstock.Job) -> tuple[float, str]:
-    """What a plan's collectives send, by the formulas: every op's own bytes, of all lanes of a host together."""
+    """The bytes that a host's lanes send for a plan's collectives, by the formulas from each op's bytes."""
     parts: dict[str, list[float]] = {}
     for program in job.programs:
         for node in program.ops():
@@ -165,17 +165,18 @@ def of_programs(job: penstock.Job) -> tuple[float, str]:
 
 
 def sent_by(op: Any, work: ops.Work, shards: int) -> float:
-    """By one host, for a collective of all groups at once."""
+    """The bytes that one host sends for a collective of all groups at once."""
     fleet = Fleet(**FLEET, model_bytes=work.moved_bytes)
     if op is ops.all_gather:
         return fleet.gather(shards, HIERARCHICAL if work.hierarchical else RING)
     if op is ops.reduce_scatter:
         return fleet.scatter(shards, HIERARCHICAL if work.hierarchical else EXCHANGE)
-    return shards * fleet.sum_replicas(shards)  # of a piece: of each stage there are as many as shards
+    return shards * fleet.sum_replicas(shards)  # the op sums one piece, and a stage has as many pieces as shards
 
 
 def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, dict[str, Any]]:
-    """Two steps of each side: losses, and the second's bytes. Raises RuntimeError where losses are not the same."""
+    """Run two steps of each side; a row has the losses and the second step's bytes. Raises RuntimeError if losses
+    differ."""
     found = {}
     for name, run in sides.items():
         steps = [run() for _ in range(2)]
@@ -195,7 +196,7 @@ def counted(sides: Sides, theory: Mapping[str, tuple[float, str]]) -> dict[str, 
 def timed(
     sides: Sides, jobs: Mapping[str, penstock.Job], rounds: int, facts: Mapping[str, Any], rate_bytes_s: float
 ) -> None:  # fmt: skip
-    """The fastest settings of FSDP2 against our plans, turn by turn."""
+    """Time the fastest settings of FSDP2 and our plans, one after another in each round."""
     quick = {name: min(run()["took_s"] for _ in range(2)) for name, run in sides.items() if name.startswith(PEER)}
     best = {
         shape: min((name for name in quick if name.startswith(PEER + shape)), key=quick.__getitem__)
@@ -222,7 +223,8 @@ def timed(
 
 
 def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Of the medians, of the fastest steps, and the median over rounds, which others' load disturbs least."""
+    """The ratios of the medians and of the fastest steps, and the median ratio over rounds, which the load of other
+    processes disturbs least."""
     return {
         "of_medians": statistics.median(ours) / statistics.median(theirs), "of_fastest": min(ours) / min(theirs),
         "of_pairs": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),

@@ -23,7 +23,7 @@ NAMED = "mics"
 
 
 def main() -> None:
-    """Print one JSON row per model, strategy and number of hosts; exit code 1 where a limit is missed."""
+    """Print one JSON row per model, strategy and number of hosts; exit with code 1 if a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="", help="one alone; default: the named strategy and auto")
     parser.add_argument("--runs", type=int, default=1, help="the fastest of so many counts")

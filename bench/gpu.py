@@ -38,7 +38,7 @@ TOTAL_S = 570.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a figure misses its target."""
+    """Run the sections; returns exit status 1 if a figure misses its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scratch", type=Path, help="folder that the sections of one run share")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="what a long section may take")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for to be deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch needs this to be deterministic
     make_importable()
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     out = args.out or ROOT / "bench" / "results" / f"gpu-{day}.jsonl"
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows:
             text = json.dumps(row)
             print(text, flush=True)
-            if args.scratch is None:  # else whoever started this process writes them down
+            if args.scratch is None:  # otherwise the process that started this one writes the rows
                 out.parent.mkdir(exist_ok=True)
                 with open(out, "a") as file:
                     file.write(text + "\n")
@@ -76,7 +76,7 @@ def make_importable() -> None:
 
 
 def run_here(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
-    """The sections named, one after another. What one raises becomes a row."""
+    """Run the named sections, one after another. An error that a section raises becomes a row."""
     from penstock.bench.peers import rows as bench_rows
     from penstock.bench.peers.gpu_sections import SECTIONS, Setup
 
@@ -98,7 +98,7 @@ def run_here(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]
 
 
 def run_all(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Every section in a child of its own, held to its time and to what is left of the whole."""
+    """Run every section in a child process, limited to the section's time and to what is left of the total."""
     from penstock.bench.peers.gpu_sections import SECTIONS
 
     end_s = time.monotonic() + TOTAL_S
@@ -110,7 +110,7 @@ def run_all(args: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]
 
 
 def run_child(command: Sequence[str], name: str, limit_s: float) -> Iterator[dict[str, Any]]:
-    """The rows of one child, those before its end too if it fails or takes too long."""
+    """The rows of one child process, also those that it printed before it failed or took too long."""
     if limit_s < 2:
         yield {"bench": "gpu", "section": name, **failed("no time was left for it")}
         return

@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces joined by a pair of virtual Ethernet devices.
 
-Each namespace has an address and a loopback of its own; what goes from one to the other passes one link, held to a rate
-each way, whose bytes the kernel counts. The link can be cut and joined again. It needs root and Linux; it adds no
-latency.
+Each namespace has its own address and loopback. All traffic between them passes one link, which is limited to a rate in
+each direction and whose bytes the kernel counts; it adds no latency. The link can be cut and joined again. This module
+needs root and Linux.
 
     with two_hosts(rate_bytes_s=125e6) as hosts:
         before = hosts.sent_bytes()
@@ -27,43 +27,43 @@ from typing import Any
 
 INTERFACE = "link0"  # the name of a host's end of the link
 PREFIX_BITS = 24
-BURST_S = 0.005  # what may pass at once, at the given rate
-LEAST_BURST_BYTES = 128 << 10  # one segment of the kernel's offloading passes whole
+BURST_S = 0.005  # seconds of the given rate that may pass at once
+LEAST_BURST_BYTES = 128 << 10  # so that one segment of the kernel's offloading passes whole
 QUEUE_MS = 400
-END_S = 5.0  # in which killed processes must be gone
+END_S = 5.0  # how long killed processes may take to end
 
 _counter = itertools.count()
 
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """The two namespaces. `names`: of the namespaces; `addresses`: how each reaches the other."""
+    """The two hosts. `names` are those of their namespaces, `addresses` those by which each reaches the other."""
 
     names: tuple[str, str]
     addresses: tuple[str, str]
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on a host; its process is that of `argv` itself."""
+        """The command line that runs `argv` on a host; its process becomes that of `argv`."""
         return [_ip(), "netns", "exec", self.names[host], *argv]
 
     def environment(self, host: int) -> dict[str, str]:
-        """What a program of torch.distributed needs to find the link."""
+        """The environment variables by which torch.distributed finds the link."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
 
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start `argv` on a host, in a session of its own. `env` is added to this process's environment; it may set
-        what `environment` gives to something else."""
+        """Start `argv` on a host, in a session of its own. `env` is added to this process's environment, and may
+        override the variables of `environment`."""
         found = {**os.environ, **self.environment(host), **(env or {})}
         return subprocess.Popen(self.command(host, argv), env=found, start_new_session=True, **options)
 
     def run(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on a host to its end. Raises `CalledProcessError` where it fails."""
+        """Run `argv` on a host to its end. Raises `CalledProcessError` if it fails."""
         return subprocess.run(self.command(host, argv), check=True, capture_output=True, text=True, **options)
 
     def sent_bytes(self) -> tuple[int, int]:
-        """What each host has sent over the link so far, headers included (0.2 % of a large message)."""
+        """The bytes that each host has sent over the link so far, including headers (0.2 % of a large message)."""
         return self._sent(0), self._sent(1)
 
     def _sent(self, host: int) -> int:
@@ -71,12 +71,12 @@ class TwoHosts:
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def cut(self) -> None:
-        """Nothing passes the link any more; connections stay open, and silent, on both sides."""
+        """Cut the link: nothing passes it, while connections stay open and silent on both sides."""
         for name in self.names:
             _run([_ip(), "-n", name, "link", "set", "dev", INTERFACE, "down"])
 
     def join(self) -> None:
-        """The link carries again what it did before `cut`."""
+        """Join the link again after `cut`."""
         for name in self.names:
             _run([_ip(), "-n", name, "link", "set", "dev", INTERFACE, "up"])
 
@@ -85,7 +85,7 @@ class TwoHosts:
         return [int(line) for line in _run([_ip(), "netns", "pids", self.names[host]]).split()]
 
     def kill(self, host: int) -> None:
-        """The host is lost: all its processes end at once. Raises `TimeoutError` where one does not."""
+        """Kill all processes of a host at once. Raises `TimeoutError` if one does not end."""
         deadline_s = time.monotonic() + END_S
         while found := self.pids(host):
             for pid in found:
@@ -97,10 +97,10 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(rate_bytes_s: float | None = None) -> Iterator[TwoHosts]:
-    """Two hosts, as long as the context lasts; then all that runs on them is killed and nothing of them is left.
+    """Make two hosts for as long as the context lasts; then kill all their processes and remove them.
 
-    `rate_bytes_s`: what the link carries each way (None: as fast as the machine). Raises `RuntimeError` where this
-    machine cannot, with what `why_not` says.
+    `rate_bytes_s` is the link's rate in each direction (None: no limit). Raises `RuntimeError` with the reason of
+    `why_not` if this machine cannot make hosts.
     """
     reason = why_not()
     if reason:
@@ -117,7 +117,7 @@ def two_hosts(rate_bytes_s: float | None = None) -> Iterator[TwoHosts]:
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine cannot make two hosts, found by trying; empty where it can."""
+    """The reason why this machine cannot make two hosts, found by trying; empty if it can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -150,7 +150,7 @@ def _make(hosts: TwoHosts, rate_bytes_s: float | None) -> None:
 
 
 def _remove(hosts: TwoHosts) -> None:
-    """Whatever of them exists; every step is tried whether or not those before it succeeded."""
+    """Remove the namespaces that exist. Every step is tried, even if an earlier one failed."""
     steps: list[Callable[[], object]] = []
     for host, name in enumerate(hosts.names):
         if Path("/var/run/netns", name).exists():

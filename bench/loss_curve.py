@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def curve(tied: bool, steps: int, folder: str) -> dict[str, Any]:
-    """Train both, and how far they are apart: largest differences of a loss, and of a weight at the end."""
+    """Train both sides; the row has the largest differences of a loss, and of a weight at the end."""
     text = batches(steps)
     eager = Eager(model(tied), MICRO_BATCHES, LR)
     wanted = [eager.step(batch) for batch in text]
@@ -71,7 +71,7 @@ def model(tied: bool) -> torch.nn.Module:
 
 
 def batches(steps: int) -> list[dict[str, Tensor]]:
-    """`steps` batches of consecutive bytes, from places all over the text."""
+    """`steps` batches of stretches of bytes, from random places in the text."""
     whole = "\n".join(topics.topics.values()).encode()
     data = torch.frombuffer(bytearray(whole), dtype=torch.uint8).long()
     starts = torch.randint(0, len(data) - LENGTH, (steps, BATCH), generator=torch.Generator().manual_seed(2))

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def balance() -> Iterator[dict[str, Any]]:
-    """A batch of 20 in micro-batches of 4 (the paper's for BoolQ), and twice as many."""
+    """A batch of 20 rows in micro-batches of 4 (the paper's for BoolQ), and one with twice as many micro-batches."""
     hardware = Hardware.preset("ftpipe-2080ti")
     for micro_batches in (5, 10):
         layers = drafted("t5-3b", hardware, "layer", 4, micro_batches)
@@ -94,8 +94,8 @@ def granularity() -> Iterator[dict[str, Any]]:
 
 
 def memory() -> Iterator[dict[str, Any]]:
-    """Contiguous: one stage per GPU, cut so that the fullest GPU has the most room left; of equal time: as a planner
-    without regard to memory cuts. Whether they fit is read off the programs: none of them swaps."""
+    """Mixed-pipe, and one contiguous stage per GPU cut by memory (`ByMemory`) or by time alone (`ByTime`). A plan fits
+    if its programs keep everything on the GPUs, without swapping."""
     hardware = Hardware.preset("mics-p3dn:1").with_(num_devices=4)
     for size in (1, 2, 4, 8, 16):
         draft = drafted("t5-11b", hardware, "layer", size, 4)
@@ -103,7 +103,7 @@ def memory() -> Iterator[dict[str, Any]]:
         for what, partition in plans.items():
             try:
                 row = simulated(draft, partition, what)
-            except VerifyError as error:  # memories so tight that devices wait for each other for ever
+            except VerifyError as error:  # memories are so tight that devices wait for each other for ever
                 row = {"plan": what, "fits": False, "swapped": None, "note": str(error).split("\n")[0]}
             yield {
                 "micro_batch": size, "micro_batches": 4, **row, "fits": row["fits"] and not row["swapped"],
@@ -113,7 +113,7 @@ def memory() -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ByMemory(Partition):
-    """One contiguous stage per device; of all cuts those that leave the fullest device the most room."""
+    """One contiguous stage per device, cut so that the fullest device has the most room left."""
 
     name: ClassVar[str] = "contiguous-by-memory"
 
@@ -156,7 +156,7 @@ class ByTime(Partition):
 def drafted(
     name: str, hardware: Hardware, level: str, micro_batch: int, micro_batches: int, like: Draft | None = None
 ) -> Draft:
-    """A draft with blocks; `like` has the same graph already."""
+    """A draft with blocks. If `like` is given, its graph is used instead of a new trace."""
     options = Options(micro_batches=micro_batches, state_bytes_per_param=STATES)
     if like is None:
         ids = {"shape": [micro_batch, QUESTION], "dtype": "int64"}
@@ -172,7 +172,7 @@ def drafted(
 
 
 def simulated(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
-    """One row: a plan made and simulated."""
+    """Make and simulate a plan, and return its row."""
     draft = Draft(base.graph, base.machine, base.options, blocks=base.blocks)
     begin_s = time.process_time()
     decision = partition.plan(draft)
@@ -195,7 +195,7 @@ def simulated(base: Draft, partition: Partition, what: str) -> dict[str, Any]:
 
 
 def slowest_s(draft: Draft, decision: dict[str, Any]) -> float:
-    """Forward, rematerialisation and backward of one micro-batch on the busiest device."""
+    """Seconds of forward, rematerialisation and backward of one micro-batch on the busiest device."""
     place = {block.name: i for i, block in enumerate(draft.blocks)}
     members: dict[int, list[int]] = {}
     for stage, device in zip(decision["stages"], decision["planned_for"]):

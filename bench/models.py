@@ -1,4 +1,4 @@
-"""Models of the papers that `transformers` has no configuration for."""
+"""Models of the papers for which `transformers` has no configuration."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Step = Callable[[], None]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Two blocks and most of a third: 33.5 million parameters in matrices, biases and norms."""
+    """The shapes of two blocks and most of a third: 33.5 million parameters in matrices, biases and norms."""
     h = HIDDEN
     block = {
         "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
@@ -50,7 +50,7 @@ def tensors(scale: float, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
 
 def stage_step(precision: str, placed: bool = False, undoable: bool = False) -> Step:
-    """A step of ours."""
+    """A step of our `StageOptimizer`."""
     spec = OptimizerSpec.from_callable(ADAMW)
     masters, low = tensors(0.1), None
     places = None
@@ -80,7 +80,7 @@ def torch_step(precision: str) -> Step:
 
 
 def deepspeed_step(precision: str) -> Step:
-    """A step of DeepSpeedCPUAdam. Raises whatever its import or its build raises."""
+    """A step of DeepSpeedCPUAdam. Lets all errors of its import and its build through."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     masters = [nn.Parameter(t) for t in tensors(0.1).values()]

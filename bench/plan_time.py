@@ -1,10 +1,10 @@
-"""Seconds and peak memory of `penstock plan` for models far too big for this machine, interpreter start included.
+"""Seconds and peak memory of `penstock plan` for models far too big for this machine, with the interpreter's start.
 
 Run: python bench/plan_time.py
 
 Each row is the fastest of three runs of the command, each in a process of its own, since the machine may be shared.
-`cpu_s` is what the process computed: `seconds` on a machine without other work. `exit_code` 2 is a model that does not
-fit, `said` what it printed then.
+`cpu_s` is the process's CPU time, which `seconds` would be on a machine without other work. `exit_code` is 2 for a
+model that does not fit, and `said` what the command then printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CASES: list[tuple[str, list[str], float, float, int]] = [  # name, options, limi
 
 
 def main() -> None:
-    """Print one JSON row per case; exit code 1 where a limit is missed."""
+    """Print one JSON row per case; exit with code 1 if a limit is missed."""
     met = True
     for name, options, limit_s, limit_gb, exit_code in CASES:
         command = [sys.executable, "-m", "penstock.cli.main", "plan", *options]
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(command: list[str]) -> dict[str, Any]:
-    """Run a command and report on its process."""
+    """Run a command and return the figures of its process."""
     begin_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

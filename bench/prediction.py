@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def cases(here: penstock.Hardware) -> Iterator[tuple[str, penstock.Hardware, dict[str, object]]]:
-    """What to plan, on how much of this machine."""
+    """The cases to plan: a name, a part of this machine, and options."""
     one = here.with_(num_devices=1)
     yield "one device", one, {"micro_batches": 4}
     yield "one device, weights swapped", one.with_(memory="80MB"), {"micro_batches": 4}
@@ -47,7 +47,7 @@ def cases(here: penstock.Hardware) -> Iterator[tuple[str, penstock.Hardware, dic
 
 
 def compare(name: str, what: str, machine: penstock.Hardware, options: dict[str, object], rounds: int) -> None:
-    """One row: a plan's figures, predicted and found."""
+    """Save one row with a plan's figures, predicted and measured."""
     batch, times_s = models.batch(), []
     job = penstock.compile(
         models.MODELS[name](), machine, example_inputs=batch, optimizer=partial(torch.optim.AdamW, lr=1e-4), **options

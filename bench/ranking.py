@@ -34,7 +34,7 @@ SWAPPED = (
 
 @dataclass
 class Case:
-    """One plan, and what it took; `options` of `penstock.compile`."""
+    """One plan and its times; `options` are those of `penstock.compile`."""
 
     name: str
     machine: penstock.Hardware
@@ -89,7 +89,7 @@ def slow_rate(here: penstock.Hardware, layers: int, width: int, size: int) -> fl
 
 
 def cases(here: penstock.Hardware, slow: float) -> list[Case]:
-    """Plans whose step times lie apart; `slow` bytes/s is a link that a step notices."""
+    """Plans whose step times differ clearly; a link of `slow` bytes/s slows a step down."""
     two, four = (here.with_(num_devices=n, memory="1GB", dram="4GB") for n in (2, 4))
     messages = [m.with_(throttled=True, nvlink_bandwidth=rate) for m, rate in ((two, slow / 5), (four, slow / 12))]
     weights = two.with_(throttled=True, h2d_bandwidth=slow / 2, d2h_bandwidth=slow / 2)
@@ -107,7 +107,7 @@ def cases(here: penstock.Hardware, slow: float) -> list[Case]:
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in opposite order, as a share of all pairs."""
+    """The number of pairs in the same order less that of pairs in opposite order, as a share of all pairs."""
     pairs = list(itertools.combinations(range(len(left)), 2))
     agree = sum(((left[i] - left[j]) * (right[i] - right[j]) > 0) for i, j in pairs)
     differ = sum(((left[i] - left[j]) * (right[i] - right[j]) < 0) for i, j in pairs)
@@ -115,7 +115,7 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def report(plans: Sequence[Case], stages: Sequence[int], profiled: bool) -> None:
-    """The table, a row per plan, and one for all of them."""
+    """Print the table; save a row per plan and one for all plans."""
     tau = kendall_tau([case.predicted_s for case in plans], [case.measured_s for case in plans])
     print(f"{'plan':55}{'simulated':>10}{'median':>10}{'fastest':>10}{'error':>8}")
     for case, count in sorted(zip(plans, stages), key=lambda pair: pair[0].measured_s):

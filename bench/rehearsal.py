@@ -19,7 +19,7 @@ from penstock.compiler.models.named import find_model
 TARGET = 0.05
 MACHINES = ["mobius-topo4", "mobius-topo2+2", "mobius-topo1+3", "mobius-8gpu", "mobius-v100", "ftpipe-2080ti"]
 PLANS = [("weights swapped", "mobius-15b", "mobius"), ("weights resident", "mobius-3b", "gpipe")]
-SMALLER = {("mobius-v100", "mobius-15b"): "mobius-8b"}  # whose host has too little DRAM
+SMALLER = {("mobius-v100", "mobius-15b"): "mobius-8b"}  # the host of mobius-v100 has too little DRAM
 ROWS, SEQUENCE, MICRO_BATCHES = 16, 512, 8
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def compare(machine: str, plan: tuple[str, str, str], seconds: float, runs: int) -> float:
-    """One row; the rehearsed step time's difference from the simulated one."""
+    """Save one row. Returns the rehearsed step time's relative difference from the simulated one."""
     what, name, strategy = plan
     name = SMALLER.get((machine, name), name)
     model = find_model(name)

@@ -53,7 +53,7 @@ APART = FUYOU.replace("overlap-optimizer", "overlap-optimizer{overlap=false}")
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT-2, a global batch of sequences of 128, and a device's memory. `dram_bytes` is a fourth of the states."""
+    """A GPT-2, a global batch of sequences of 128, and a device's memory. `dram_bytes` is a quarter of the states."""
 
     name: str
     layers: int
@@ -98,7 +98,7 @@ SMALL = (Case("small", 24, 64, 64, batch=4, micro_batches=2, memory="16MB"),)
 
 @dataclass
 class Bench:
-    """What all sections share. `disk`: where the files go. `machine`: this machine, its rates measured now."""
+    """What all sections share. `disk` is the directory for files, `machine` this machine with rates measured now."""
 
     cases: tuple[Case, ...]
     machine: penstock.Hardware
@@ -108,8 +108,8 @@ class Bench:
     out: Path | None
 
     def hardware(self, case: Case, strategy: str = "fuyou") -> penstock.Hardware:
-        """Without overlap, more DRAM: all gradients, a third as large as the states, wait there for the end of the
-        backward pass."""
+        """The machine with the case's memory and DRAM. A plan without overlap gets more DRAM, as all gradients (a third
+        of the states' bytes) wait there for the end of the backward pass."""
         dram_bytes = case.dram_bytes * (WITHOUT_OVERLAP if strategy == APART else 1)
         return self.machine.with_(memory=case.memory, dram=dram_bytes)
 
@@ -124,7 +124,7 @@ class Bench:
 
 
 class Runner:
-    """A side of a comparison: runs steps, and keeps their losses."""
+    """One side of a comparison, which runs steps and keeps their losses."""
 
     def __init__(self, step: Callable[[], Any]):
         self.run, self.losses = step, []
@@ -137,7 +137,7 @@ class Runner:
 
 
 def measure_steps(bench: Bench, case: Case) -> None:
-    """All sides of one case, turn by turn; one row for the bound and the overlap, one per peer."""
+    """Run all sides of one case, turn by turn; save one row for the bound and the overlap, and one per peer."""
     with ExitStack() as stack:
         compare(bench, case, stack)
 
@@ -205,12 +205,12 @@ def bound_row(
 
 
 def apart_by(losses: dict[str, list[float]], side: str) -> float:
-    """The largest relative difference between a loss of this side and eager's of the same step."""
+    """The largest relative difference between a loss of this side and eager's loss of the same step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses[side], losses["eager"], strict=False))
 
 
 def disk_bytes(moved: dict[str, int]) -> dict[str, int]:
-    """Bytes read from and written to all disks in one step, of a report's `moved_bytes`."""
+    """Bytes read from and written to all disks in one step, from a report's `moved_bytes`."""
     routes = [(route.split(" -> "), n) for route, n in moved.items()]
     return {
         "read": sum(n for (source, _), n in routes if source.startswith("ssd")),
@@ -227,7 +227,7 @@ def summary(job: penstock.Job) -> dict[str, Any]:
 
 
 def start_peers(bench: Bench, case: Case, stack: ExitStack) -> tuple[dict[str, Any], dict[str, str]]:
-    """The peers that run here, and why others do not."""
+    """The peers that run here, and the reasons why others do not."""
     settings = {**asdict(case), "directory": str(bench.disk), "port": 29600 + os.getpid() % 300, "checkpoint": False}
     loop = OffloadLoop(case.model(), bench.disk, case.micro_batches, LR)
     peers: dict[str, Any] = {"loop by hand": LoopPeer(stack.enter_context(loop), case.inputs())}
@@ -289,7 +289,7 @@ def peer_rows(
 
 
 def measure_memory(bench: Bench, case: Case) -> None:
-    """In a process of its own, see `footprint`."""
+    """Measure the RAM of a training process, see `footprint`."""
     weights = bench.disk / case.name.replace(" ", "-")
     case.model().save_pretrained(weights)
     machine = bench.hardware(case).model_dump(mode="json")
@@ -305,7 +305,7 @@ def measure_memory(bench: Bench, case: Case) -> None:
 
 
 def measure_predictions(bench: Bench, case: Case) -> None:
-    """Predicted against measured steps of several plans, on the machine as measured at the start."""
+    """Compare predicted and measured steps of several plans, on the machine as measured at the start."""
     for name, strategy in plans().items():
         say(f"{case.name}: {name}")
         try:
@@ -327,8 +327,8 @@ def measure_predictions(bench: Bench, case: Case) -> None:
 
 
 def plans() -> dict[str, str]:
-    """Strategies by name: all of Fuyou's; its optimizer behind the backward pass; activations all computed twice, or
-    moved to the disk."""
+    """Strategies by name: Fuyou; Fuyou with the optimizer after the backward pass; with all activations recomputed; and
+    with activations moved to the disk."""
     chosen = "choose-activations{swap=true, tier=all}"
     moved = FUYOU.replace(chosen, "choose-activations{swap=true, tier=all, to=ssd}")
     return {
@@ -338,8 +338,8 @@ def plans() -> dict[str, str]:
 
 
 def measure_held(bench: Bench, case: Case) -> None:
-    """The same files on a disk that the runtime holds down to slow rates, where no neighbour on the disk is seen: then
-    the bound is arithmetic. `no_overlap` has as much DRAM as `step_with_its_dram`."""
+    """Run on the same files with the disk throttled to rates so slow that its other users do not show; the bound is
+    then arithmetic. `no_overlap` has as much DRAM as `step_with_its_dram`."""
     ssd = {"size_bytes": "20GB", "read_bandwidth": HELD_READ, "write_bandwidth": HELD_WRITE}
     held = replace(bench, machine=bench.machine.with_(ssds=[ssd], throttled=True))
     roomy = replace(held, machine=held.machine.with_(dram=WITHOUT_OVERLAP * case.dram_bytes))
@@ -373,7 +373,7 @@ SECTIONS = {"steps": measure_steps, "held": measure_held, "memory": measure_memo
 
 
 def run(bench: Bench, section: str, case: Case) -> bool:
-    """One section of one case. What fails leaves a row that says so, and the others go on."""
+    """Run one section of one case. Returns whether it succeeded; a failure becomes a row, and the others still run."""
     say(f"{section}: {case.name}")
     try:
         SECTIONS[section](bench, case)
@@ -384,7 +384,7 @@ def run(bench: Bench, section: str, case: Case) -> bool:
 
 
 def this_machine(disk: Path) -> penstock.Hardware:
-    """One CPU device of this machine, all rates measured; the disk's through the runtime's own files."""
+    """One CPU device of this machine with all rates measured, those of the disk through the runtime's own files."""
     say("measuring this machine")
     rates = disk_rates(disk)
     found = penstock.Hardware.detect(measure=True)

@@ -39,7 +39,7 @@ MACHINES = (
     "h100x8", "rtx4090x4-2rc", "fuyou-a100", "rtx5090x2", "laptop-16gb", "mics-p3dn:2", "mics-p4d:2",
 )  # fmt: skip
 PRECISION = "fp16"  # which all of these machines have
-NAMED = 3  # rivals that a row tells
+NAMED = 3  # the number of rivals that a row names
 
 
 def main() -> None:
@@ -58,7 +58,8 @@ def main() -> None:
 
 
 def model_of(name: str) -> tuple[Trace, int, Options]:
-    """Its op graph by number of micro-batches, each traced once; the global batch; what is asked of every plan."""
+    """A function from the number of micro-batches to the model's op graph, the size of the batch, and all plans'
+    options."""
     batch, sequence = MODELS[name]
     if name == "wide-resnet-3b":
         with torch.device("meta"):
@@ -78,7 +79,7 @@ def model_of(name: str) -> tuple[Trace, int, Options]:
 
 
 def compare(name: str, machine: str, capture: Callable[[int], OpGraph], wishes: Wishes) -> bool:
-    """One row; whether no rival was faster."""
+    """Save one row. Returns whether no rival was faster."""
     row: dict[str, Any] = {"model": name, "hardware": machine, "batch": wishes.batch_size}
     began_s = time.process_time()
     try:

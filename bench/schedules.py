@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One row: both sides, turn by turn, and their losses."""
+    """Time both sides, turn by turn; returns the row with times and losses."""
     batch = models.batch(args.rows)
     if model == "untied_gpt2":
         del batch["attention_mask"]  # all ones; torch's stages take none
@@ -72,7 +72,7 @@ def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> 
                     schedule, splits, args.micro_batches, world, by_hand=by_hand, model=model, rows=args.rows
                 )
                 stack.enter_context(peer)
-                losses[name] = [peer.step()]  # where it refuses to run at all, it does so here
+                losses[name] = [peer.step()]  # raises here if torch refuses to run at all
             except RuntimeError as error:
                 refused[name] = str(error)
                 continue
@@ -97,7 +97,7 @@ def begins_with(blocks: list[str]) -> str:
 
 
 def ratios(times_s: dict[str, list[float]]) -> dict[str, float]:
-    """Of our time to that of torch's faster side; nothing where torch does not run."""
+    """Ratios of our time to that of torch's faster side; empty if torch does not run."""
     others = [name for name in times_s if name != OURS]
     if not others:
         return {}

@@ -1,4 +1,4 @@
-"""Seconds and memory of `compile` where nothing is given but model and machine: a large model, unequal GPUs, 512 GPUs.
+"""Seconds and memory of `compile` given only a model and a machine: a large model, unequal GPUs, 512 GPUs.
 
 Every case runs in a process of its own. Run: python bench/search_time.py [CASE]
 """
@@ -15,7 +15,7 @@ from penstock.bench.peers import rows
 from penstock.compiler.models.named import find_model
 
 LIMIT_S, LIMIT_GB = 60.0, 2.0
-CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
+CASES = {  # model, the presets from which GPUs are taken (see `machine`), batch, sequence
     "gpt3-175b on mobius-8gpu": ("gpt3-175b", (), 8, 2048),
     "gpt3-175b on 1 GPU with 2 SSDs": ("gpt3-175b", "rtx4090x1", 8, 2048),
     "gpt3-175b on 8 GPUs with 2 SSDs": ("gpt3-175b", "rtx4090x8-2rc", 8, 2048),
@@ -28,8 +28,8 @@ CASES = {  # model, GPUs by the preset they are taken from, batch, sequence
 
 
 def machine(presets: tuple[str, ...] | str) -> penstock.Hardware:
-    """A server with 256 GB and one GPU of each preset, in turn under its two root complexes; or one preset with 256 GB
-    and two SSDs of 3.84 TB; or a cluster."""
+    """A server with 256 GB and one GPU of each preset, alternately under its two root complexes; or one preset with
+    256 GB and two SSDs of 3.84 TB; or a cluster; or, for an empty tuple, mobius-8gpu with 4 TB."""
     if isinstance(presets, str) and ":" in presets:
         return penstock.Hardware.preset(presets)
     if isinstance(presets, str):
@@ -52,7 +52,7 @@ def main() -> None:
     name, presets, batch, sequence = CASES[case]
     model, inputs, hardware = find_model(name).on_meta(), find_model(name).batch_spec(batch, sequence), machine(presets)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    # With fp16 the gradients of 175B stay in DRAM until their norm is known, which is more than these 256 GB.
+    # With fp16 the gradients of 175B stay in DRAM until their norm is known, and take more than these 256 GB.
     precision = "bf16" if hardware.hosts[0].ssds and name in ("gpt3-175b", "mics-bert-10b") else "fp16"
     plan = penstock.compile(model, hardware, example_inputs=inputs, precision=precision).plan
     took_s, gigabytes = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -17,7 +17,7 @@ LIMIT_S = 1.0
 
 
 def main() -> None:
-    """Print one JSON row; the best of three runs each, since the machine may be shared."""
+    """Print one JSON row with the best of three runs each, since the machine may be shared."""
     programs = pipeline(8, 48, 24, width=256, rows=64, flops=1e9)
     hardware = Hardware.cpu(num_devices=8, memory="1GB", dram="16GB", h2d="1GB/s", d2h="1GB/s", link="1GB/s")
     row = {

@@ -33,7 +33,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class PlainLoop:
-    """The least that moves a file past the page cache: `depth` blocks at a time."""
+    """The simplest loop that moves a file past the page cache, `depth` blocks at a time."""
 
     def __init__(self, path: Path, size_bytes: int, depth: int):
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -58,7 +58,7 @@ class PlainLoop:
 
 
 class Spin:
-    """A thread that counts: how much of the interpreter others leave it."""
+    """A thread that counts, to measure how much of the interpreter's time others leave it."""
 
     def __init__(self) -> None:
         self.count, self.stop = 0, False
@@ -70,7 +70,7 @@ class Spin:
             self.count += 1
 
     def beside(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of `run`, and counts per second meanwhile."""
+        """Call `run`; returns its seconds and the counts per second meanwhile."""
         start, before = time.perf_counter(), self.count
         run()
         seconds = time.perf_counter() - start
@@ -122,7 +122,7 @@ def main() -> None:
 
 @contextmanager
 def movers(folder: Path, size_bytes: int) -> Iterator[dict[str, object]]:
-    """What moves the bytes, by name: the plain loops, then each engine without and with checksums."""
+    """The files to compare, by name: those of the plain loops, then each engine's without and with checksums."""
     loops = {name: PlainLoop(folder / name, size_bytes, depth) for name, depth in (("loop", 1), ("loop of 4", 4))}
     folders = {
         f"{engine}{', verify' * verify}": SsdFolder([folder], "bench", engine=engine, verify=verify)
@@ -138,7 +138,8 @@ def movers(folder: Path, size_bytes: int) -> Iterator[dict[str, object]]:
 def measure(
     jobs: dict[tuple[str, str], Callable[[], None]], rounds: int
 ) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
-    """Wall and CPU seconds (all threads, those of the kernel for this process too) of each job, turn by turn."""
+    """Wall and CPU seconds of each job, turn by turn. CPU seconds are of all threads, also the kernel's for this
+    process."""
     times: dict[tuple[str, str], tuple[list[float], list[float]]] = {key: ([], []) for key in jobs}
     for _ in range(rounds):
         for key, job in jobs.items():
@@ -155,7 +156,7 @@ def sweep(call: Callable[[int, Tensor], None], size_bytes: int, memory: Tensor) 
 
 
 def ratio(peer_s: list[float], own_s: list[float]) -> float:
-    """Rate against the peer's: the median of the pairs of one round."""
+    """The ratio of our rate to the peer's, as the median over rounds."""
     return statistics.median(peer / own for peer, own in zip(peer_s, own_s, strict=True))
 
 

@@ -57,7 +57,7 @@ def compiled(batch: dict[str, torch.Tensor], hardware: penstock.Hardware, plan: 
 
 
 def measure(share: float, slow: penstock.Job, unbound: penstock.Job, batch: dict[str, torch.Tensor], rounds: int):
-    """One row: steps of the same plan with and without slow links, turn by turn."""
+    """Time steps of the same plan with and without slow links, turn by turn, and save one row."""
     times_s = alternate({"slow": lambda: slow.step(batch), "unbound": lambda: unbound.step(batch)}, rounds)
     moving = {d: by_phase(slow.timeline(), d) for d in DIRECTIONS}
     moving_s = max(sum(phases) for phases in moving.values())

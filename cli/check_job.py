@@ -12,7 +12,7 @@ from .options import JobOptions
 
 
 def check_named(options: JobOptions, steps: int) -> CheckReport:
-    """Compile the model and check it: with its dropout against the captured graph, without it against the model too."""
+    """Compile the model and check it: with dropout against the captured graph, without it also against the model."""
     report = _check(options, steps)
     if report.skipped is None:
         return report
@@ -32,9 +32,9 @@ def _check(options: JobOptions, steps: int) -> CheckReport:
 
 
 def check_written(directory: Path, options: JobOptions, steps: int) -> CheckReport:
-    """Check the files of a directory, also behind an edit, on the model that it was planned for.
+    """Check the files of a directory, also after an edit, on the model that they were planned for.
 
-    `options.model` names the model where the directory does not say it.
+    `options.model` names the model if the directory does not.
     """
     from ..compiler import api
 

@@ -1,8 +1,8 @@
-"""What-if: one model on several machines, each planned by itself, as rows that can be compared.
+"""A comparison of machines: one model is planned on each of several machines, and each gives a row.
 
-Tokens per second are rows times tokens in a row over the simulated step. Money: a machine with a price to buy gets
-tokens per second for each 1000 dollars of it; one with a price to rent gets tokens for each dollar of rent. A host
-that names neither leaves both blank: prices are not guessed.
+Tokens per second are the rows of a batch times the tokens in a row over the simulated step. A machine with a purchase
+price gets tokens per second for each 1000 dollars of it; one with a rent gets tokens for each dollar of rent. If a
+host names neither, both stay blank: prices are not guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS_AN_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class MachineRow:
-    """One machine. `reason`: why it fits no way, with the nearest that does; then all figures are None."""
+    """One machine. `reason` says why the model does not fit, with the nearest that does; then all figures are None."""
 
     machine: str
     fits: bool
@@ -50,19 +50,19 @@ class MachineRow:
 
 
 def compare_machines(options: JobOptions) -> list[MachineRow]:
-    """One row for each `--hardware`, in their order. Raises for what is wrong with the model or a document itself."""
+    """One row for each `--hardware`, in order. Raises an error of the model or of a hardware document itself."""
     rows = []
     for hardware in options.machines():
         try:
             job = options.compile(hardware=hardware)
             rows.append(fitting_row(hardware, job.plan, options.batch * options.sequence))
-        except (DoesNotFit, HardwareError) as error:  # the latter: a GPU without the precision
+        except (DoesNotFit, HardwareError) as error:  # `HardwareError` if a GPU lacks the precision
             rows.append(failing_row(hardware, error))
     return rows
 
 
 def fitting_row(hardware: Hardware, plan: Plan, tokens: int) -> MachineRow:
-    """`tokens`: of one step, that is of the global batch."""
+    """The row of a machine that the model fits. `tokens` is their number in one step, that is in the global batch."""
     assert plan.predicted is not None
     rate = tokens / plan.predicted.step_s
     buy, rent = price(hardware)
@@ -92,7 +92,7 @@ def failing_row(hardware: Hardware, error: DoesNotFit | HardwareError) -> Machin
 
 
 def price(hardware: Hardware) -> tuple[float | None, float | None]:
-    """Dollars of all hosts: to buy, and of an hour's rent; None where any host does not say."""
+    """Dollars to buy all hosts, and to rent them for an hour; None if any host does not say."""
     buy = [host.price_dollars for host in hardware.hosts]
     rent = [host.price_dollars_per_hour for host in hardware.hosts]
     return _total(buy), _total(rent)
@@ -104,7 +104,7 @@ def _total(prices: Iterable[float | None]) -> float | None:
 
 
 def compare_tables(rows: Sequence[MachineRow]) -> list[Table]:
-    """One table of all machines, one row of memories for each, and the reasons of those that fit no way."""
+    """Tables of all machines: steps and prices, peaks of memories, plans, and reasons why the model does not fit."""
     money = ("price", "tokens/s per 1000 $", "tokens per $ of rent")
     columns = ("machine", "fits", "step", "tokens/s", *money)
     found = [table("the same model on each machine", columns, [_cells(row) for row in rows])]
@@ -144,7 +144,7 @@ def _cells(row: MachineRow) -> tuple[str, ...]:
 
 
 def _figure(value: float | None) -> str:
-    """Three digits at least, thousands apart."""
+    """A number with at least three digits, and commas between thousands."""
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -160,7 +160,7 @@ def _plan_text(row: MachineRow) -> str:
 
 
 def _memories(row: MachineRow) -> str:
-    """Memories with equal figures stand together."""
+    """Peaks and budgets as text; memories with equal figures share one entry."""
     alike: dict[str, list[str]] = {}
     for memory, peak in row.peak_bytes.items():
         budget = row.budget_bytes[memory]

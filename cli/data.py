@@ -1,6 +1,7 @@
-"""Text to rows of one length, and which of them are held out.
+"""Turns text into rows of equal length, and chooses which rows are held out.
 
-Causal language models take one stream of tokens cut to rows; classifiers take one row per labelled text, cut or padded.
+Causal language models take one stream of tokens cut into rows; classifiers take one row per labelled text, cut or
+padded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Encode = Callable[[str], list[int]]  # text to token ids
 
 @dataclass(frozen=True)
 class Codec:
-    """Text to tokens: a tokenizer's, or plain bytes. `special` adds the marks around a classifier's rows."""
+    """Turns text into tokens, by a tokenizer or as plain bytes. `special` adds the marks around a classifier's rows."""
 
     encode: Encode
     special: Encode
@@ -36,7 +37,7 @@ class Codec:
 
     @staticmethod
     def of_directory(directory: Path | None) -> Codec:
-        """The tokenizer that lies in a model's directory; bytes where there is none. Never downloads."""
+        """The tokenizer in a model's directory, or plain bytes if there is none. Never downloads."""
         if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return Codec(_bytes, _bytes, end_id=10, pad_id=0, vocab_size=NUM_BYTES, is_bytes=True)
         from transformers import AutoTokenizer
@@ -70,7 +71,7 @@ class TextSample:
 
 
 def read_samples(path: Path, *, labelled: bool) -> list[TextSample]:
-    """The samples of a .txt file (one) or a .jsonl file ({"text": ..., "label": ...} a line).
+    """The one sample of a .txt file, or those of a .jsonl file (one {"text": ..., "label": ...} per line).
 
     Raises `PlanError` naming the file and the line at fault.
     """
@@ -119,7 +120,7 @@ class Rows:
 
     def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """These rows as one batch."""
-        chosen = torch.tensor(list(indices), dtype=torch.long)  # also where there are none
+        chosen = torch.tensor(list(indices), dtype=torch.long)  # the dtype matters if there are no indices
         return {
             "input_ids": self.input_ids[chosen],
             "attention_mask": self.attention_mask[chosen],
@@ -127,7 +128,7 @@ class Rows:
         }
 
     def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
-        """(rest, `fraction` of the rows), chosen at random by `seed` alone."""
+        """Split into (the other rows, `fraction` of the rows), chosen at random by `seed` alone."""
         order = _order(len(self), seed).tolist()
         count = round(fraction * len(self))
         parts = (sorted(order[count:]), sorted(order[:count]))
@@ -136,7 +137,7 @@ class Rows:
 
 
 def stream_rows(samples: Sequence[TextSample], codec: Codec, sequence: int) -> Rows:
-    """All texts as one stream of tokens, cut to rows; labels are the tokens themselves. The rest is dropped."""
+    """All texts as one stream of tokens, cut into rows whose labels are the tokens. Left-over tokens are dropped."""
     tokens: list[int] = []
     for i, sample in enumerate(samples):
         if i and codec.end_id is not None:
@@ -153,7 +154,7 @@ def stream_rows(samples: Sequence[TextSample], codec: Codec, sequence: int) -> R
 
 
 def labelled_rows(samples: Sequence[TextSample], codec: Codec, sequence: int, classes: Sequence[str]) -> Rows:
-    """One row per sample: cut to `sequence` tokens (the last stays the tokenizer's end mark), or padded with a mask."""
+    """One row per sample, cut to `sequence` tokens (the last stays the tokenizer's end mark) or padded with a mask."""
     number = {name: i for i, name in enumerate(classes)}
     ids = torch.full((len(samples), sequence), codec.pad_id)
     mask = torch.zeros_like(ids)
@@ -164,7 +165,7 @@ def labelled_rows(samples: Sequence[TextSample], codec: Codec, sequence: int, cl
         ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         mask[row, : len(tokens)] = 1
         if not tokens:
-            mask[row, 0] = 1  # an empty text is one padding token: a row that attends to nothing has no value
+            mask[row, 0] = 1  # an empty text attends to one padding token, as attention to nothing is undefined
     return Rows(ids, mask, torch.tensor([number[str(sample.label)] for sample in samples]))
 
 
@@ -175,7 +176,7 @@ def classes_of(samples: Sequence[TextSample]) -> list[str]:
 
 
 def evaluation_batches(rows: Rows, batch: int) -> Iterator[tuple[list[int], int]]:
-    """(the rows of a batch, how many of them count): all once in order; the last batch is filled up with the first."""
+    """Batches as (row indices, the number that count), in order; the last batch is filled up with the first rows."""
     for start in range(0, len(rows), batch):
         indices = range(start, start + batch)
         yield [i % len(rows) for i in indices], min(batch, len(rows) - start)

@@ -1,7 +1,7 @@
 """`penstock` on the command line: plan, simulate, explain, profile, hardware, check, train, reproduce.
 
-Everything heavy is imported inside the commands, so that `--help` answers at once. An error of ours is one message on
-stderr and exit code 2; with --debug its traceback too.
+Heavy modules are imported inside the commands, so that `--help` answers at once. An error of ours prints one message on
+stderr and gives exit code 2; with --debug it also prints its traceback.
 """
 
 from __future__ import annotations
@@ -200,12 +200,12 @@ def show_hardware(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. Exits with 0, 1 for a check that found a difference, or 2 for an error."""
+    """Run the command line. Exits with 0, with 1 if a check found a difference, or with 2 for an error."""
     given = sys.argv[1:] if arguments is None else arguments
     add_commands()
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="penstock")
-    except (PenstockError, OSError) as error:  # the latter: a file that cannot be read or written
+    except (PenstockError, OSError) as error:  # `OSError` for a file that cannot be read or written
         if "--debug" in given:
             raise
         print(f"{'does not fit' if isinstance(error, DoesNotFit) else 'error'}: {error}", file=sys.stderr)
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_commands() -> None:
-    """Add the commands of rooms above this one: each is a `typer.Typer` behind an entry point."""
+    """Add the commands of rooms above this one; each is a `typer.Typer` that an entry point names."""
     known = {command.callback for command in app.registered_commands}
     for entry in metadata.entry_points(group="penstock.commands"):
         more = entry.load().registered_commands
@@ -221,7 +221,7 @@ def add_commands() -> None:
 
 
 class Dump:
-    """Takes the programs' text behind each pass: printed, or one file per pass below a directory."""
+    """Prints the programs after each pass, or writes one file per pass below a directory."""
 
     def __init__(self, out: Path | None):
         self.folder = None if out is None else out / "passes"
@@ -241,7 +241,7 @@ class Dump:
 
 
 def compare(options: JobOptions, as_json: bool) -> None:
-    """Print what each machine makes of the model. Exits with `ERROR` if it fits none of them."""
+    """Print the comparison of machines. Exits with `ERROR` if the model fits none of them."""
     from .compare import compare_machines, compare_tables, unpriced
     from .tables import console
 
@@ -259,7 +259,7 @@ def compare(options: JobOptions, as_json: bool) -> None:
 
 
 def _job_of(directory: Path | None, options: JobOptions) -> Job:
-    """The job of a written directory, or else of a model."""
+    """The job of a written directory if one is given, else the job that the options describe."""
     if directory is None:
         return options.compile()
     if options.model is not None:

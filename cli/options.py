@@ -1,6 +1,6 @@
-"""The options that several commands share, as one dataclass: from the words of a command line to a `Job`.
+"""The options that several commands share, as one dataclass that makes a `Job` of them.
 
-Heavy imports are inside the functions: a mistake in the options is reported before torch has been loaded.
+Heavy imports are inside the functions, so that a mistake in the options is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
 
-REMEMBERED = "model.json"  # beside a written job: how to make its model again
+REMEMBERED = "model.json"  # the file beside a written job that says how to make its model again
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What to plan, on what. Every field is an option of the command line."""
+    """The model to plan, the machine and the settings. Every field is an option of the command line."""
 
     model: Annotated[
         str | None, typer.Option(help="gpt2, t5-11b ..., a config.json or a directory; gpt2:n_layer=96,n_embd=12288")
@@ -95,7 +95,7 @@ class JobOptions:
     download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
 
     def machine(self) -> Hardware:
-        """The one machine. Raises `PlanError` where several are named."""
+        """The only machine. Raises `PlanError` if several are named."""
         names = self.hardware or ["auto"]
         if len(names) > 1:
             raise PlanError(
@@ -104,7 +104,7 @@ class JobOptions:
         return machine(names[0], self.set)
 
     def machines(self) -> list[Hardware]:
-        """All that were named, each with every --set."""
+        """All machines that were named, each with every --set applied."""
         return [machine(name, self.set) for name in self.hardware or ["auto"]]
 
     def named_model(self) -> NamedModel:
@@ -117,8 +117,8 @@ class JobOptions:
         )
 
     def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
-        """The job, for a model on the meta device. `dump` is called behind each pass of the chosen plan alone;
-        `hardware` comes in place of the one that was named."""
+        """Compile the job for the model on the meta device. `dump` is called after each pass of the chosen plan only;
+        `hardware` replaces the machine that was named."""
         with rare_collections():
             return self._compile(dump, self.machine() if hardware is None else hardware)
 
@@ -135,7 +135,7 @@ class JobOptions:
     def compile_model(
         self, model: Any, hardware: Hardware, example_inputs: Any, weights: Path | None = None, **more: Any
     ) -> Job:
-        """The job for a model and a batch that are there already. `more` goes on to `penstock.compile`."""
+        """Compile the job for a given model and batch. `more` is passed on to `penstock.compile`."""
         from ..compiler import api
 
         arguments: dict[str, Any] = {
@@ -157,11 +157,11 @@ class JobOptions:
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})
 
     def profiling(self) -> bool | Path:
-        """`profile` of `penstock.compile`."""
+        """The argument `profile` of `penstock.compile`."""
         return self.profile and (self.profile_cache or True)
 
     def optimizer_partial(self) -> Any:
-        """A partial of the torch.optim class. Raises `PlanError` with close names."""
+        """A partial of the torch.optim class. Raises `PlanError` with close names for an unknown one."""
         import torch
 
         kinds = {n.lower(): kind for n, kind in vars(torch.optim).items() if isinstance(kind, type)}
@@ -173,18 +173,18 @@ class JobOptions:
         return functools.partial(kinds[self.optimizer.lower()], lr=self.lr, **decay)
 
     def param_groups(self) -> list[dict[str, Any]] | None:
-        """`param_groups` of `penstock.compile`."""
+        """The argument `param_groups` of `penstock.compile`."""
         return [{"params": list(self.no_decay), "weight_decay": 0.0}] if self.no_decay else None
 
     def remember(self, directory: Path) -> None:
-        """Write beside a written job how to make its model again, for `penstock check --job`."""
+        """Write a file beside a written job that says how to make its model again, for `penstock check --job`."""
         names = ("model", "head", "labels", "dropout", "seed")
         text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
         (directory / REMEMBERED).write_text(text + "\n")
 
     @staticmethod
     def recall(directory: Path) -> JobOptions:
-        """The options that `remember` wrote. Raises `PlanError` where there are none."""
+        """The options that `remember` wrote. Raises `PlanError` if there are none."""
         path = directory / REMEMBERED
         try:
             return JobOptions(**json.loads(path.read_text()))
@@ -194,7 +194,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class TrainOptions(JobOptions):
-    """What `penstock train` takes besides."""
+    """The options that `penstock train` takes in addition."""
 
     data: Annotated[Path | None, typer.Option(help="a .txt file, or .jsonl with text (and label) in each line")] = None
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
@@ -233,7 +233,7 @@ def machine(name: str, changes: list[str] | None, measure: bool = False) -> Hard
 
 
 def _plain(text: str) -> Any:
-    """Numbers, true and false as such; everything else, like 4TB, stays text."""
+    """The value of a text: numbers, true and false are parsed; anything else, like 4TB, stays text."""
     try:
         return json.loads(text.lower())
     except json.JSONDecodeError:
@@ -241,7 +241,7 @@ def _plain(text: str) -> Any:
 
 
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command whose keyword `options` is such a dataclass: each of its fields becomes an option."""
+    """Decorate a command whose keyword `options` is this dataclass: each of its fields becomes an option."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(options, include_extras=True)
@@ -258,7 +258,7 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
             chosen = options(**{name: value for name, value in given.items() if name in names})
             command(**{name: value for name, value in given.items() if name not in names}, options=chosen)
 
-        del filled.__wrapped__  # typer would look at the signature behind it
+        del filled.__wrapped__  # typer would look at the signature of the wrapped function
         filled.__signature__ = inspect.Signature([*fields, *kept])  # type: ignore[attr-defined]
         filled.__annotations__ = {p.name: p.annotation for p in (*fields, *kept)}
         return filled

@@ -1,4 +1,4 @@
-"""`penstock profile`: every distinct block's measured seconds beside what the hardware's rates promise."""
+"""`penstock profile`: each distinct block's measured seconds beside those that follow from the hardware's rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECONDS = ("forward_s", "rematerialise_s", "backward_s", "roofline_forward_s", 
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One distinct block on one kind of device; seconds of one micro-batch."""
+    """One distinct block on one kind of device. Seconds are those of one micro-batch."""
 
     device: str
     block: str
@@ -45,7 +45,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What was measured, per kind of device."""
+    """The measured blocks of each kind of device."""
 
     micro_batches: int
     parts: dict[str, list[ProfileRow]]  # the kind of device -> rows
@@ -56,12 +56,12 @@ class ProfileReport:
 
 
 def profile_report(options: JobOptions) -> ProfileReport:
-    """Measure, or take from the cache, every distinct block of the model that the options name.
+    """Measure, or read from the cache, every distinct block of the model that the options name.
 
     Raises `HardwareError` for hardware that is not here.
     """
     hardware, named = options.machine(), options.named_model()
-    parts = parts_here(hardware)  # before the model is traced
+    parts = parts_here(hardware)  # raises before the model is traced
     model, example = named.on_meta(), named.batch_spec(options.batch, options.sequence)
     shape = BatchShape.of(model, example)
     if options.micro_batches is not None:
@@ -100,7 +100,7 @@ def _rows(blocks: list[Block], device: Device, precision: str) -> list[ProfileRo
 
 
 def profile_tables(report: ProfileReport) -> Iterator[Table]:
-    """One table per kind of device; the last row is the whole model, every block as often as it has it."""
+    """One table per kind of device; its last row is the whole model, each block times the number of its occurrences."""
     for title, rows in report.parts.items():
         table = Table(
             title=f"{title}: one of {report.micro_batches} micro-batches", title_justify="left", title_style="bold"

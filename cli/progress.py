@@ -1,4 +1,4 @@
-"""What a training run shows while it goes: a bar on a terminal, a line now and then in a file."""
+"""The progress of a training run: a bar on a terminal, or a line now and then in a file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..compiler.job.job import StepReport
 from ..ir.units import format_bytes, format_seconds
 
-LINES = 20  # of a run whose output is a file
-RECENT = 20  # steps over which figures are averaged
+LINES = 20  # the number of lines that a run prints into a file
+RECENT = 20  # the number of steps over which figures are averaged
 
 
 class StepScreen:
-    """Loss, tokens/s, predicted against measured step time and the peak of each memory, step by step."""
+    """Shows loss, tokens/s, measured and predicted step time and the peak of each memory, step by step."""
 
     def __init__(self, screen: Console, total_steps: int, done_steps: int, tokens_per_step: int):
         self.screen, self.total, self.tokens = screen, total_steps, tokens_per_step

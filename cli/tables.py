@@ -28,12 +28,12 @@ SHORT = {
 
 
 def short_tier(tier: str) -> str:
-    """Of shards it says where they are and how often they are gathered, which is short enough."""
+    """A tier's short text. That of shards, which says where they are and how often gathered, is short enough."""
     return SHORT.get(tier, tier)
 
 
 def console() -> Console:
-    """For tables on stdout: as wide as the terminal, or wide enough for a table in a file."""
+    """A console for tables on stdout, as wide as the terminal, or wide enough for a table in a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
@@ -48,7 +48,7 @@ def plan_header(plan: Plan) -> str:
 
 
 def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Iterator[Table]:
-    """Stages, memories, links and rivals of a plan."""
+    """Tables of a plan's stages, memories, SSDs, links, rivals and remarks."""
     yield stage_table(plan, stages, hardware)
     if plan.predicted is not None:
         yield memory_table(plan.predicted)
@@ -65,7 +65,7 @@ def plan_tables(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> 
 
 
 def stage_table(plan: Plan, stages: Sequence[StageSpec], hardware: Hardware) -> Table:
-    """One row per run of stages that differ in nothing but their place."""
+    """One row per run of stages that differ only in their place."""
     decisions = plan.decisions
     rows = []
     described = [
@@ -105,7 +105,7 @@ def memory_table(predicted: Prediction) -> Table:
 
 
 def timeline_tables(timeline: Timeline) -> Iterator[Table]:
-    """Busy share per device and stream, peaks, bytes per link."""
+    """Tables of a timeline: busy share per device and stream, peaks, bytes per link."""
     streams = list(dict.fromkeys(stream for _, stream in timeline.busy_share))
     rows = []
     for device, name in enumerate(timeline.device_names):
@@ -128,7 +128,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def check_table(report: CheckReport) -> Table:
-    """One row per kind of number, and a verdict."""
+    """One row per kind of number, with a verdict."""
     rows = [
         (
             row.what,
@@ -146,7 +146,7 @@ def check_table(report: CheckReport) -> Table:
 
 
 def amounts_table(title: str, what: str, amounts: Any) -> Table:
-    """Bytes by name; names with nothing are left out."""
+    """A table of bytes by name, without names that have none."""
     return table(title, (what, "bytes"), [(name, format_bytes(amount)) for name, amount in amounts.items() if amount])
 
 

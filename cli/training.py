@@ -1,7 +1,7 @@
 """`penstock train`: fine-tune a causal language model or a classifier on a text file.
 
-What it leaves in its directory: `checkpoint` (to resume from), `model` (as `from_pretrained` loads it) and `programs`
-(the files that ran). Ctrl-C ends the run behind the step under way; a second one ends it at once.
+A run leaves in its directory `checkpoint` (to resume from), `model` (as `from_pretrained` loads it) and `programs`
+(the files that ran). Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .data import Codec, Rows, classes_of, evaluation_batches, labelled_rows, re
 from .options import TrainOptions
 from .progress import StepScreen, memory_text
 
-ECHO_S = 2.0  # in which torchrun's own signal follows the terminal's
+ECHO_S = 2.0  # how long after the terminal's signal torchrun's own may follow
 SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass
 class TrainResult:
-    """What a run did. Losses are of this run's steps; accuracy or loss on held-out rows before and after, if any."""
+    """What a run did. `losses` are those of its steps; `before` and `after` have accuracy and loss on held-out rows."""
 
     steps: int = 0
     losses: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class TrainResult:
 
 @dataclass
 class TrainingTask:
-    """The model, its rows and how long to train: everything but the devices."""
+    """The model, its rows and the number of steps: everything but the devices."""
 
     named: NamedModel
     codec: Codec
@@ -64,14 +64,14 @@ class TrainingTask:
 
     @property
     def fingerprint(self) -> str:
-        """Of the training rows: a run resumes on the same data only."""
+        """A hash of the training rows, as a run resumes only on the same data."""
         return hashlib.sha256(self.rows.input_ids.numpy().tobytes()).hexdigest()[:16]
 
 
 def train(options: TrainOptions, screen: Console) -> TrainResult:
-    """The whole run. Raises what `penstock.compile` and `Job.step` raise; the last checkpoint then stays as it is.
+    """Do the whole run. Raises what `penstock.compile` and `Job.step` raise; the last checkpoint then stays as it is.
 
-    Under torchrun every rank calls it, takes its own rows of each batch, and the first one speaks and writes.
+    Under torchrun every rank calls it and takes its own rows of each batch; only the first rank prints and writes.
     """
     is_main = own_device() == 0
     if not is_main:
@@ -111,7 +111,7 @@ def train(options: TrainOptions, screen: Console) -> TrainResult:
 
 
 def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
-    """Data to rows, and the model that fits them. Raises `PlanError` naming what does not go together."""
+    """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
     if options.data is None:
         raise PlanError("name the text to train on: --data FILE.txt or --data FILE.jsonl")
     named = options.named_model()
@@ -146,7 +146,7 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
 
 
 def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) -> NamedModel:
-    """The same model with one output per class; more if asked for."""
+    """The same model with one output per class, or more if the options ask for more."""
     if len(classes) < 2:
         raise PlanError(f"{options.data} has the one label {classes[0]!r}; a classifier needs two or more")
     if options.labels is not None and options.labels < len(classes):
@@ -163,7 +163,7 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
 
 
 def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
-    """The job. A model with weights stays on the meta device; one without gets new weights."""
+    """Compile the job. A model with weights stays on the meta device; one without gets new weights."""
     named = task.named
     weights = named.directory if named.has_weights else None
     model = named.on_meta() if weights is not None else named.in_memory(options.seed)
@@ -185,12 +185,12 @@ def _schedule(name: str, steps: int) -> Any:
 
 
 def _begin(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> RankSampler:
-    """Start the devices with new or resumed state. Returns who says which rows come next."""
+    """Start the devices with new or resumed state. Returns the sampler, which says which rows come next."""
     if not options.resume:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             _ = job.driver
-        for message in said:  # of weights that the model's directory lacks
+        for message in said:  # about weights that the model's directory lacks
             screen.print(str(message.message), soft_wrap=True)
         return job.sampler(task.rows)
     data = job.resume(options.out / "checkpoint")
@@ -215,11 +215,11 @@ def _steps(
     result: TrainResult,
     stop: threading.Event,
 ) -> None:
-    """Train up to the last step, or until asked to stop; save on the way and at the end."""
+    """Train until the last step or until `stop` is set; save on the way and at the end."""
     saved_step = job.step_count
     began_s, before = time.perf_counter(), job.step_count
     with StepScreen(screen, task.steps, job.step_count, options.batch * options.sequence) as progress:
-        for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # pass after pass
+        for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # epoch after epoch
             if job.step_count >= task.steps or any(job.driver.gather(stop.is_set())):
                 break
             result.losses.append(float(job.step(task.rows.take(chosen))))
@@ -249,7 +249,7 @@ def _save(options: TrainOptions, task: TrainingTask, job: Job) -> None:
 
 def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said when the run began: weights that the model's directory lacks
+        warnings.simplefilter("ignore")  # `_begin` has printed the warnings about weights that the directory lacks
         directory = job.save_pretrained(options.out / "model")
     if task.codec.tokenizer is not None and job.driver.is_main:
         task.codec.tokenizer.save_pretrained(str(directory))
@@ -259,9 +259,9 @@ def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Con
 
 
 def evaluate(job: Job, task: TrainingTask, batch: int, screen: Console, when: str) -> dict[str, float]:
-    """Loss on the held-out rows, for a classifier accuracy too. Nothing where no row is held out.
+    """Loss on the held-out rows, for a classifier also accuracy. Empty if no row is held out.
 
-    The loss leaves out the rows of a last batch that is not full, unless there is no other.
+    The loss leaves out the last batch if it is not full, unless it is the only one.
     """
     if not len(task.held_out):
         return {}
@@ -295,7 +295,8 @@ def _say_how_to_resume(options: TrainOptions, screen: Console) -> None:
 def interruptible() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C (or SIGTERM) sets; the second one raises KeyboardInterrupt.
 
-    torchrun passes on what the terminal has sent to its ranks already: there, what comes at once is not a second one.
+    torchrun passes on a signal that the terminal has already sent to its ranks, so under torchrun a signal that follows
+    within `ECHO_S` does not count as a second one.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -22,7 +22,7 @@ def reproduce(
     from . import report as papers
 
     if out is not None:
-        papers.check_drawable()  # now, not after minutes
+        papers.check_drawable()  # raise now, not after minutes of simulation
     wanted = [key.strip() for key in (only or "").split(",") if key.strip()]
     report = papers.reproduce(paper, wanted, say=papers.to_stderr)
     if out is not None:

@@ -1,4 +1,4 @@
-"""What the reproductions of all papers share: a setup with a lab, sizes of models, words for the assumptions."""
+"""The common part of all papers' reproductions: a setup with a lab, sizes of models, texts of assumptions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LAYERS, OPERATORS = "coarsen", "coarsen{level=operator}"
 
 
 class Experiments:
-    """A paper's experiments. Class attributes are the paper's own setup; a smaller one is a subclass."""
+    """A paper's experiments. Class attributes are the paper's own setup; a subclass may make a smaller one."""
 
     title: str
-    left_out: Mapping[str, str] = {}  # figure, why no simulation speaks of it
+    left_out: Mapping[str, str] = {}  # figure -> why it is not simulated
     models: Mapping[str, Any]  # by the paper's names
     precision = "fp16"
     state_bytes = 8.0  # of the optimizer, per parameter
@@ -32,7 +32,7 @@ class Experiments:
         self.lab.models |= self.unnamed
 
     def assumptions(self) -> dict[str, str]:
-        """The same for every figure; out of the machines and the setup, so that they say what was simulated."""
+        """The assumptions of all figures, taken from the machines and the setup that are simulated."""
         raise NotImplementedError
 
     def workload(
@@ -49,12 +49,12 @@ class Experiments:
 
 @lru_cache
 def billions(name: str) -> float:
-    """Parameters of one of our models."""
+    """The number of parameters of one of our models, in billions."""
     return num_params(find_model(name).on_meta()) / 1e9
 
 
 def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> FigureTable:
-    """Parameters of models: the paper's names to ours, and to the paper's numbers in billions."""
+    """A table of parameters. `models` maps the paper's names to ours, `claims` to the paper's numbers in billions."""
     table = FigureTable()
     for model, name in models.items():
         table.add(model, "parameters", billions(name), " B", claim=claims.get(model))
@@ -62,7 +62,7 @@ def sizes_table(models: Mapping[str, str], claims: Mapping[str, float]) -> Figur
 
 
 def step_flops(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """96 b s l h^2 (1 + s / 6h + V / 16lh) of Narayanan et al. 2021, which counts the recomputation of every block."""
+    """FLOPs of a step, 96 b s l h^2 (1 + s / 6h + V / 16lh) (Narayanan et al. 2021), which counts recomputation."""
     whole = 96.0 * batch * sequence * layers * hidden**2
     return whole * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
 
@@ -72,7 +72,7 @@ def said_memory(device: Device) -> str:
 
 
 def said_traffic(device: Device) -> str:
-    """What a call costs besides its matrix products."""
+    """A text that says what a call costs besides its matrix products."""
     return (
         f"plus every call's traffic at {device.memory_bandwidth / 1e9:.0f} GB/s, plus {device.op_overhead_s * 1e6:.0f} "
         "us a call"

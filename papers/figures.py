@@ -1,4 +1,4 @@
-"""Charts as PNG and SVG: grouped bars beside a paper's range, and curves. Needs matplotlib, the extra `figures`."""
+"""Charts as PNG and SVG: grouped bars with a paper's range, and curves. Needs matplotlib, the extra `figures`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ir.errors import PlanError
 
-FAMILIES = {  # shades of one colour for series whose names begin alike
+FAMILIES = {  # shades of one colour for series whose names begin with the same word
     "Mobius": ("#174a84", "#2f6db3", "#7aa9dc"),
     "ZeRO-3": ("#a35a10", "#d9822b", "#f0b983"),
     "paper": ("#c9ced6", "#a7aeb9", "#8a919c"),
@@ -25,9 +25,9 @@ SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar per series in each group; None leaves a bar out. `band`: the paper's range, drawn behind the bars."""
+    """A bar per series in each group; None leaves a bar out. `band` is the paper's range, drawn behind the bars."""
 
-    name: str  # of the files, without ending
+    name: str  # of the files, without suffix
     title: str
     ylabel: str
     groups: Sequence[str]
@@ -53,13 +53,13 @@ Chart = Bars | Curves
 
 
 def check_drawable() -> None:
-    """Raises `PlanError` where matplotlib is not installed."""
+    """Raise `PlanError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PlanError("figures need matplotlib: pip install 'penstock[figures]'")
 
 
 def draw(chart: Chart, folder: Path) -> list[Path]:
-    """Write `<name>.png` and `<name>.svg`. Raises `PlanError` where matplotlib is not installed."""
+    """Write `<name>.png` and `<name>.svg`. Raises `PlanError` if matplotlib is not installed."""
     check_drawable()
     import matplotlib
 
@@ -82,7 +82,7 @@ def draw(chart: Chart, folder: Path) -> list[Path]:
 
 
 def _colours(names: Sequence[str]) -> list[str]:
-    """Of series, in order: a family's shades in turn, else the palette."""
+    """The colours of series, in order: the shades of a series' family in turn, else those of the palette."""
     used: dict[str, int] = {}
     found = []
     for name in names:

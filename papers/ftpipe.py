@@ -1,8 +1,8 @@
-"""What a simulation can say of the tables and figures of FTPipe (ATC 2021, section 5): times, not accuracies.
+"""The tables and figures of FTPipe (ATC 2021, section 5) that a simulation can reproduce: times, not accuracies.
 
 Seq-pipe gives each GPU one run of adjacent blocks, Mixed-pipe several runs, in fp32, with everything on the GPUs.
-Synchronous pipelines fill and drain once a step and compute every stage again in backward; asynchronous ones fill once
-for many mini-batches, and their last stage computes nothing again.
+Synchronous pipelines fill and drain once a step and recompute every stage in backward. Asynchronous pipelines fill once
+for many mini-batches, and their last stage recomputes nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SEQ = ("partition-pipedream", "partition-balanced{stages=devices}", "partition-a
 class FineTuning:
     """A task: rows of the global batch and of a micro-batch (table 4), tokens in encoder and decoder.
 
-    `speedup`: Mixed-pipe over Seq-pipe, synchronous (table 2); `more`: its bytes between GPUs over Seq-pipe's (5.3).
-    `asynchronous`: asynchronous Mixed-pipe over synchronous Seq-pipe (table 2); its mini-batches are the global batch
-    in `parts` (table 4).
+    `speedup` is that of Mixed-pipe over Seq-pipe, both synchronous (table 2); `more` is the ratio of their bytes
+    between GPUs (5.3). `asynchronous` is the speedup of asynchronous Mixed-pipe over synchronous Seq-pipe (table 2),
+    with the global batch divided into `parts` mini-batches (table 4).
     """
 
     batch: int
@@ -44,7 +44,7 @@ class FineTuning:
 
 
 class FtPipe(Experiments):
-    """T5 fine-tuned on several tasks."""
+    """FTPipe's setup: T5 fine-tuned on several tasks."""
 
     title = "FTPipe (ATC 2021) in simulation"
     left_out = {
@@ -64,12 +64,12 @@ class FtPipe(Experiments):
         "BoolQ": FineTuning(20, 2, 512, 8, 1.08, 2.6, 2.13, 5),
         "MultiRC": FineTuning(8, 1, 512, 8, 1.11, 2.6, 3.32, 2),
     }
-    task = "BoolQ"  # of the single experiments
+    task = "BoolQ"  # of the experiments with a single task
     preset = "ftpipe-2080ti"
     stages: Sequence[int] = (8, 16, 24, 32)  # figure 9
     batches: Sequence[tuple[int, int]] = ((4, 1), (8, 1), (4, 2), (8, 2), (10, 2), (5, 4))  # of `large`: count, rows
     volume: tuple[int, Sequence[int]] = (4, (64, 320, 512))  # micro-batch and lengths for section 3.2's bytes
-    passing = 128  # micro-batches that go through an asynchronous pipeline between its filling and its draining
+    passing = 128  # the number of micro-batches of a simulated asynchronous pipeline, from its filling to its draining
 
     @property
     def machine(self) -> Hardware:
@@ -83,7 +83,7 @@ class FtPipe(Experiments):
         return self.lab.trial(work, hardware, f"{level}, {partition}, {REST}")
 
     def seq(self, work: Workload, hardware: Hardware) -> SimulatedStep:
-        """The best of the contiguous partitioners with one stage a GPU; those that are on the GPUs entirely first."""
+        """The best of the contiguous partitioners with one stage per GPU; plans entirely on the GPUs come first."""
         return min((self.run(work, hardware, partition) for partition in SEQ), key=_on_gpus_first)
 
     def mixed(self, work: Workload, hardware: Hardware, stages: int = 0, level: str = LAYERS) -> SimulatedStep:
@@ -91,12 +91,12 @@ class FtPipe(Experiments):
         return self.run(work, hardware, f"partition-mixed{options}", level)
 
     def asynchronous(self, task: FineTuning, partition: str, level: str = LAYERS, rows: int = 0) -> SimulatedStep:
-        """Of a task with micro-batches as FTPipe has them, or of `rows` rows."""
+        """An asynchronous pipeline's trial of a task, with FTPipe's micro-batches or with micro-batches of `rows`."""
         work = self.workload(self.model, rows or task.batch // task.parts, self.passing, task.sequence, task.targets)
         return self.lab.trial(work, self.machine, f"{level}, {partition}, {FREE}")
 
     def assumptions(self) -> dict[str, str]:
-        """Out of the preset and the setup, so that they say what was simulated."""
+        """The assumptions of all figures, taken from the preset and the setup that are simulated."""
         device = self.machine.devices[0]
         lengths = ", ".join(f"{name} {task.sequence} + {task.targets}" for name, task in self.tasks.items())
         batches = ", ".join(f"{name} {t.batch // t.micro_batch} x {t.micro_batch}" for name, t in self.tasks.items())
@@ -116,12 +116,12 @@ class FtPipe(Experiments):
 
 
 def on_gpus(trial: SimulatedStep) -> bool:
-    """Fits with everything on the GPUs, as FTPipe needs it."""
+    """Whether the plan fits with everything on the GPUs, as FTPipe needs it."""
     return trial.timeline is not None and all(t.op != "fetch" for t in trial.transfers)
 
 
 def sent_bytes(trial: SimulatedStep) -> float:
-    """Bytes from GPU to GPU for one micro-batch, forward and backward."""
+    """Bytes that one micro-batch sends from GPU to GPU, forward and backward."""
     return sum(t.moved_bytes for t in trial.transfers if t.op == "send") / trial.workload.micro_batches
 
 
@@ -131,7 +131,8 @@ def slowest_s(trial: SimulatedStep) -> float:
 
 
 def table2(paper: FtPipe) -> Finding:
-    """Mixed-pipe over Seq-pipe, synchronous: with two stages a GPU as in the paper, and with L of its own choice."""
+    """Mixed-pipe over Seq-pipe, both synchronous: with two stages per GPU as in the paper, and with its own choice of
+    L."""
     table, paper_stages = FigureTable(), 2 * paper.machine.num_devices
     ways = {f"L = {paper_stages}": (OPERATORS, paper_stages), "layers": (LAYERS, paper_stages), "own L": (OPERATORS, 0)}
     bars: dict[str, list[float | None]] = {"paper": [], **{key: [] for key in ways}}
@@ -171,7 +172,7 @@ def table2(paper: FtPipe) -> Finding:
 
 
 def table2_asynchronous(paper: FtPipe) -> Finding:
-    """Asynchronous Mixed-pipe over synchronous Seq-pipe: time of an epoch."""
+    """Asynchronous Mixed-pipe over synchronous Seq-pipe, by the time of an epoch."""
     table, stages = FigureTable(), 2 * paper.machine.num_devices
     mixed = f"L = {stages}"
     ways = {
@@ -217,7 +218,7 @@ def table2_asynchronous(paper: FtPipe) -> Finding:
 def _add_gain(
     table: FigureTable, name: str, key: str, seq: SimulatedStep, trial: SimulatedStep, claim: float | None
 ) -> float | None:
-    """Seconds of a row under GPipe's Seq-pipe over those of an asynchronous pipeline."""
+    """Add and return the seconds per row of GPipe's Seq-pipe over those of an asynchronous pipeline."""
     what, row_s, own_s = f"GPipe Seq-pipe / asynchronous, {key}", _row_s(seq), _row_s(trial)
     if row_s is None or own_s is None:
         table.append(FigureRow(name, what, "", f"does not fit: {trial.misses}"[:110]))
@@ -229,13 +230,13 @@ def _add_gain(
 
 
 def _row_s(trial: SimulatedStep) -> float | None:
-    """Seconds for one row of the batch."""
+    """Seconds per row of the batch."""
     work = trial.workload
     return trial.step_s / (work.micro_batch * work.micro_batches) if trial.step_s else None
 
 
 def volume(paper: FtPipe) -> Finding:
-    """Section 3.2: bytes of the whole pipe."""
+    """Section 3.2: the bytes that pass between the stages of a whole pipe."""
     table = FigureTable()
     rows, lengths = paper.volume
     for length in lengths:
@@ -284,7 +285,7 @@ def granularity(paper: FtPipe) -> Finding:
 
 
 def fig9(paper: FtPipe) -> Finding:
-    """Number of stages L."""
+    """Figure 9: the number of stages L."""
     table, points = FigureTable(), []
     for stages in paper.stages:
         trial = paper.mixed(paper.work(paper.tasks[paper.task]), paper.machine, stages, OPERATORS)
@@ -346,7 +347,7 @@ def _peak(setting: str, name: str, trial: SimulatedStep) -> FigureRow:
 
 
 def search(paper: FtPipe) -> Finding:
-    """Seconds of the partitioners."""
+    """The seconds that the partitioners take."""
     table, work = FigureTable(), paper.work(paper.tasks[paper.task])
     for level, key in ((LAYERS, "layers"), (OPERATORS, "operators")):
         took_s = paper.mixed(work, paper.machine, level=level).planning_cpu_s.get("partition-mixed", math.nan)

@@ -1,7 +1,7 @@
 """Trials for paper reproductions: a model on a machine under a pipeline of passes, planned and simulated.
 
-A trial needs no weights and no GPU: it compiles the programs that would run and hands them to the simulator. What
-trials have in common (a model's op graph, its blocks with their costs, equal trials) is made once.
+A trial needs no weights and no GPU: it compiles the programs that would run and gives them to the simulator. What
+trials have in common (a model's op graph, its blocks with their costs, equal trials) is computed once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOVES = (ops.H2D, ops.D2H, ops.SEND, ops.COMM)  # streams of transfers; a receiv
 class Workload:
     """A model and its global batch: `micro_batches` of `micro_batch` rows.
 
-    `sequence`: tokens in a row, `targets` in a row of an encoder-decoder's labels (None: as many). `state_bytes`: of
-    the optimizer, per parameter.
+    `sequence` is the number of tokens in a row, `targets` that in a row of an encoder-decoder's labels (None: the same
+    number). `state_bytes` are those of the optimizer per parameter.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer of a step: bytes, and seconds since the step began."""
+    """One transfer of a step: its bytes, and its begin and end in seconds since the step began."""
 
     device: int
     op: str
@@ -63,13 +63,13 @@ class Transfer:
 
     @property
     def rate(self) -> float:
-        """Bytes/s over the whole time it was under way."""
+        """Bytes/s over the transfer's whole time."""
         return self.moved_bytes / (self.end_s - self.start_s) if self.end_s > self.start_s else float("inf")
 
 
 @dataclass
 class SimulatedStep:
-    """One planned and simulated step; without a timeline where it does not fit, and then `misses` says why."""
+    """One planned and simulated step. If it does not fit it has no timeline, and `misses` says why."""
 
     workload: Workload
     hardware: Hardware
@@ -81,7 +81,7 @@ class SimulatedStep:
     transfers: list[Transfer] = field(default_factory=list)
     planning_cpu_s: dict[str, float] = field(default_factory=dict)  # pass -> processor seconds of its planning
     decisions: dict[str, Any] = field(default_factory=dict)  # by field of a plan
-    programs: list[Program] = field(default_factory=list)  # of a lane, where there are several
+    programs: list[Program] = field(default_factory=list)  # those of a lane if there are several
     specs: list[StageSpec] = field(default_factory=list)
 
     @property
@@ -90,19 +90,19 @@ class SimulatedStep:
 
     @property
     def model_bytes(self) -> int:
-        """In fp32, which Mobius's figures call the model size."""
+        """The bytes of all parameters in fp32, which Mobius's figures call the model size."""
         return 4 * self.params
 
     @property
     def device_bytes(self) -> tuple[int, int]:
-        """Bytes over the devices' own PCIe links in a step: towards the devices, and away from them."""
+        """Bytes over the devices' own PCIe links in a step: to the devices, and from them."""
         assert self.timeline is not None
         moved = self.timeline.moved_bytes
         names = self.timeline.device_names
         return sum(moved.get(f"{name}.down", 0) for name in names), sum(moved.get(f"{name}.up", 0) for name in names)
 
     def compute_s(self) -> list[float]:
-        """Per device the seconds that it computes."""
+        """For each device, the seconds that it computes."""
         assert self.timeline is not None
         return [
             share * self.timeline.step_s
@@ -112,7 +112,7 @@ class SimulatedStep:
 
 
 class ModelSource(Protocol):
-    """What a trial asks of a model: see `models.NamedModel`."""
+    """The part of `compiler.models.named.NamedModel` that a trial needs."""
 
     def on_meta(self) -> nn.Module: ...
 
@@ -120,7 +120,7 @@ class ModelSource(Protocol):
 
 
 class Lab:
-    """Runs trials. `say` is told of each that takes time; `models` are those that `compiler/models` does not name."""
+    """Runs trials. `say` gets a text about each new one; `models` has those that `compiler/models` does not name."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
         self.say = say
@@ -132,7 +132,7 @@ class Lab:
     def trial(self, workload: Workload, hardware: Hardware, line: str) -> SimulatedStep:
         """Plan and simulate one step under a pipeline's text or a strategy's name.
 
-        What does not fit gives a step without a timeline. Raises `PassError` for an unknown pipeline.
+        A step that does not fit has no timeline. Raises `PassError` for an unknown pipeline.
         """
         key = (workload, hardware.model_dump_json(), line)
         if key not in self.trials:
@@ -141,7 +141,7 @@ class Lab:
         return self.trials[key]
 
     def draft(self, workload: Workload, hardware: Hardware, coarsen: Pass) -> Draft:
-        """A fresh draft with its blocks."""
+        """A new draft with its blocks."""
         graph = self._graph(workload, hardware.devices[0].kind)
         options = Options(workload.micro_batches, workload.precision, state_bytes_per_param=workload.state_bytes)
         draft = Draft(graph, hardware, options)
@@ -190,13 +190,13 @@ class Lab:
 
 
 def num_params(model: nn.Module) -> int:
-    """Tied ones once."""
+    """The number of parameters of a model, tied ones counted once."""
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
 def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Transfer]:
-    """Every transfer of a simulated step with its bytes. A member of a collective has one of its own, with the bytes
-    that it sends to its neighbour in the ring."""
+    """Every transfer of a simulated step. Each member of a collective has a transfer of its own, with the bytes that it
+    sends to its neighbour in the ring."""
     nodes = [(p, node) for p in programs for node in p.ops() if op_of(node).streams]
     for (program, node), span in zip(nodes, timeline.spans, strict=True):
         if span.stream in MOVES:
@@ -207,7 +207,7 @@ def transfers(programs: Sequence[Program], timeline: Timeline) -> Iterator[Trans
 
 
 def _laps(program: Program, work: ops.Work) -> float:
-    """How often a transfer's bytes leave a device: once, or a collective's rounds without the member's own share."""
+    """How many times a transfer's bytes leave a device: 1, or a collective's rounds less the member's own share."""
     if not work.group:
         return 1.0
     members = program.interface.size(work.group)
@@ -215,7 +215,7 @@ def _laps(program: Program, work: ops.Work) -> float:
 
 
 def exposed_share(trial: SimulatedStep) -> float:
-    """Share of the step in which a device moves something and computes nothing, the mean over devices.
+    """The share of the step in which a device moves something and computes nothing, as the mean over devices.
 
     A device's transfers are its fetches, offloads, sends, receives and collectives.
     """
@@ -236,8 +236,8 @@ def share_of_bytes(trial: SimulatedStep, low: float, high: float = float("inf"))
 
 
 def profile_s(blocks: Sequence[Block], hardware: Hardware, precision: str, repeats: int) -> tuple[float, float]:
-    """Seconds on the device to time every distinct block, and every block: forward, forward again and backward, with
-    its weights uploaded first."""
+    """Seconds on the device to profile the distinct blocks, and to profile all blocks. A block's weights are uploaded
+    first; then forward, recomputation and backward are timed."""
     device = hardware.devices[0]
     rate = hardware.bandwidth("dram0", device.name)
 

@@ -1,7 +1,8 @@
-"""What a simulation can say of the tables and figures of Mobius (ASPLOS 2023, section 4).
+"""The tables and figures of Mobius (ASPLOS 2023, section 4) that a simulation can reproduce.
 
-Mobius runs as its paper has it: stages always come from DRAM, are computed again in backward, as many micro-batches as
-GPUs. The rival is ZeRO-3 with CPU offload as programs of our own, on the same machine under the same assumptions.
+Mobius runs as in its paper: stages always come from DRAM and are recomputed in backward, and there are as many
+micro-batches as GPUs. The rival is ZeRO-3 with CPU offload as programs of our own, on the same machine under the same
+assumptions.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ GPIPE = "gpipe"
 
 
 def mobius(partition: str = MIP, mapping: str = "map-cross") -> str:
-    """The pipeline of Mobius, with another partition or mapping in it."""
+    """The pipeline of Mobius with this partition and mapping."""
     return f"coarsen, {partition}, {mapping}, {SWAPPED}"
 
 
 def topology(name: str) -> Hardware:
-    """A machine whose fetches go by turns, as section 3.3 orders them."""
+    """A machine that orders its fetches as section 3.3 does."""
     return Hardware.preset(f"mobius-topo{name}", ordered_fetches=True)
 
 
 class Mobius(Experiments):
-    """Models by the paper's names: our name, and the micro-batch of table 3."""
+    """Mobius's setup. `models` maps the paper's names to (our name, the micro-batch of table 3)."""
 
     title = "Mobius (ASPLOS 2023) in simulation"
     left_out = {
@@ -48,7 +49,7 @@ class Mobius(Experiments):
     models: Mapping[str, tuple[str, int]] = {
         "3B": ("mobius-3b", 2), "8B": ("mobius-8b", 2), "15B": ("mobius-15b", 1), "51B": ("mobius-51b", 1)
     }  # fmt: skip
-    billions: Mapping[str, float] = {"3B": 3, "8B": 8, "15B": 15, "51B": 51}  # what table 3 calls them
+    billions: Mapping[str, float] = {"3B": 3, "8B": 8, "15B": 15, "51B": 51}  # parameters according to table 3
     partitioned: Sequence[str] = ("3B", "15B", "51B")  # of figure 9
     mapped: Sequence[str] = ("8B", "15B")  # of figure 10
     micro_batches: Sequence[int] = (1, 2, 4)  # of figures 9 and 10
@@ -71,7 +72,7 @@ class Mobius(Experiments):
         return self.mobius(model, hardware), self.zero3(model, hardware)
 
     def assumptions(self) -> dict[str, str]:
-        """Out of the preset and the workload, so that they say what was simulated."""
+        """The assumptions of all figures, taken from the preset and the workload that are simulated."""
         hardware = topology("2+2")
         device, host = hardware.devices[0], hardware.hosts[0]
         blocks = self.blocks(self.work(self.scaled, hardware), hardware)
@@ -105,7 +106,7 @@ def _achieved(blocks: Sequence[Block], hardware: Hardware) -> float:
 
 
 def table3(paper: Mobius) -> Finding:
-    """Models."""
+    """Table 3: the models."""
     table = sizes_table({model: name for model, (name, _) in paper.models.items()}, paper.billions)
     return Finding(
         "table3",
@@ -119,7 +120,7 @@ def table3(paper: Mobius) -> Finding:
 
 
 def fig5(paper: Mobius) -> Finding:
-    """Step time against ZeRO-3 with CPU offload."""
+    """Figure 5: step time against ZeRO-3 with CPU offload."""
     table = FigureTable()
     ratios: dict[str, list[float | None]] = {name: [] for name in paper.topologies}
     for model in paper.models:
@@ -165,7 +166,7 @@ def _gpipe(table: FigureTable, paper: Mobius, model: str) -> None:
 
 
 def fig6(paper: Mobius) -> Finding:
-    """Bytes moved."""
+    """Figure 6: bytes moved in a step."""
     table, hardware = FigureTable(), topology("2+2")
     bars: dict[str, list[float | None]] = {"Mobius": [], "ZeRO-3 offload": [], "Mobius, to the GPUs": []}
     bars["ZeRO-3, to the GPUs"] = []
@@ -195,7 +196,7 @@ def fig6(paper: Mobius) -> Finding:
 
 
 def fig7(paper: Mobius) -> Finding:
-    """Bandwidth of transfers."""
+    """Figure 7: the bandwidth of transfers."""
     table = FigureTable()
     curves: dict[str, Sequence[tuple[float, float]]] = {}
     for model in paper.models:
@@ -239,7 +240,7 @@ def _cdf(trial: SimulatedStep) -> list[tuple[float, float]]:
 
 
 def fig8(paper: Mobius) -> Finding:
-    """Communication that computation does not hide."""
+    """Figure 8: communication that computation does not hide."""
     table, most = FigureTable(), 0.0
     bars: dict[str, list[float | None]] = {}
     for name in paper.topologies:
@@ -267,7 +268,7 @@ def fig8(paper: Mobius) -> Finding:
 
 
 def fig9(paper: Mobius) -> Finding:
-    """MIP partition against maximum-stage and minimum-stage."""
+    """Figure 9: the MIP partition against maximum-stage and minimum-stage."""
     table, hardware, groups = FigureTable(), topology("2+2"), []
     bars: dict[str, list[float | None]] = {"maximum-stage": [], "minimum-stage": []}
     for model in paper.partitioned:
@@ -300,7 +301,7 @@ def fig9(paper: Mobius) -> Finding:
 
 
 def _one_block(table: FigureTable, paper: Mobius) -> None:
-    """On GPUs that hold one block and little more, the MIP's stages are those of minimum-stage."""
+    """Add a row for GPUs that hold little more than one block, on which the MIP's stages equal minimum-stage's."""
     model = paper.partitioned[-1]
     largest = max(paper.blocks(paper.work(model, topology("2+2")), topology("2+2")), key=lambda b: b.param_bytes)
     cost = largest.cost
@@ -315,7 +316,7 @@ def _one_block(table: FigureTable, paper: Mobius) -> None:
 
 
 def fig10(paper: Mobius) -> Finding:
-    """Cross mapping against sequential mapping."""
+    """Figures 10 and 11: cross mapping against sequential mapping."""
     table, hardware, groups, band = FigureTable(), topology("4+4"), [], (11.3, 18.1)
     bars: dict[str, list[float | None]] = {"MIP partition": [], "maximum-stage partition": []}
     for model in paper.mapped:
@@ -350,7 +351,7 @@ def fig10(paper: Mobius) -> Finding:
 
 
 def fig12(paper: Mobius) -> Finding:
-    """What planning costs."""
+    """Figure 12: the cost of planning."""
     table, hardware, profiles = FigureTable(), topology("1+3"), {}
     for model in paper.models:
         step = paper.mobius(model, hardware)
@@ -378,7 +379,7 @@ def fig12(paper: Mobius) -> Finding:
 
 
 def fig14(paper: Mobius) -> Finding:
-    """From 2 to 8 GPUs."""
+    """Figure 14: scaling from 2 to 8 GPUs."""
     table = FigureTable()
     curves: dict[str, list[tuple[float, float]]] = {"paper: more than linear": []}
     for label, narrow in (("slots of x16", False), ("slots of x8", True)):
@@ -414,11 +415,11 @@ def fig14(paper: Mobius) -> Finding:
 
 
 def fig15(paper: Mobius) -> Finding:
-    """A rented server with NVLink."""
+    """Figure 15: a rented server with NVLink."""
     table = FigureTable()
     rented, own = Hardware.preset("mobius-v100", ordered_fetches=True), topology("2+2")
     bars: dict[str, list[float | None]] = {"ZeRO-3, V100": [], "Mobius, V100": [], "Mobius, 3090 Ti": []}
-    price = 0.57 / 1.42  # of an hour, from the paper's own two numbers: it does not name the rent
+    price = 0.57 / 1.42  # of an hour, from two numbers of the paper, which does not give the rent
     for model in paper.rented:
         steps = paper.zero3(model, rented, 2), paper.mobius(model, rented, 2), paper.mobius(model, own, 2)
         theirs, there, here = (step.step_s for step in steps)
@@ -445,7 +446,7 @@ def fig15(paper: Mobius) -> Finding:
 
 
 def sensitivity(paper: Mobius) -> Finding:
-    """How the headline moves with each assumption."""
+    """The ratio of figure 5 with one assumption changed at a time."""
     table, base = FigureTable(), topology("2+2")
     device, host = base.devices[0], base.hosts[0]
     variants: list[tuple[str, Hardware]] = [

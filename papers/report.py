@@ -1,8 +1,8 @@
-"""`penstock reproduce`: a paper's tables and figures beside what the simulator says of our own programs.
+"""`penstock reproduce`: a paper's tables and figures beside the simulator's results for our own programs.
 
-Each paper is a module with its experiments and its findings: functions from the experiments to rows "paper, ours,
-verdict" with the rule by which both count, the reason where they differ, and a chart. Assumptions are one table per
-paper.
+Each paper is a module with its experiments and its findings. A finding is a function from the experiments to rows
+"paper, ours, verdict", with the rule by which both numbers count, the reason if they differ, and charts. Each paper has
+one table of assumptions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAPERS = ("mobius", "ftpipe", "fuyou", "mics")
 
 @dataclass(frozen=True)
 class Finding:
-    """One table or figure. `reason` says why ours differs; it is shown only where it does."""
+    """One table or figure. `reason` says why our numbers differ, and is shown only if they do."""
 
     key: str
     title: str
@@ -54,18 +54,18 @@ class Report:
     title: str
     assumptions: Mapping[str, str]
     findings: Sequence[Finding]
-    left_out: Mapping[str, str] = field(default_factory=dict)  # figure, why no simulation speaks of it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # figure -> why it is not simulated
 
 
 class Paper(Protocol):
-    """What a paper's module gives."""
+    """The names that a paper's module defines."""
 
     EXPERIMENTS: type[Experiments]
     FINDINGS: Sequence[Callable[[Any], Finding]]  # their names are the keys
 
 
 def paper_module(name: str) -> Paper:
-    """Raises `PlanError` for a paper that is not there."""
+    """Import a paper's module. Raises `PlanError` for an unknown paper."""
     if name not in PAPERS:
         raise PlanError(f"no paper {name!r}; allowed are {', '.join(PAPERS)}")
     return cast("Paper", importlib.import_module(f"{__package__}.{name}"))
@@ -77,9 +77,9 @@ def reproduce(
     setup: type[Experiments] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """All findings of a paper, or those whose keys are in `only`. `say` is told of the progress.
+    """Make all findings of a paper, or those whose keys are in `only`. `say` gets texts about the progress.
 
-    Raises `PlanError` for a paper or a key that is not there.
+    Raises `PlanError` for an unknown paper or key.
     """
     from .lab import Lab
 
@@ -104,7 +104,7 @@ def to_stderr(text: str) -> None:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """For a terminal: the assumptions, then a table per finding."""
+    """Tables for a terminal: the assumptions, one table per finding, and the figures that are not simulated."""
     from ..cli.tables import table
 
     yield table(
@@ -122,7 +122,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Plain data, without the charts."""
+    """The report as plain data, without the charts."""
     findings = [{k: v for k, v in asdict(f).items() if k != "charts"} | {"differs": f.differs} for f in report.findings]
     return {
         "paper": report.paper,
@@ -134,7 +134,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def write(report: Report, out: Path) -> list[Path]:
-    """README.md, rows.json, and every chart as PNG and SVG, below `out`. Raises `PlanError` without matplotlib."""
+    """Write README.md, rows.json and every chart (PNG, SVG) into `out`. Raises `PlanError` without matplotlib."""
     import json
 
     out.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def write(report: Report, out: Path) -> list[Path]:
 
 
 def markdown(report: Report) -> str:
-    """The report as a page, beside which the charts lie."""
+    """The report as a page that refers to the charts beside it."""
     counted = [row.verdict for finding in report.findings for row in finding.rows]
     lines = [
         f"# {report.title}",

@@ -1,4 +1,4 @@
-"""Rows "paper, ours, verdict". Nothing is fitted: a verdict is "agrees" where our number lies in the paper's range, or
+"""Rows "paper, ours, verdict". Nothing is fitted: a verdict is "agrees" if our number is in the paper's range, or
 within 15% of its single number."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ INFINITE = float("inf")
 AT_LEAST_ONE = (1.0, INFINITE)
 SECONDS, TENTHS = "{:.2f} s / {:.2f} s", "{:.1f} s / {:.1f} s"
 
-Claim = float | tuple[float, float] | None  # a number, a range whose bounds may be infinite, or nothing
+Claim = float | tuple[float, float] | None  # a number, a range whose bounds may be infinite, or no claim
 
 
 @dataclass(frozen=True)
 class FigureRow:
-    """One number of a figure. `paper` is empty where the paper gives none; `value` is ours as a number."""
+    """One number of a figure. `paper` is empty if the paper gives none; `value` is our number."""
 
     setting: str
     quantity: str
@@ -31,12 +31,12 @@ class FigureRow:
 
 
 class FigureTable(list[FigureRow]):
-    """The rows of a finding, and how they come about."""
+    """The rows of a finding, and the methods that add them."""
 
     def add(
         self, setting: str, quantity: str, value: float | None, unit: str = "", digits: int = 2, claim: Claim = None
     ) -> None:
-        """A number of ours beside the paper's; None: it does not fit, whatever the paper claims."""
+        """Add our number beside the paper's. A `value` of None means "does not fit", whatever the paper claims."""
         if value is None:
             self.append(FigureRow(setting, quantity, "", "does not fit"))
             return
@@ -45,7 +45,7 @@ class FigureTable(list[FigureRow]):
         self.append(FigureRow(setting, quantity, paper, f"{value:.{digits}f}{unit}", verdict, value))
 
     def words(self, setting: str, quantity: str, paper: str, ours: str) -> None:
-        """Words that agree where they are the same; the paper's may be empty."""
+        """Add words, which agree if they are the same; the paper's may be empty."""
         verdict = NO_CLAIM if not paper else AGREES if paper == ours else DIFFERS
         self.append(FigureRow(setting, quantity, paper, ours, verdict))
 
@@ -53,7 +53,7 @@ class FigureTable(list[FigureRow]):
         self, setting: str, quantity: str, over: float | None, under: float | None, claim: Claim = None,
         said: str = SECONDS, digits: int = 2,
     ) -> float | None:  # fmt: skip
-        """`over / under`, both named behind the quantity as `said` has it; without one of them it does not fit."""
+        """Add `over / under`, with both numbers after the quantity in the format `said`; None means "does not fit"."""
         if over is None or under is None:
             self.add(setting, quantity, None)
             return None
@@ -63,7 +63,7 @@ class FigureTable(list[FigureRow]):
 
 
 def _judged(value: float, claim: Claim, unit: str) -> tuple[str, bool | None]:
-    """The paper's claim in words, and whether a value agrees with it."""
+    """The paper's claim as text, and whether a value agrees with it (None without a claim)."""
     if claim is None:
         return "", None
     if not isinstance(claim, tuple):

@@ -1,7 +1,7 @@
 """A wide residual network (Zagoruyko and Komodakis 2016) with bottleneck blocks, for the papers that train one.
 
-Its normalisations are frozen: a scale and a shift per channel, as a batch normalisation computes them whose statistics
-stay as they are. Devices that train on different micro-batches could not share statistics that move.
+Its normalisations are frozen: a scale and a shift per channel, as in a batch normalisation with fixed statistics,
+because devices that train on different micro-batches could not share statistics that change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Images [b, 3, h, w] and labels [b] to the mean loss."""
+    """Computes the mean loss of images [b, 3, h, w] and labels [b]."""
 
     def __init__(self, depths: Sequence[int], factor: int, classes: int = 1000):
         super().__init__()
@@ -69,7 +69,7 @@ class WideResNet(nn.Module):
 
 @dataclass(frozen=True)
 class NamedWideResNet:
-    """What `models.NamedModel` is for models of `transformers`."""
+    """The counterpart of `compiler.models.named.NamedModel`, which is for models of `transformers`."""
 
     depths: Sequence[int]
     factor: int

@@ -1,4 +1,4 @@
-"""What a step that swaps to disk cannot beat, each part measured alone: computation, optimizer, disk."""
+"""The lower bound of a step that swaps to disk: computation, optimizer and disk, each measured alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_BYTES = 16 << 20
 
 
 class EagerParts(Eager):
-    """Eager training with everything in RAM, whose computation and optimizer are timed apart, in seconds by step."""
+    """Eager training with everything in RAM, with the seconds of computation and of the optimizer in each step."""
 
     def __init__(self, model: nn.Module, micro_batches: int, lr: float):
         super().__init__(model, micro_batches, lr)
@@ -37,10 +37,10 @@ class EagerParts(Eager):
 
 
 class Disk:
-    """Moves as many bytes as a step does, through the runtime's own files in `directory`, and nothing else.
+    """Moves as many bytes as a step does, through the runtime's own files in `directory`, and does nothing else.
 
-    A step's bytes may be many times the file's: it is gone through again, past the page cache. Read and written from
-    two places of memory, so that both may be under way at once.
+    A step may move many times the bytes of a file; then the file is read or written again, past the page cache. Reads
+    and writes use different memory, so that both may be under way at once.
     """
 
     def __init__(self, directory: str | Path, read_bytes: int, write_bytes: int, file_bytes: int = 512 << 20):
@@ -65,7 +65,7 @@ class Disk:
             self.files[1].write(offset, self.memory[1][:length])
 
     def in_turn(self) -> None:
-        """First all reads, then all writes; `read_s` and `write_s` keep the seconds of each."""
+        """Do all reads, then all writes, and append the seconds of each to `read_s` and `write_s`."""
         begin_s = time.perf_counter()
         self.read()
         between_s = time.perf_counter()
@@ -79,7 +79,7 @@ class Disk:
                 future.result()
 
     def _pieces(self, total_bytes: int) -> list[tuple[int, int]]:
-        """(offset, length) of each transfer: whole pages, round and round the file."""
+        """(offset, length) of each transfer, in whole pages, starting again at the end of the file."""
         pieces, file_bytes = [], self.files[0].num_bytes // PIECE_BYTES * PIECE_BYTES
         for done in range(0, total_bytes, PIECE_BYTES):
             pages = -(-min(PIECE_BYTES, total_bytes - done) // 4096)
@@ -98,7 +98,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds of the parts of one step. `cores_shared`: the optimizer has no core that computation leaves free."""
+    """Seconds of the parts of one step. `cores_shared`: computation leaves no core free for the optimizer."""
 
     compute_s: float
     optimizer_s: float
@@ -115,7 +115,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The longest of what can run beside the rest."""
+        """The longest of the parts that can run at the same time."""
         return max(self.parts.values())
 
     @property

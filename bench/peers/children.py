@@ -1,7 +1,7 @@
-"""A peer in a process of its own, which may be another Python's: one line of JSON per step, over its pipes.
+"""A peer in a process of its own, which may run another Python. It answers each step with one line of JSON, over pipes.
 
-The peer calls `serve` when it is ready to train; whoever drives it holds a `Child`. Needs the standard library only,
-since the other Python has no Penstock.
+The peer calls `serve` when it is ready to train; the script that drives it holds a `Child`. This module needs only the
+standard library, since the other Python has no Penstock.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Idle threads of several processes on few cores else burn the cores that the others need.
+# Otherwise idle threads of several processes spin on the cores that the others need.
 CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 class Child:
-    """A running peer: `step()` trains one step and returns its loss. `facts`: what it said of itself when ready;
-    `peak_bytes`: the most RAM that its process has held so far. `on_start` is given what kills it.
+    """A running peer: `step()` trains one step and returns its loss. `facts` is what the peer reported when it was
+    ready; `peak_bytes` is the most RAM that its process has held so far. `on_start` gets the function that kills it.
 
-    Raises RuntimeError with the end of what the peer printed when it ends early.
+    Raises RuntimeError with the end of the peer's output if the peer ends early.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Child:
 def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[str, Any]]]) -> None:
     """The peer's side. `prepare(settings)` returns a function that trains one step, and facts.
 
-    What libraries print goes to standard error, as standard output carries the answers.
+    The output of libraries goes to standard error, as standard output carries the answers.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -98,6 +98,6 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[st
 
 
 def peak_bytes() -> int:
-    """The most RAM that this process has held. Not getrusage's, which counts what the process that started it held."""
+    """The most RAM that this process has held. (getrusage also counts what the process that started it held.)"""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024

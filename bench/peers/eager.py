@@ -1,4 +1,4 @@
-"""Eager PyTorch on one device: what a user would write, gradients accumulated over micro-batches, fused AdamW."""
+"""Eager PyTorch on one device, as a user would write it: gradients accumulated over micro-batches, fused AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Eager:
         return loss
 
     def gradients(self, batch: Mapping[str, Tensor]) -> float:
-        """The mean loss; the gradients are the parameters' from here on."""
+        """Compute the gradients of a global batch into the parameters. Returns the mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         pieces = {name: value.chunk(self.micro_batches) for name, value in batch.items()}
         losses = []

@@ -1,9 +1,9 @@
 """The RAM of a process that trains, against what its plan predicts: run as a script, it prints one line of JSON.
 
-A CPU device's memory is RAM of the process too, so predicted are the peaks of the device and of DRAM together. Found is
-how far the resident set grows beyond what it was before the first step: with everything imported and compiled, the
-model on the meta device (its weights come from files), and a tiny job already run, so that code and thread stacks count
-for neither. What malloc has not given back counts as held.
+A CPU device's memory is also RAM of the process, so the prediction is the sum of the peaks of the device and of DRAM.
+The measurement is the growth of the resident set since before the first step. At that time everything is imported and
+compiled, the model is on the meta device (its weights come from files), and a tiny job has run, so that code and thread
+stacks do not count. Memory that malloc has not returned counts as held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PERIOD_S = 0.005
 
 
 class Watch:
-    """Samples this process's resident set in a thread; `peak_bytes` is the largest seen."""
+    """Samples this process's resident set in a thread; `peak_bytes` is the largest sample."""
 
     def __init__(self) -> None:
         self.process, self.done = psutil.Process(), threading.Event()
@@ -46,7 +46,8 @@ class Watch:
 
 
 def compiled(settings: dict[str, Any], weights: str | None) -> penstock.Job:
-    """`settings`: sizes as of `reservoir.Case`, `machine` (a hardware document), `directory`, `strategy`."""
+    """Compile a job. `settings` has the fields of a `reservoir.Case`, `machine` (a document), `directory` and
+    `strategy`."""
     shape = {name: settings[name] for name in ("layers", "width", "tied", "vocabulary")}
     with torch.device("cpu" if weights is None else "meta"):
         model = models.gpt2(**shape)
@@ -59,7 +60,7 @@ def compiled(settings: dict[str, Any], weights: str | None) -> penstock.Job:
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
-    """Predicted and found bytes of `settings["steps"]` steps."""
+    """Run `settings["steps"]` steps and return the predicted and measured bytes."""
     torch.set_num_threads(1)
     tiny = {**settings, "layers": 2, "width": 64, "vocabulary": 64}
     with compiled(tiny, None) as job:

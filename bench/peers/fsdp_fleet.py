@@ -1,16 +1,16 @@
 """FSDP2 over four ranks of two hosts, sharded over all (ZeRO-3) or inside a host with replicas across (HSDP).
 
-Run by torchrun, see `ranks`. Gradients are accumulated over a rank's micro-batches. What FSDP2 offers to spare a slow
-link are sides of their own, of which the fastest is the one to compare with:
+Run by torchrun, see `ranks`. Gradients are accumulated over a rank's micro-batches. Each way in which FSDP2 can spare a
+slow link is a side of its own; the comparison is with the fastest:
 
-- `full shard`: weights are gathered for each forward and again for each backward, gradients scattered behind each.
+- `full shard`: weights are gathered for each forward and again for each backward, gradients scattered after each.
 - `full shard, gradients at the end`: gradients are scattered once a step, and kept whole until then.
-- `full shard, whole in a step`: and weights are gathered once a step: every rank has the model whole meanwhile.
-- `full shard, whole in a step, ahead`: and all gathers are begun with the step, so that they run under the forward.
+- `full shard, whole in a step`: also, weights are gathered once a step; every rank holds the whole model meanwhile.
+- `full shard, whole in a step, ahead`: also, all gathers begin with the step, so that they run during the forward.
 - `hsdp`: as full shard inside a host; across hosts gradients are summed at the last micro-batch only.
 - `hsdp, gradients at the end` and so on: as above.
 
-On a CPU every other collective of FSDP2 blocks: it has no stream besides.
+On a CPU all other collectives of FSDP2 block, as it has no other stream there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def own_pieces(settings: dict[str, Any], rank: int, ranks: int) -> list[dict[str, Tensor]]:
-    """This rank's micro-batches of the global batch: an equal share, in order."""
+    """This rank's micro-batches: an equal share of the global batch, in order."""
     batch = models.batch(settings["batch"], vocabulary=settings["vocabulary"])
     total = settings["micro_batches"]
     pieces = [dict(zip(batch, parts)) for parts in zip(*(v.chunk(total) for v in batch.values()))]
@@ -61,7 +61,7 @@ def own_pieces(settings: dict[str, Any], rank: int, ranks: int) -> list[dict[str
 
 
 def side(settings: dict[str, Any], mesh: Any, kind: str, pieces: list[dict[str, Tensor]]) -> Callable[[], float]:
-    """One model of its own, sharded over the mesh, and a function that trains it by one step."""
+    """A function that trains, by one step, a new model that is sharded over the mesh."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"]).train()
     whole = kind in KINDS[2:]
     for part in (*model.transformer.h, model):  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ def step(
         last = piece is pieces[-1]
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or kind == KINDS[0])
-        model.set_requires_all_reduce(last)  # which the line above sets too
+        model.set_requires_all_reduce(last)  # the line above sets it too
         model.set_reshard_after_backward(last or kind not in KINDS[2:])
         loss = model(**piece).loss
         (loss / len(pieces)).backward()

@@ -1,6 +1,6 @@
 """FSDP2 with `CPUOffloadPolicy` on one CPU process: all weights and states stay in RAM, one shard per block.
 
-The reference of what torch itself offers; it has no disk tier. Run by `children.Child`.
+It is the reference for what torch itself offers, and has no disk tier. Run by `children.Child`.
 """
 
 from __future__ import annotations

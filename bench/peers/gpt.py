@@ -1,4 +1,4 @@
-"""A GPT written by hand: what the GPU benchmarks and tests train, so that they need nothing but torch."""
+"""A GPT written by hand, which the GPU benchmarks and tests train so that they need only torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GptSize:
-    """`tied`: the table of words is also the last layer's weight."""
+    """The size of a GPT. `tied`: the table of words is also the last layer's weight."""
 
     layers: int
     width: int
@@ -29,7 +29,7 @@ XL = GptSize(layers=48, width=1600, heads=25, vocabulary=50304, length=1024)  # 
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual."""
+    """Attention and a feed-forward layer, each after a norm and with a residual."""
 
     def __init__(self, size: GptSize):
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Predicts each word from those before it: `forward(words, labels)` gives the loss and the logits."""
+    """Predicts each word from those before it; `forward(words, labels)` returns the loss and the logits."""
 
     def __init__(self, size: GptSize):
         super().__init__()
@@ -71,8 +71,8 @@ class Gpt(nn.Module):
 
 
 def gpt(size: GptSize, device: str = "cpu", seed: int = 0) -> Gpt:
-    """With random weights, the same for a seed and a device. They are drawn on `device`, and end on the CPU: drawing
-    1.5 billion numbers takes a CPU a minute."""
+    """A GPT on the CPU with random weights that depend on the seed and the device. They are drawn on `device`, as a CPU
+    takes a minute to draw 1.5 billion numbers."""
     with torch.device("meta"):
         model = Gpt(size)
     model.to_empty(device="cpu")
@@ -89,7 +89,6 @@ def gpt(size: GptSize, device: str = "cpu", seed: int = 0) -> Gpt:
 
 
 def batch_of(size: GptSize, rows: int, seed: int = 0) -> dict[str, Tensor]:
-    """One global batch of random words; each is followed by a word that depends on it, so that there is something to
-    learn."""
+    """One global batch of random words; each word's label depends on it, so that there is something to learn."""
     words = torch.randint(0, size.vocabulary, (rows, size.length), generator=torch.Generator().manual_seed(seed))
     return {"words": words, "labels": (words * 7 + 3) % size.vocabulary}

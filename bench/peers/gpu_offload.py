@@ -1,4 +1,4 @@
-"""The peers of the section `reservoir`, each in a process of its own: who they are, and how they are started."""
+"""The peers of the section `reservoir` and their start, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Start = Callable[[GptSize, int, int, float], Any]
 
 
 def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[str, Start]:
-    """Name to what starts it: `start(size, rows, micro_batches, limit_s)` is a context of a `Child`, killed after
-    `limit_s`. Entering it raises RuntimeError with the reason where the peer cannot run here.
+    """The peers' start functions by name. `start(size, rows, micro_batches, limit_s)` is a context of a `Child` that is
+    killed after `limit_s`; entering it raises RuntimeError with the reason if the peer cannot run here.
 
-    `memory_bytes`: what each may take of the GPU. `directory`: where files can go, if anywhere.
+    `memory_bytes` is the GPU memory that each peer may take. `directory` is for files; None if there is no place for
+    them.
     """
 
     def named(peer: str) -> Start:
@@ -61,7 +62,7 @@ def started(settings: dict[str, Any], limit_s: float) -> Iterator[Child]:
 
 
 class _Clock:
-    """Kills a process when its time is over."""
+    """Kills a process after `limit_s` seconds."""
 
     def __init__(self, limit_s: float):
         self.rang = False

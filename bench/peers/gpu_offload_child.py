@@ -1,7 +1,7 @@
 """FSDP2 with CPU offload, and DeepSpeed's ZeRO-Offload and ZeRO-Infinity, training the benchmark's GPT on one GPU.
 
-Run by `children.Child`, with the standard library, torch and, for the latter two, deepspeed. All compute in bf16 on
-fp32 weights, recompute each block in the backward pass, and are held to the same memory of the GPU.
+Run by `children.Child`; needs the standard library, torch and, for DeepSpeed's two, deepspeed. All peers compute in
+bf16 on fp32 weights, recompute each block in the backward pass, and may take the same GPU memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, piece in enumerate(pieces):
-            model.set_requires_gradient_sync(number == len(pieces) - 1)  # till then gradients stay on the device
+            model.set_requires_gradient_sync(number == len(pieces) - 1)  # gradients stay on the device until then
             loss = model(**piece)["loss"]
             (loss / len(pieces)).backward()
             losses.append(loss.detach())
@@ -95,7 +95,8 @@ def zero(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
 
 
 def configuration(settings: dict[str, Any], block_params: int, largest_params: int) -> dict[str, Any]:
-    """ZeRO-Offload: weights on the GPU, gradients and the optimizer on the CPU. ZeRO-Infinity: all in files."""
+    """DeepSpeed's configuration. ZeRO-Offload has weights on the GPU, gradients and the optimizer on the CPU;
+    ZeRO-Infinity has everything in files."""
     shared = {
         "train_micro_batch_size_per_gpu": settings["batch"] // settings["micro_batches"],
         "gradient_accumulation_steps": settings["micro_batches"],

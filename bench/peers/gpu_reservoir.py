@@ -1,12 +1,12 @@
-"""Models whose training state fills DRAM and SSD, on one GPU held to 24 GB of memory: the section `reservoir`.
+"""The section `reservoir`: models whose training state fills DRAM and SSD, on one GPU limited to 24 GB of memory.
 
-A step is compared with what bounds it, twice: with the busiest of its own streams (computation, copies to and from the
-GPU, the optimizer on the CPU, the disk), and with the longest of these parts when each is measured alone: the model's
+A step is compared with two bounds. One is the busiest of its own streams (computation, copies to and from the GPU, the
+optimizer on the CPU, the disk). The other is the longest of these parts when each is measured alone: the model's
 forward and backward passes on a GPU that holds it, and the bytes that a step moves at the rates of the links and of the
-disk. Beside it in the same run: the same without overlap, FSDP2 with CPU offload, and DeepSpeed where it is installed.
+disk. The same run also times the plan without overlap, FSDP2 with CPU offload, and DeepSpeed if it is installed.
 
-Where files cannot lie in the scratch folder past the page cache, plans have DRAM only, and a row says so. What there is
-no time for is skipped, with a row that says what it would have taken.
+If the scratch folder cannot hold files past the page cache, plans have only DRAM, and a row says so. A plan for which
+there is no time is skipped, with a row that says how long it would have taken.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ AS_DRAM_LACKS = FUYOU.replace("tier=all", "tier=auto")
 SEVEN = GptSize(layers=32, width=4096, heads=32, vocabulary=50304, length=1024)  # 6.7 B parameters
 TINY = GptSize(layers=6, width=64, heads=2, vocabulary=64, length=16)
 ROUNDS, SEARCH_S, FEW_LAYERS = 3, 15.0, 8
-START_S, START_BYTES_S = 15.0, 1.5e9  # of a job: a guess, at which weights are laid out, page-locked and written
-PEER_SHARE = 0.3  # of what is left, for one peer
-SHARE = 0.15  # of the section's time for the steps of one plan; the first ones have more where that is not enough
+START_S, START_BYTES_S = 15.0, 1.5e9  # guessed start of a job: seconds, and the rate of laying out and writing weights
+PEER_SHARE = 0.3  # of the time that is left, for one peer
+SHARE = 0.15  # of the section's time, for the steps of one plan; at least two steps run in any case
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a global batch. `plans`: names to pipelines; `most`: of the time that is left, what one of them may
-    take; `compared`: peers run it, too."""
+    """A model and a global batch. `plans` maps names to pipelines; `most` is the share of the remaining time that one
+    of them may take; with `compared` the peers also run it."""
 
     name: str
     size: GptSize
@@ -83,14 +83,14 @@ SMALL_CASES = (Case("small", TINY, 4, 2, PLANS, compared=True),)
 
 @dataclass
 class Bench:
-    """This machine with its device held down. `directory`: where files go, None where they cannot lie in the scratch
-    folder."""
+    """This machine with its device's memory limited. `directory` is for files; None if the scratch folder cannot hold
+    them."""
 
     setup: Setup
     hardware: penstock.Hardware
     directory: str | None
     end_s: float
-    known_s: dict[GptSize, float] = field(default_factory=dict)  # of one micro-batch
+    known_s: dict[GptSize, float] = field(default_factory=dict)  # seconds of one micro-batch
 
     @property
     def left_s(self) -> float:
@@ -98,8 +98,8 @@ class Bench:
 
     @cached_property
     def disk_s(self) -> Callable[[int, int], float]:
-        """Seconds that the disk alone needs for so many bytes read and written: one after the other or both at once,
-        whatever is faster. By a sample of the same files."""
+        """A function from bytes read and written to the seconds that the disk alone needs for them: one after the other
+        or both at once, whichever is faster. It measures a sample of the same files."""
         assert self.directory is not None
         sample_bytes = (16 if self.setup.small else 512) << 20
         found: dict[tuple[int, int], float] = {}
@@ -116,7 +116,7 @@ class Bench:
 
 
 def reservoir(setup: Setup) -> Iterator[Row]:
-    """The section. Rows of each model: a step's time, its bounds, what was predicted, and the peers."""
+    """Run the section. Rows of each model have a step's time, its bounds, the predictions, and the peers."""
     end_s = time.perf_counter() + 0.95 * setup.seconds
     directory = next(iter(disk_directories([setup.scratch])), None)
     bench = Bench(setup, hardware_of(setup, directory), directory, end_s)
@@ -131,7 +131,7 @@ def reservoir(setup: Setup) -> Iterator[Row]:
 
 
 def hardware_of(setup: Setup, directory: str | None) -> penstock.Hardware:
-    """This machine, measured, with one device of 24 GB, what DRAM can be given to a plan, and the scratch's disk."""
+    """This machine, measured, with one device of 24 GB, the DRAM that a plan may use, and the scratch folder's disk."""
     measured = setup.scratch / "hardware.yaml"
     if setup.on_gpu and not measured.exists():
         penstock.Hardware.detect(measure=True).save(measured)
@@ -154,7 +154,7 @@ def ssd_of(setup: Setup, directory: str) -> dict[str, Any]:
 
 
 def run_case(bench: Bench, case: Case) -> Iterator[Row]:
-    """All plans of one model; how much overlap gains."""
+    """Run all plans of one model, and note the gain of overlap."""
     steps_s: dict[str, float] = {}
     for name, line in case.plans.items():
         what = {**case.described(), "plan": name, "files": bench.directory is not None}
@@ -169,8 +169,8 @@ def run_case(bench: Bench, case: Case) -> Iterator[Row]:
 
 
 def compiled(bench: Bench, case: Case, line: str) -> penstock.Job:
-    """The model is on the meta device while it is planned, and then gets values that take no memory. Without a
-    directory for files nothing of it is to lie there."""
+    """Compile a job. The model is on the meta device during planning, and then gets values that take no memory. Without
+    a directory for files, the plan may keep everything in DRAM."""
     if bench.directory is None:
         line = line.replace("tier=all", "tier=auto")
     with torch.device("meta"):
@@ -190,8 +190,8 @@ def inputs_of(case: Case) -> dict[str, Any]:
 
 
 def give_values(model: Gpt, seed: int = 0) -> None:
-    """Random weights as views of one short row of numbers, each line of a matrix a little further along it: drawing
-    and holding billions of numbers of their own would take minutes, and the DRAM that the plan needs."""
+    """Set random weights that are views of one short row of numbers, each line of a matrix a little further along it.
+    Billions of separate numbers would take minutes to draw, and the DRAM that the plan needs."""
     made = torch.Generator().manual_seed(seed)
     step, most = 61, max(param.shape[-1] + 61 * param.shape[0] for param in model.parameters() if param.dim() == 2)
     row = torch.randn(most, generator=made) * 0.02
@@ -208,7 +208,7 @@ def give_values(model: Gpt, seed: int = 0) -> None:
 
 
 def run_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:
-    """`measure_plan`, whose failure is a row and leaves the other plans their turn."""
+    """Run `measure_plan`; a failure becomes a row, so that the other plans still run."""
     try:
         yield from measure_plan(bench, case, job, what, steps_s)
     except (PenstockError, RuntimeError) as error:
@@ -216,7 +216,7 @@ def run_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: di
 
 
 def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s: dict[str, float]) -> Iterator[Row]:
-    """A first step and some more, and their figures; `steps_s` gets the seconds of one."""
+    """Run a first step and some more, and yield their figures; `steps_s` gets the seconds of a step."""
     predicted, most_s = job.plan.predicted, case.most * bench.left_s
     start_s = 0.0 if bench.setup.small else START_S + STATE_BYTES * case.parameters / START_BYTES_S
     rounds = max(1, min(ROUNDS, int((SHARE * bench.setup.seconds - start_s) / predicted.step_s) - 1))
@@ -257,7 +257,7 @@ def measure_plan(bench: Bench, case: Case, job: penstock.Job, what: Row, steps_s
 
 
 def parts_alone(bench: Bench, job: penstock.Job, computed_s: float) -> dict[str, float]:
-    """Seconds of what can run at the same time, each by a measurement of its own: no step can be shorter than any."""
+    """Seconds of each part that can run at the same time as others, measured alone: no step can be shorter than one."""
     (device,), host = bench.hardware.devices, bench.hardware.hosts[0]
     moved = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
     for route, num_bytes in job.last.moved_bytes.items():
@@ -279,8 +279,8 @@ def parts_alone(bench: Bench, job: penstock.Job, computed_s: float) -> dict[str,
 
 
 def computation_s(bench: Bench, case: Case) -> float:
-    """Seconds of forward and backward of a whole batch on a device that holds all weights and is not held down. Of many
-    layers that is a line through what two numbers of them take, which fit any GPU."""
+    """Seconds of forward and backward of a whole batch on a device with unlimited memory. For many layers they follow
+    from a line through the seconds of two smaller numbers of layers, which fit any GPU."""
     few, more = (min(layers, case.size.layers) for layers in (FEW_LAYERS, 2 * FEW_LAYERS))
     of_few, of_more = (micro_batch_s(bench, case, layers) for layers in (few, more))
     slope = (of_more - of_few) / (more - few) if more > few else 0.0
@@ -338,7 +338,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def run_peers(bench: Bench, case: Case) -> Iterator[Row]:
-    """The same model, batch and memory of the device by what people use; one step to warm up, then as many as fit."""
+    """Run the peers on the same model, batch and device memory: one step to warm up, then `ROUNDS` more."""
     bench.setup.tidy()
     memory_bytes = bench.hardware.devices[0].memory_bytes if bench.setup.on_gpu else None
     for name, start in peers(bench.setup.device, memory_bytes, bench.directory).items():
@@ -351,7 +351,7 @@ def run_peers(bench: Bench, case: Case) -> Iterator[Row]:
                     begin_s = time.perf_counter()
                     last = peer.step()
                     times_s.append(time.perf_counter() - begin_s)
-        except RuntimeError as error:  # its last words
+        except RuntimeError as error:  # with the end of the peer's output
             yield noted("a peer is skipped", str(error), **what)
             continue
         step_s = statistics.median(times_s)
@@ -360,7 +360,7 @@ def run_peers(bench: Bench, case: Case) -> Iterator[Row]:
 
 
 def run_largest(bench: Bench, case: Case) -> Iterator[Row]:
-    """The most layers of one shape for which there is a plan, and steps of it where there is the time."""
+    """Find the most layers of one shape for which there is a plan, and run steps of it if there is time."""
     hosts = bench.hardware.hosts[0]
     room_bytes = bench.hardware.dram_budget_bytes(0) + sum(ssd.budget_bytes for ssd in hosts.ssds)
     single = replace(case, size=replace(case.size, layers=1)).parameters

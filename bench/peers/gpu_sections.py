@@ -1,7 +1,7 @@
-"""The sections of `bench/gpu.py`: each measures one promise on one device and gives rows of figures.
+"""The sections of `bench/gpu.py`: each measures one promise on one device and yields rows of figures.
 
-Every section also runs on a CPU device, with small sizes: then what only a GPU has (its allocator, its clock) is left
-out, and the rest of the code is the same.
+Every section also runs on a CPU device, with small sizes. It then leaves out what only a GPU has (its allocator, its
+clock), and the rest of the code is the same.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MOST_LIBRARY_MIB = 256
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 WIDE = GptSize(layers=24, width=1024, heads=16, vocabulary=16384, length=1024)  # 320 M parameters
 TINY = GptSize(layers=2, width=32, heads=2, vocabulary=64, length=16)
-FRACTIONS = (0.35, 0.45, 0.55, 0.7, 0.85)  # of what a resident plan takes
+FRACTIONS = (0.35, 0.45, 0.55, 0.7, 0.85)  # of the memory that a resident plan takes
 
 
 def compiled(
     setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], memory: str | int | None = None, stages: int = 0,
     **options: Any,
 ) -> penstock.Job:  # fmt: skip
-    """With `stages`, a plan of just so many; else whatever the search prefers."""
+    """Compile a job, with exactly `stages` stages if given, else as the search prefers."""
     strategy = "auto"
     if stages:
         strategy = PIPELINE.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
@@ -53,7 +53,8 @@ def compiled(
 def swapped(
     setup: Setup, model: nn.Module, batch: Mapping[str, Tensor], roomy: bool = False, **options: Any
 ) -> penstock.Job:
-    """On a device so small that stages are fetched: as small as can be, or as large."""
+    """Compile a job for a device so small that stages are fetched: the smallest of `FRACTIONS` that works, or with
+    `roomy` the largest."""
     resident = compiled(setup, model, batch, **options)
     peak_bytes = max(resident.plan.predicted.peak_bytes[device.name] for device in resident.hardware.devices)
     misses = []
@@ -69,10 +70,10 @@ def swapped(
 
 
 def allocator_peak(setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor], before_bytes: int) -> tuple[int, int]:
-    """Bytes that torch's allocator held at the peak of one more step, but for workspaces of libraries; and the latter.
+    """Bytes that torch's allocator held at the peak of one more step without workspaces of libraries; and these bytes.
 
-    Libraries' are what lies there between steps beyond what the account says: cuBLAS takes some once per stream and
-    thread. `before_bytes` were allocated before the job began. Zeros without a GPU.
+    Workspaces of libraries are what is allocated between steps beyond the account: cuBLAS takes some once per stream
+    and thread. `before_bytes` were allocated before the job began. Returns zeros without a GPU.
     """
     if not setup.on_gpu:
         job.step(batch)
@@ -88,7 +89,7 @@ def allocator_peak(setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor],
 
 
 def machine(setup: Setup) -> Iterator[Row]:
-    """What `Hardware.detect` finds, and whether it can be."""
+    """What `Hardware.detect` finds, and whether it is plausible."""
     found = penstock.Hardware.detect(measure=setup.on_gpu)
     if setup.on_gpu:
         found.save(setup.scratch / "hardware.yaml")
@@ -185,7 +186,7 @@ def step_time(setup: Setup) -> Iterator[Row]:
 
 
 class _Eager:
-    """What a user would write: autocast over fp32 weights, gradients added up, fused AdamW."""
+    """A training loop as a user would write it: autocast over fp32 weights, accumulated gradients, fused AdamW."""
 
     def __init__(self, model: nn.Module, device: str, precision: str, micro_batches: int):
         self.model = copy.deepcopy(model).to(device).train()
@@ -206,7 +207,7 @@ class _Eager:
 
 
 def accounting(setup: Setup) -> Iterator[Row]:
-    """The device's memory: predicted by the plan, accounted by the runtime, and taken from torch's allocator."""
+    """The device's memory as the plan predicts it, as the runtime accounts it, and as torch's allocator took it."""
     size, rows = (SMALL, 4) if setup.small else (MEDIUM, 16)
     for precision in ("fp32", "bf16"):
         model, batch = gpt(size), batch_of(size, rows)
@@ -216,7 +217,7 @@ def accounting(setup: Setup) -> Iterator[Row]:
             with make(setup, model, batch, precision=precision) as job:
                 job.step(batch)
                 predicted = job.plan.predicted.peak_bytes
-                job.step(batch)  # from here on accounted with measured sizes of what forward keeps
+                job.step(batch)  # from this step on the account has measured sizes of what forward keeps
                 taken_bytes, library_bytes = allocator_peak(setup, job, batch, before)
                 what = {"plan": name, "precision": precision, "accounted_bytes": job.last.peak_bytes}
                 for memory, peak in job.last.peak_bytes.items():
@@ -230,7 +231,7 @@ def accounting(setup: Setup) -> Iterator[Row]:
 
 
 def swapping(setup: Setup) -> Iterator[Row]:
-    """Transfers under computation, on a device that does not hold the model's training state."""
+    """Transfers during computation, on a device that cannot hold the model's training state."""
     size, rows, micro_batches, memory = (SMALL, 4, 2, None) if setup.small else (WIDE, 32, 8, "6GB")
     model, batch = gpt(size, setup.device), batch_of(size, rows)
     options = {"precision": "bf16", "micro_batches": micro_batches}
@@ -243,7 +244,7 @@ def swapping(setup: Setup) -> Iterator[Row]:
 
 
 def large_model(setup: Setup) -> Iterator[Row]:
-    """A model of 1.5 billion parameters on a GPU held to 8 GB, then to 24 GB."""
+    """A model of 1.5 billion parameters on a GPU limited to 8 GB, then to 24 GB."""
     size, rows, micro_batches = (TINY, 4, 2) if setup.small else (XL, 32, 16)
     model, batch = gpt(size, setup.device), batch_of(size, rows)
     for memory in ("1MB",) if setup.small else ("8GB", "24GB"):
@@ -261,7 +262,7 @@ def large_model(setup: Setup) -> Iterator[Row]:
 def _busy_rows(
     setup: Setup, job: penstock.Job, batch: Mapping[str, Tensor], size: GptSize, rows: int, rounds: int, **more: Any
 ) -> Iterator[Row]:
-    """Step time over the busiest of the streams that should run at once."""
+    """Rows of the step time over the busiest of the streams that should run at the same time."""
     losses, times_s, busy = [float(job.step(batch))], [], []
     for _ in range(rounds):
         begin_s = time.perf_counter()
@@ -290,7 +291,7 @@ def _prediction(job: penstock.Job, step_s: float, setup: Setup, **more: Any) -> 
 
 
 def under(timeline: Timeline, inner: str, outer: str) -> float:
-    """Share of one stream's busy time during which another was busy as well."""
+    """The share of one stream's busy time during which another stream was busy, too."""
     spans = {name: [s for s in timeline.spans if s.stream == name] for name in (inner, outer)}
     total = sum(s.end_s - s.start_s for s in spans[inner])
     both = sum(
@@ -303,7 +304,7 @@ def _words(size: GptSize) -> str:
     return f"gpt {size.layers} x {size.width}, vocabulary {size.vocabulary}, sequence {size.length}"
 
 
-# In the order in which they run, with the seconds after which each is given up. The last may need all that is left.
+# In the order in which they run, each with its time limit in seconds. The last may use all the time that is left.
 SECTIONS = {
     "machine": (machine, 90), "parity": (same_numbers, 130), "step-time": (step_time, 80),
     "accounting": (accounting, 80), "swapping": (swapping, 80), "large-model": (large_model, 150),

@@ -1,4 +1,4 @@
-"""What the sections of `bench/gpu.py` share: where they run, and the rows they give."""
+"""The common part of the sections of `bench/gpu.py`: the device on which they run, and the rows that they yield."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """Where to run; `scratch` is a folder that the sections of one run share, `seconds` what this section may take."""
+    """Where to run. `scratch` is a folder that the sections of one run share, `seconds` this section's time limit."""
 
     device: str  # "cuda" or "cpu"
     small: bool
@@ -29,7 +29,7 @@ class Setup:
         return self.device == "cuda"
 
     def hardware(self, memory: str | int | None = None) -> penstock.Hardware:
-        """One device, with the rates that the first section measured; `memory` makes it smaller than it is."""
+        """One device, with the rates that the first section measured; `memory` limits its memory."""
         if not self.on_gpu:
             return penstock.Hardware.cpu(num_devices=1, memory=memory or "1GB", dram="4GB")
         measured = self.scratch / "hardware.yaml"
@@ -42,7 +42,7 @@ class Setup:
             torch.cuda.synchronize()
 
     def tidy(self) -> None:
-        """Give back what earlier models held, so that nothing of theirs is measured."""
+        """Release the memory of earlier models, so that it is not measured."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()

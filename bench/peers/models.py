@@ -1,4 +1,4 @@
-"""The models and batches of the benchmarks: small, random weights, dropout off so that losses can be compared."""
+"""The benchmarks' models and batches: small, with random weights, and without dropout so that losses are comparable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = 8192
 
 
 def gpt2(layers: int = 8, width: int = 256, tied: bool = True, vocabulary: int = VOCABULARY) -> nn.Module:
-    """A GPT-2; unless told otherwise the one of the figures, 8 layers of 256."""
+    """A GPT-2, by default the one of the figures: 8 layers of 256."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def t5() -> nn.Module:
 
 
 def untied_gpt2() -> nn.Module:
-    """The GPT-2 of the figures without shared weights, which torch's tracer unties."""
+    """The GPT-2 of the figures without tied weights, as torch's tracer unties them."""
     return gpt2(tied=False)
 
 

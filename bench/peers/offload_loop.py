@@ -1,9 +1,9 @@
-"""What one writes by hand to train a GPT-2 whose states do not fit: one file per block, no overlap of anything.
+"""A loop as one writes it by hand to train a GPT-2 whose states do not fit: one file per block, no overlap at all.
 
-Per block, for all micro-batches: load its weights, compute, forget them; the backward pass loads them again and
-computes each block once more from its stored input. Behind it the optimizer goes through the files. Words, positions,
-the last norm and all gradients stay in memory. Written files leave the page cache at once: it would otherwise be the
-DRAM that there is not enough of.
+For each block the loop loads the weights, computes all micro-batches and drops the weights. The backward pass loads
+them again and recomputes each block from its stored input. After it the optimizer updates one file after another. Word
+and position tables, the last norm and all gradients stay in memory. Written files leave the page cache at once, which
+would otherwise use the DRAM that is short.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 
 class OffloadLoop:
-    """Trains `model`, a GPT2LMHeadModel without dropout; its blocks hold no weights from here on.
+    """Trains `model`, a GPT2LMHeadModel without dropout, whose blocks then hold no weights.
 
-    directory: where the files go; they are removed by `close`.
+    The files are in `directory`; `close` removes them.
     """
 
     def __init__(self, model: Any, directory: str | Path, micro_batches: int, lr: float):
@@ -48,7 +48,7 @@ class OffloadLoop:
         return float(torch.stack(losses).mean())
 
     def _forward(self, words: tuple[Tensor, ...]) -> list[list[Tensor]]:
-        """Every block's inputs, and last the outputs of the last one; by block, then micro-batch."""
+        """Every block's inputs, then the outputs of the last block; indexed by block, then by micro-batch."""
         with torch.no_grad():
             inputs = [[self._embed(piece) for piece in words]]
             for block, file in zip(self.blocks, self.files):
@@ -62,7 +62,7 @@ class OffloadLoop:
         return self.model.transformer.wte(words) + self.model.transformer.wpe(places)
 
     def _head(self, outputs: list[Tensor], labels: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Losses, and their gradients by what the last block gave."""
+        """The losses, and their gradients with respect to the last block's outputs."""
         losses, slopes = [], []
         for output, target in zip(outputs, labels):
             leaf = output.requires_grad_()
@@ -122,7 +122,7 @@ class OffloadLoop:
 
 
 def save(value: Any, path: Path) -> None:
-    """`torch.save`, on the disk when this returns and no longer in the page cache."""
+    """`torch.save`; when it returns, the file is on the disk and not in the page cache."""
     with open(path, "wb") as file:
         torch.save(value, file)
         file.flush()
@@ -131,7 +131,7 @@ def save(value: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """`torch.load`; what was read does not stay in the page cache."""
+    """`torch.load`; the file does not stay in the page cache."""
     with open(path, "rb") as file:
         value = torch.load(file)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The same training steps by a job and by eager PyTorch on the same device, and how far apart they end."""
+"""Does the same training steps with a job and with eager PyTorch on the same device, and compares the results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from penstock.ir.precision import PRECISIONS
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.stage.runner import micro_batch_seed, seeded
 
-# Every step moves the weights by the gradients so far: how far they are apart at the end compares all gradients.
+# Every step moves the weights by the gradients so far, so the difference at the end compares all gradients.
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 STEPS, MICRO_BATCHES = 3, 2
 
-# Relative differences of the loss and of how the weights moved. In fp32 the same kernels run, but for sums of gradients
-# of shared weights and an optimizer on the CPU, which round anew: a few times 2^-24. In low precision both sides round
-# every value to 8 or 11 bits; where one keeps a value in fp32 across a border, the other may not.
+# Relative differences of the loss and of the weights' change. In fp32 the same kernels run, except for sums of
+# gradients of shared weights and an optimizer on the CPU, which round separately: a few times 2^-24. In low precision
+# both sides round every value to 8 or 11 bits, but only one of them may keep a value in fp32 across a border.
 LIMITS = {"fp32": (1e-6, 1e-5), "bf16": (5e-3, 3e-2), "fp16": (5e-3, 3e-2)}
 
 
 @dataclass(frozen=True)
 class Parity:
-    """`loss`: largest relative difference of a step's loss. `weights`: 2-norm of the difference of all weights,
-    relative to how far eager moved them. `bitwise`: all losses and weights equal."""
+    """The result of a comparison. `loss` is the largest relative difference of a step's loss, `weights` the 2-norm of
+    the difference of all weights over that of eager's change. `bitwise`: all losses and weights are equal."""
 
     loss: float
     weights: float
@@ -51,7 +51,7 @@ class Trained:
 
 
 def exact_arithmetic() -> None:
-    """No TF32, deterministic kernels where torch has them; whoever starts the process sets CUBLAS_WORKSPACE_CONFIG."""
+    """Turn TF32 off and deterministic kernels on. CUBLAS_WORKSPACE_CONFIG must be set when the process starts."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -69,7 +69,7 @@ def train_eager(
     model: nn.Module, batches: Sequence[Mapping[str, Tensor]], device: str, precision: str = "fp32",
     optimizer: Any = SGD, micro_batches: int = MICRO_BATCHES, max_grad_norm: float | None = None,
 ) -> Trained:  # fmt: skip
-    """On a copy of the model, with the random numbers that a plan of one stage draws."""
+    """Train a copy of the model, with the random numbers that a plan of one stage draws."""
     mine = copy.deepcopy(model).to(device).train()
     place = next(mine.parameters()).device
 
@@ -88,7 +88,7 @@ def train_eager(
 
 
 def compare(found: Trained, wanted: Trained, start: Mapping[str, Tensor]) -> Parity:
-    """`start`: the weights before training."""
+    """Compare two trained models. `start` has the weights before training."""
     assert set(found.weights) == set(wanted.weights)
     moved = distance(wanted.weights, start)
     apart = distance(found.weights, wanted.weights)
@@ -98,7 +98,7 @@ def compare(found: Trained, wanted: Trained, start: Mapping[str, Tensor]) -> Par
 
 
 def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """2-norm of the difference over all tensors of `left`."""
+    """The 2-norm of the difference over all tensors of `left`."""
     squares = [(value.double() - right[name].double()).square().sum() for name, value in left.items()]
     return float(torch.stack(squares).sum().sqrt())
 

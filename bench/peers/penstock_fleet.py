@@ -1,7 +1,7 @@
 """Penstock's jobs on the ranks of two hosts; run by torchrun, see `ranks`. One job per plan, all in the same processes.
 
-`settings["plans"]`: name to the file of a plan; `settings["hardware"]`: the document that they were made for. Whoever
-starts the ranks plans once, by the same `compiled`.
+`settings["plans"]` maps names to files of plans; `settings["hardware"]` is the document that they were made for. The
+script that starts the ranks makes the plans, with the same function `compiled`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def compiled(settings: Mapping[str, Any], **how: Any) -> penstock.Job:
-    """A job for the model of the settings. `how`: its strategy, or a plan."""
+    """A job for the model of the settings. `how` has its strategy or its plan."""
     model = models.gpt2(settings["layers"], settings["width"], settings["tied"], settings["vocabulary"])
     return penstock.compile(
         model.train(), settings["hardware"],

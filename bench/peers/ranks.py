@@ -1,8 +1,8 @@
-"""Ranks under torchrun on two hosts, driven from one script: a line with a name goes to every rank, each runs what has
-that name and answers with a line of JSON.
+"""Ranks under torchrun on two hosts, driven from one script: it sends every rank a line with a name, and each rank runs
+the function of that name and answers with a line of JSON.
 
-The lines go through a socket of the file system, which all hosts of a machine see, so the link between them carries
-nothing but training. A rank's script calls `serve`; whoever drives it holds `Ranks`.
+The lines go through a socket of the file system, which both hosts see, so the link between them carries only training.
+A rank's script calls `serve`; the script that drives the ranks holds `Ranks`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STEP_S = 300.0
 
 
 class Ranks:
-    """A script's ranks, one torchrun on each host. `facts`: what each rank said when it was ready, by rank.
+    """A script's ranks, with one torchrun on each host. `facts` has what each rank reported when it was ready.
 
-    Raises RuntimeError with the end of what the ranks printed where one of them ends early.
+    Raises RuntimeError with the end of the ranks' output if one of them ends early.
     """
 
     def __init__(self, hosts: TwoHosts, script: Path, settings: Mapping[str, Any], port: int, ranks_per_host: int = 2):
@@ -62,8 +62,8 @@ class Ranks:
             raise
 
     def run(self, name: str) -> dict[str, Any]:
-        """Every rank runs what has this name. Returns the mean of their losses, the longest of their seconds of wall
-        time, the sum of their seconds on processors, and what each host has sent to the other meanwhile, in bytes."""
+        """Run the function of this name on every rank. Returns the mean loss, the wall seconds until the last answer,
+        the sum of CPU seconds, the bytes that each host sent to the other, and the largest peak of RAM."""
         before = self.hosts.sent_bytes()
         begin_s = time.perf_counter()
         for file in self.files.values():
@@ -91,7 +91,7 @@ class Ranks:
                 continue
             connection.settimeout(STEP_S)
             file = connection.makefile("rw")
-            connection.close()  # the file keeps it open
+            connection.close()  # `file` keeps the connection open
             facts = json.loads(file.readline())
             found[facts["rank"]] = facts
             self.files[facts["rank"]] = file
@@ -104,7 +104,7 @@ class Ranks:
         return json.loads(line)
 
     def _last_words(self, characters: int = 3000) -> str:
-        """What the ranks printed, before torchrun adds its own."""
+        """The end of the ranks' output, without torchrun's own after it."""
         return Path(self.log.name).read_text(errors="replace").partition("failed (exitcode")[0][-characters:]
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Ranks:
             try:
                 agent.wait(20)
             except subprocess.TimeoutExpired:
-                agent.terminate()  # a torchrun hands it on to its ranks
+                agent.terminate()  # torchrun passes the signal on to its ranks
                 agent.wait(30)
         self.log.close()
         self.folder.cleanup()

@@ -30,7 +30,7 @@ def save(bench: str, row: dict[str, Any], path: Path | None = None) -> dict[str,
 
 
 def provenance() -> dict[str, Any]:
-    """When, on what, and how a row came about. No names of hosts, users or folders."""
+    """The date, command, machine and load of a row, without names of hosts, users or folders."""
     script = Path(sys.argv[0])
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
@@ -41,7 +41,7 @@ def provenance() -> dict[str, Any]:
 
 
 def machine() -> str:
-    """This machine in a line: processor, cores, memory, versions."""
+    """This machine in one line: processor, cores, memory, versions."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
     cpu = found[1].strip() if found else platform.machine()
@@ -51,7 +51,7 @@ def machine() -> str:
 
 
 def spread(times_s: list[float]) -> dict[str, float | int]:
-    """Median, fastest and slowest of repeated measurements."""
+    """The median, fastest, slowest and number of repeated measurements."""
     return {
         "median_s": statistics.median(times_s), "min_s": min(times_s), "max_s": max(times_s), "runs": len(times_s)
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Timing two or more sides fairly on a machine that others may be using too: turn by turn, medians."""
+"""Times two or more sides fairly on a machine that others may use, too: the sides take turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 
 def alternate(sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each side's runs, one run of each per round, every other round in reverse order."""
+    """Seconds of each side's runs. Each round has one run of each side, every other round in reverse order."""
     times_s: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warm_up, rounds):
         for name, run in sorted(sides.items(), reverse=number % 2 == 1):

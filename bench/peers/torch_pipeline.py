@@ -1,8 +1,8 @@
 """torch.distributed.pipelining on two or more processes over gloo, driven from one script.
 
-`TorchPipeline` starts the processes; each takes its stages, of the traced model or cut by hand, and then runs one step
-per line on its standard input. Run directly, this file is such a process: python torch_pipeline.py RANK SETUP, where
-SETUP is `Setup` as JSON.
+`TorchPipeline` starts the processes; each builds its stages, traced by torch or cut by hand, and then runs one step per
+line on its standard input. Run directly, this file is such a process: python torch_pipeline.py RANK SETUP, where SETUP
+is `Setup` as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CALM = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": 
 
 @dataclass(frozen=True)
 class Setup:
-    """`splits`: modules that begin the later stages, which go round the `world` processes. `model`: a function of
-    `models`. `by_hand`: the stages are slices of a GPT-2 that pass on nothing but its hidden states; else torch traces
-    the model."""
+    """What a process is told. `splits` are the modules that begin the stages after the first; stages are dealt to the
+    `world` processes in turn. `model` names a function of `models`. With `by_hand` the stages are slices of a GPT-2
+    that pass on only its hidden states; else torch traces the model."""
 
     schedule: str
     splits: list[str]
@@ -45,7 +45,7 @@ class Setup:
 
 
 class TorchPipeline:
-    """A pipeline of processes with one thread each. Raises `RuntimeError` with the reason where torch refuses."""
+    """A pipeline of processes with one thread each. Raises `RuntimeError` with the reason if torch refuses."""
 
     def __init__(self, schedule: str, splits: list[str], micro_batches: int, world: int = 0, **options: Any):
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -65,7 +65,7 @@ class TorchPipeline:
             raise
 
     def step(self) -> float:
-        """One step on all processes. Returns the mean loss."""
+        """Run one step on all processes. Returns the mean loss."""
         for child in self.children:
             child.stdin.write("step\n")
             child.stdin.flush()
@@ -77,7 +77,7 @@ class TorchPipeline:
             raise RuntimeError("a process of torch's pipeline ended; its output says why")
         answers = [json.loads(line) for line in lines]
         refused = [answer["refused"] for answer in answers if "refused" in answer]
-        if refused:  # others may only say that a neighbour has left
+        if refused:  # prefer the error that is not only about a neighbour that has left
             raise RuntimeError(min(refused, key=lambda text: text.startswith(("RuntimeError", "DistBackendError"))))
         return answers
 
@@ -101,7 +101,7 @@ class TorchPipeline:
 
 
 class Embeddings(nn.Module):
-    """Of a GPT-2: its words and their places."""
+    """The word and position tables of a GPT-2."""
 
     def __init__(self, words: nn.Module, places: nn.Module):
         super().__init__()
@@ -112,7 +112,7 @@ class Embeddings(nn.Module):
 
 
 class Slice(nn.Module):
-    """Modules of a GPT-2, one behind the other."""
+    """Modules of a GPT-2, one after another."""
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
@@ -126,7 +126,7 @@ class Slice(nn.Module):
 
 
 def slices(model: nn.Module, splits: Sequence[str]) -> list[Slice]:
-    """A GPT-2 cut in front of these modules."""
+    """A GPT-2 cut before each of these modules."""
     body = model.transformer
     layers = {f"transformer.h.{i}": layer for i, layer in enumerate(body.h)}
     parts = {"": Embeddings(body.wte, body.wpe), **layers, "transformer.ln_f": body.ln_f, "lm_head": model.lm_head}
@@ -135,7 +135,7 @@ def slices(model: nn.Module, splits: Sequence[str]) -> list[Slice]:
 
 
 def stages_of(setup: Setup, model: nn.Module, inputs: Sequence[torch.Tensor], rank: int) -> list[Any]:
-    """Those of one process."""
+    """The stages of one process."""
     from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
     count, device = len(setup.splits) + 1, torch.device("cpu")
@@ -167,7 +167,7 @@ def main(rank: int, setup: Setup) -> None:
     dist.init_process_group("gloo", init_method=f"file://{setup.store}", rank=rank, world_size=setup.world)
     model, batch = models.by_name(setup.model).train(), models.batch(setup.rows)
     words, labels = batch["input_ids"], batch["labels"]
-    shifts = setup.model == "t5"  # labels are the decoder's words, one place on, and what it shall say
+    shifts = setup.model == "t5"  # the labels, shifted by one place, are also the decoder's input
     inputs = (words, batch["attention_mask"], model._shift_right(labels)) if shifts else (words,)
 
     def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def main(rank: int, setup: Setup) -> None:
     try:
         stages = stages_of(setup, model, inputs, rank)
         schedule = schedule_of(setup, stages, loss_of)
-    except Exception as error:  # whatever torch says is its answer
+    except Exception as error:  # torch's error, whatever it is, is the answer
         refuse(error)
         return
     params = [p for stage in stages for p in stage.submod.parameters()]

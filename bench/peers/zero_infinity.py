@@ -1,16 +1,16 @@
-"""DeepSpeed's ZeRO-Infinity on a CPU: weights and optimizer states in files, the optimizer behind the backward pass.
+"""DeepSpeed's ZeRO-Infinity on a CPU: weights and optimizer states in files, the optimizer after the backward pass.
 
-Run by `children.Child` with a Python that has torch, transformers and deepspeed but no Penstock. On a CPU it takes:
-DS_ACCELERATOR=cpu; libaio and its header, a compiler and ninja for its extensions, which are built at the first use
-(minutes) and kept in TORCH_EXTENSIONS_DIR, where a build that was killed leaves a file `lock` for which the next waits
-for ever; no gradient clipping, which is on unless set to 0.
+Run by `children.Child` with a Python that has torch, transformers and deepspeed but no Penstock. On a CPU it needs:
+DS_ACCELERATOR=cpu; libaio with its header, a compiler and ninja for its extensions; and no gradient clipping, which is
+on unless set to 0. The extensions are built at the first use (minutes) and kept in TORCH_EXTENSIONS_DIR; a build that
+was killed leaves a file `lock` there, for which the next build waits for ever.
 
-Two of its mistakes stand in the way of weights in files (deepspeed 0.19.8), both avoided here so that it is timed at
-its best. `deepspeed.initialize` asks for weights of the model's own type but reads them back as bfloat16 on an
-accelerator without fp16: `zero.Init` with a configuration, and no type, keeps fp32. Its prefetch lists a weight twice
-that ends the forward pass and begins the backward pass, and then refuses to read it twice: listed once, it works;
-without the prefetch it works too, at a quarter more time.
-Checkpointed blocks must be the re-entrant kind: with the other kind, losses differ from the second step on, silently.
+Two mistakes of deepspeed 0.19.8 prevent weights in files; both are avoided here so that it is timed at its best.
+`deepspeed.initialize` asks for weights of the model's own type but reads them back as bfloat16 on an accelerator
+without fp16; `zero.Init` with a configuration and without a type keeps fp32. The prefetch lists a weight that ends the
+forward pass and begins the backward pass twice, and then refuses to read it twice; listed once, it works. Without the
+prefetch it works too, but takes a quarter more time.
+Checkpointed blocks must be re-entrant: with the other kind, losses silently differ from the second step on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 def configuration(settings: dict[str, Any], block_params: int, largest_params: int) -> dict[str, Any]:
-    """`block_params`: parameters of one transformer block; `largest_params`: of the largest weight."""
+    """DeepSpeed's configuration. `block_params` is the number of parameters of one transformer block, `largest_params`
+    that of the largest weight."""
     files = {"nvme_path": settings["directory"], "pin_memory": False, "device": "nvme"}
     live = 3 * block_params
     return {
@@ -78,7 +79,7 @@ def prepare(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def read_each_weight_once() -> None:
-    """Let the prefetch ask for a weight twice in one list, and read it once."""
+    """Patch deepspeed so that its prefetch may list a weight twice, and reads it once."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
 
     whole = Swapper.swap_in

@@ -1,8 +1,8 @@
-"""What a simulation can say of the tables and figures of Fuyou (2024, sections 1 to 5).
+"""The tables and figures of Fuyou (2024, sections 1 to 5) that a simulation can reproduce.
 
-Fuyou runs as its paper has it: every block's weights and states on SSD, the CPU's optimizer under the backward,
-activations kept, moved or computed again as the planner chooses. Its rivals are programs of ours under the rules that
-the paper gives for them, built from the same passes. Findings: `capacity`, `speed` and `tuning`.
+Fuyou runs as in its paper: every block's weights and states are on SSD, the CPU's optimizer runs during the backward,
+and activations are kept, moved or recomputed as the planner chooses. Its rivals are programs of ours under the rules
+that the paper gives for them, built from the same passes. The findings are in `capacity`, `speed` and `tuning`.
 """
 
 from __future__ import annotations

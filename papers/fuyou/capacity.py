@@ -1,4 +1,4 @@
-"""Fuyou's models and how large they may be: tables 2 and 4, figure 4."""
+"""Fuyou's models and the largest that fit: tables 2 and 4, figure 4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .experiments import Fuyou
 from .programs import FUYOU, ZERO_INFINITY, lacks_device, machine, repeated_blocks
 
 NONE = "none"
-TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by way of its ratios 5.96 and 2.04
+TRAINABLE = {  # section 5.2: the largest models that its text names; 135B follows from its ratios 5.96 and 2.04
     ("Fuyou", "A100", "768GB"): "805B",
     ("Fuyou", "4090", "768GB"): "276B",
     ("Fuyou", "4090", "128GB"): "65B",
@@ -23,7 +23,7 @@ TRAINABLE = {  # section 5.2: the largest models that its text names, 135B by wa
 
 
 def table2(paper: Fuyou) -> Finding:
-    """Benefit of swapping each layer's output."""
+    """Table 2: the benefit of swapping each layer's output."""
     work = paper.workload(paper.models[paper.small], 8, 1)
     calls = repeated_blocks(paper.blocks(work, machine("A100")))[0].cost.calls or ()
     names = ("Linear_qkv", "Linear_htoh", "Linear_hto4h", "Linear_4htoh")
@@ -43,8 +43,8 @@ def table2(paper: Fuyou) -> Finding:
 
 
 def table4(paper: Fuyou) -> Finding:
-    """Models."""
-    named = {model: float(model[:-1]) for model in paper.models if model.endswith("B")}  # after its size
+    """Table 4: the models."""
+    named = {model: float(model[:-1]) for model in paper.models if model.endswith("B")}  # names that give the size
     table = sizes_table(paper.models, named)
     return Finding(
         "table4",
@@ -57,7 +57,7 @@ def table4(paper: Fuyou) -> Finding:
 
 
 def fig4(paper: Fuyou) -> Finding:
-    """Largest trainable model."""
+    """Figure 4: the largest trainable model."""
     table = FigureTable()
     sizes: dict[str, list[float | None]] = {}
     for system, line in (("Fuyou", FUYOU), ("ZeRO-Infinity", ZERO_INFINITY)):
@@ -94,8 +94,8 @@ def fig4(paper: Fuyou) -> Finding:
 
 
 def largest_models(paper: Fuyou, gpu: str, line: str) -> list[str]:
-    """Per DRAM size the largest model of which a step fits, and all smaller ones; neither size need be tried twice, as
-    more DRAM holds what less does."""
+    """For each DRAM size, the largest model that fits together with all smaller ones. More DRAM holds all that less
+    does, so no model that fits is tried again."""
     names = list(paper.models)
     found, count, stuck = [], 0, False
     for dram in paper.drams:

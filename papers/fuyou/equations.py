@@ -1,7 +1,8 @@
 """Equations 1 to 12 of Fuyou (2024, section 4.5): a step's time if every resource overlaps perfectly.
 
-They count bytes and FLOPs of a whole model and know neither stages nor memories, and so check the simulator from
-outside. Seconds, bytes, bytes/s, FLOP/s. Parameters and gradients have 2 bytes, masters and states of Adam 12.
+The equations count bytes and FLOPs of a whole model and know neither stages nor memories, so they check the simulator
+independently. Units are s, bytes, bytes/s and FLOP/s. A parameter and its gradient have 2 bytes each, its master and
+Adam's states 12 together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...ir.machine.hardware import Hardware
 
 @dataclass(frozen=True)
 class Rates:
-    """One GPU's machine. `read`, `write`: of all its SSDs together, which are simplex."""
+    """The rates of a machine with one GPU. `read` and `write` are those of all its SSDs together, which are simplex."""
 
     link: float  # bytes/s between GPU and DRAM, per direction
     read: float
@@ -36,20 +37,20 @@ class Rates:
 
 @dataclass(frozen=True)
 class Swappable:
-    """Activations of one layer: bytes to move them out, FLOPs of the forward that then need not run again."""
+    """The activations of one layer: their bytes, and the FLOPs of forward that moving them out saves in backward."""
 
     bytes: float
     flops: float
 
     @property
     def benefit(self) -> float:
-        """Equation 12, per byte: the paper's swap time is proportional to bytes."""
+        """Equation 12 per byte, as the paper's swap time is proportional to bytes."""
         return self.flops / self.bytes
 
 
 @dataclass(frozen=True)
 class Load:
-    """A model and a batch. `boundary_bytes`: one checkpoint per transformer block, the paper's D_start."""
+    """A model and a batch. `boundary_bytes` are those of one checkpoint per transformer block, the paper's D_start."""
 
     params: float
     forward_flops: float
@@ -59,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the two stages by resource; `swapped_bytes` is the paper's D_f."""
+    """Seconds by resource of the forward, and of backward with optimizer; `swapped_bytes` is the paper's D_f."""
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
@@ -73,14 +74,14 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What bounds backward and optimizer."""
+        """The resource that bounds backward and optimizer."""
         return max(self.backward_s, key=lambda name: self.backward_s[name])
 
 
 def step(rates: Rates, load: Load, swapped: Sequence[Swappable] = ()) -> Step:
-    """Equations 2 to 8 with these layers' activations moved out besides the checkpoints.
+    """Equations 2 to 8, with the activations of `swapped` moved out besides the checkpoints.
 
-    Written for activations on SSD; the others of a block are computed again.
+    Activations move to SSD; the others of a block are recomputed.
     """
     inside = sum(layer.bytes for layer in load.swappable)
     moved = sum(layer.bytes for layer in swapped)
@@ -95,28 +96,28 @@ def step(rates: Rates, load: Load, swapped: Sequence[Swappable] = ()) -> Step:
     backward = {
         "computation": 2 * forward_s + again_s,  # eq. 8
         "CPU optimizer": load.params / rates.params_per_s,
-        "GPU link": (weights + d_f) / rates.link,  # eq. 6, with what is fetched: the larger direction of two
+        "GPU link": (weights + d_f) / rates.link,  # eq. 6, for fetches, which are the larger of the two directions
         "SSD": (7 * weights + d_f) / rates.read + 7 * weights / rates.write,  # eq. 7
     }
     return Step(forward, backward, d_f, moved / inside if inside else 0.0)
 
 
 def curve(rates: Rates, load: Load) -> Iterator[Step]:
-    """One more layer moved out at a time, those of most benefit first, as section 4.5 chooses them."""
+    """Steps with one more layer moved out each time, in order of benefit, as section 4.5 chooses them."""
     order = sorted(load.swappable, key=lambda layer: -layer.benefit)
     for count in range(len(order) + 1):
         yield step(rates, load, order[:count])
 
 
 def most_swapped_bytes(rates: Rates, load: Load) -> float:
-    """Equations 9 to 11: more than this can bring nothing; at least the checkpoints."""
+    """Equations 9 to 11: the most bytes that are worth swapping; at least those of the checkpoints."""
     start = step(rates, load)
     hidden_s = start.backward_s["computation"] - max(start.backward_s["GPU link"], start.backward_s["SSD"])
     return max(load.boundary_bytes, hidden_s * min(rates.link, rates.read, rates.write))
 
 
 def best(rates: Rates, load: Load) -> Step:
-    """The shortest step of the curve within equation 11; of equal ones that which moves least."""
+    """The shortest step of the curve within equation 11; of equally short ones, the one that moves least."""
     most = most_swapped_bytes(rates, load)
     return min(
         (found for found in curve(rates, load) if found.swapped_bytes <= max(most, load.boundary_bytes)),
@@ -125,7 +126,7 @@ def best(rates: Rates, load: Load) -> Step:
 
 
 def apart_s(rates: Rates, load: Load) -> float:
-    """The same without overlap of backward and optimizer (section 4.3): gradients wait on SSD in between."""
+    """Seconds of a step without overlap of backward and optimizer (section 4.3); gradients wait on SSD in between."""
     weights, d_f = 2 * load.params, load.boundary_bytes
     together = step(rates, load)
     backward_s = max(
@@ -138,8 +139,9 @@ def apart_s(rates: Rates, load: Load) -> float:
 
 
 def serial_s(rates: Rates, load: Load) -> float:
-    """Nothing overlaps, as section 3.2 observes of ZeRO-Infinity: weights twice from SSD and over the link, checkpoints
-    to DRAM and back, gradients to DRAM, SSD and back, then the optimizer's reads, update and writes, one by one."""
+    """Seconds of a step in which nothing overlaps, as section 3.2 observes of ZeRO-Infinity. Weights come twice from
+    SSD and over the link, checkpoints go to DRAM and back, gradients to DRAM, SSD and back; last come the optimizer's
+    reads, update and writes."""
     weights = 2 * load.params
     moved_s = (3 * weights + 2 * load.boundary_bytes) / rates.link + 2 * weights / rates.read
     computed_s = 4 * load.forward_flops / rates.flops

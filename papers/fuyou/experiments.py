@@ -1,4 +1,4 @@
-"""Fuyou's setup, and how one step of it is simulated."""
+"""Fuyou's setup, and the simulation of one of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .programs import (
 
 
 class Fuyou(Experiments):
-    """Models by the paper's names: our names. Batches are rows of one step."""
+    """Fuyou's setup. `models` maps the paper's names to ours; a batch is the number of rows in one step."""
 
     title = "Fuyou (2024) in simulation"
     left_out = {
@@ -64,8 +64,8 @@ class Fuyou(Experiments):
     ssds: Sequence[int] = (1, 3, 6, 9, 12)
 
     def trial(self, model: str, batch: int, hardware: Hardware, line: str = FUYOU) -> SimulatedStep:
-        """The batch in one piece where the GPU holds it, else cut inside each stage into as few equal parts as fit:
-        weights move once a step either way."""
+        """Simulate a step of the batch in one piece if the GPU holds it, else cut inside each stage into as few equal
+        parts as fit. Weights move once a step in both cases."""
         name = self.models[model]
         too_large = self.rows_too_large(name, hardware, line)
         pieces = list(halvings(batch))
@@ -78,14 +78,14 @@ class Fuyou(Experiments):
         return found
 
     def rows_too_large(self, name: str, hardware: Hardware, line: str) -> float:
-        """The fewest rows of a micro-batch for which the same GPU lacked room under the same passes."""
+        """The fewest rows of a micro-batch for which the same GPU was too small under the same passes."""
         tried = self.lab.trials.items()
         rows = (t.workload.micro_batch for (_, _, text), t in tried if text == line and t.workload.model == name
                 and t.hardware.devices == hardware.devices and lacks_device(t))  # fmt: skip
         return min(rows, default=float("inf"))
 
     def flops(self, model: str, batch: int) -> float:
-        """Of a step as the paper must count them: see `step_flops`."""
+        """FLOPs of a step as the paper must count them, see `step_flops`."""
         config = find_model(self.models[model]).config
         return step_flops(batch, self.sequence, config.n_layer, config.n_embd, config.vocab_size)
 
@@ -95,7 +95,7 @@ class Fuyou(Experiments):
         return self.flops(model, batch) / trial.step_s / 1e12 if trial.step_s else None
 
     def load(self, trial: SimulatedStep) -> Load:
-        """What the equations ask of the trial's model and batch, from its blocks."""
+        """The trial's model and batch as the equations need them, taken from its blocks."""
         work = trial.workload
         blocks = self.blocks(work, trial.hardware)
         repeated = repeated_blocks(blocks)
@@ -112,7 +112,7 @@ class Fuyou(Experiments):
         )
 
     def assumptions(self) -> dict[str, str]:
-        """Out of the preset, so that they say what was simulated."""
+        """The assumptions of all figures, taken from the preset that is simulated."""
         hardware = machine("A100")
         host, ssd = hardware.hosts[0], hardware.hosts[0].ssds[0]
         rates = ", ".join(f"{flops / 1e12:.0f} TFLOPS on {gpu}" for gpu, flops in BLOCK_FLOPS.items())

@@ -1,6 +1,6 @@
 """The machines, programs and counting rules of Fuyou's evaluation (2024, section 5).
 
-Rates of whole blocks are the paper's own (its footnote 3 measures a transformer block); everything else is the preset.
+Rates of whole blocks are the paper's own (its footnote 3 measures a transformer block); all else is the preset's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..lab import SimulatedStep
 from .equations import Rates
 
 PRECISION = "bf16"  # bytes and rates of fp16 without its loss scale, of which the paper says nothing
-BLOCK_FLOPS = {"A100": 172e12 / 0.86, "4090": 87e12 / 0.53}  # section 1: so much is so large a part of a block's rate
+BLOCK_FLOPS = {"A100": 172e12 / 0.86, "4090": 87e12 / 0.53}  # section 1: throughput over its share of a block's rate
 MOST_PIECES = 8  # of a batch inside a stage
 FREE_BANDWIDTH = 1e18  # bytes/s of device memory: its traffic is a part of the block's measured rate
 STAGES = "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, schedule-pipeline"
@@ -24,8 +24,8 @@ STAGES = "coarsen, partition-min-stage{inputs_leave=true}, map-round-robin, sche
 def pipeline(
     choose: str = "", fetch: str = "", ssd: str | None = "tier=all", update: str = "", stages: str = STAGES
 ) -> str:
-    """The passes of Fuyou with options for choose-activations, insert-fetch, insert-ssd and overlap-optimizer;
-    `ssd=None`: weights and states in DRAM."""
+    """The passes of Fuyou with options for choose-activations, insert-fetch, insert-ssd and overlap-optimizer. With
+    `ssd=None` weights and states are in DRAM."""
 
     def named(name: str, *options: str) -> str:
         given = ", ".join(option for option in options if option)
@@ -39,16 +39,16 @@ def pipeline(
 
 FUYOU = pipeline()
 APART = pipeline(update="overlap=false")  # Fuyou w/o overlapping
-# Checkpoints go to DRAM and nothing else is kept; weights are read and fetched when their block is due, and the
-# optimizer runs after the backward.
+# Checkpoints go to DRAM and nothing else is kept. Weights are read and fetched when their block runs, and the optimizer
+# runs after the backward.
 ZERO_INFINITY = pipeline("to=dram, share=0", "prefetch=false", "tier=all, ahead=0", "overlap=false")
 ZERO_OFFLOAD = pipeline("to=dram, share=0", "prefetch=false", None, "overlap=false")
 COLOSSAL = pipeline("to=none", "prefetch=false", "tier=states", "overlap=false")  # checkpoints stay on the GPU
 
 
 def machine(gpu: str, dram: str = "768GB", ssds: int = 12, block_rate: bool = True) -> Hardware:
-    """The paper's server with one GPU ("A100", "4090"). With `block_rate` computation runs at what the paper measured
-    of a transformer block, else at the preset's rates for each call."""
+    """The paper's server with one GPU ("A100", "4090"). With `block_rate` computation runs at the rate that the paper
+    measured for a transformer block, else each call at the preset's rates."""
     hardware = Hardware.preset(f"fuyou-{gpu.lower()}")
     hardware = hardware.with_(dram=dram, ssds=ssds)
     if not block_rate:
@@ -58,7 +58,7 @@ def machine(gpu: str, dram: str = "768GB", ssds: int = 12, block_rate: bool = Tr
 
 
 def lacks_device(trial: SimulatedStep) -> bool:
-    """Does it miss room on the GPU, of which no other memory could give more?"""
+    """Whether the trial does not fit the GPU itself, so that more of another memory would not help."""
     return trial.misses_in in ("device", trial.hardware.devices[0].name)
 
 
@@ -71,14 +71,14 @@ def halvings(batch: int) -> Iterator[int]:
 
 
 def repeated_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Those of the hash that most blocks have: the transformer blocks."""
+    """The blocks with the most frequent hash: the transformer blocks."""
     hashes = [block.hash for block in blocks]
     most = max(hashes, key=hashes.count)
     return [block for block in blocks if block.hash == most]
 
 
 def optimizer_share(trial: SimulatedStep) -> float:
-    """Share of the step after the last computation, in which the GPU is idle."""
+    """The share of the step after the last computation; the GPU is idle in it."""
     assert trial.timeline is not None
     ended_s = max(span.end_s for span in trial.timeline.spans if span.stream == ops.COMPUTE)
     return 1 - ended_s / trial.timeline.step_s
@@ -90,7 +90,7 @@ def busy_share(trial: SimulatedStep) -> float:
 
 
 def swap_coefficient(trial: SimulatedStep) -> float:
-    """Of the bytes of all classes of saved tensors, the share that is not computed again."""
+    """The share of the bytes of all saved tensors that is not recomputed."""
     again, moved = trial.decisions["rematerialise"], trial.decisions["activations"]
     kept = whole = 0
     for spec in trial.specs:
@@ -106,7 +106,7 @@ def rates(hardware: Hardware) -> Rates:
 
 
 def with_rates(hardware: Hardware, **factors: float) -> Hardware:
-    """A machine with some rates of its host times a factor: `ssd`, `optimizer`."""
+    """A machine whose host's rates `ssd` or `optimizer` are multiplied by a factor."""
     host = hardware.hosts[0]
     if factor := factors.get("ssd"):
         disks = [

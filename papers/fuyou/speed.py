@@ -1,4 +1,4 @@
-"""How fast Fuyou's programs are: figures 1 and 5 to 8."""
+"""The speed of Fuyou's programs: figures 1 and 5 to 8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .programs import (
 
 FASTEST = {("13B", "A100"): 202.0, ("13B", "4090"): 156.0, ("175B", "A100"): 173.0, ("175B", "4090"): 86.0}
 SYSTEMS = {"Fuyou": FUYOU, "ZeRO-Offload": ZERO_OFFLOAD, "ZeRO-Infinity": ZERO_INFINITY, "Colossal-AI": COLOSSAL}
-GAINS = {  # Fuyou's highest throughput over theirs, 13B
+GAINS = {  # Fuyou's highest throughput over that of each rival, 13B
     ("ZeRO-Offload", "A100"): 2.46, ("ZeRO-Infinity", "A100"): 3.42, ("Colossal-AI", "A100"): 6.73,
     ("ZeRO-Offload", "4090"): 2.36, ("ZeRO-Infinity", "4090"): 3.47,
 }  # fmt: skip
@@ -46,7 +46,7 @@ WHY_FIG6 = (
 
 
 def fig1(paper: Fuyou) -> Finding:
-    """What ZeRO-Infinity leaves idle."""
+    """Figure 1: what ZeRO-Infinity leaves idle."""
     table = FigureTable()
     for batch in paper.batches[paper.small, "A100"]:
         trial = paper.trial(paper.small, batch, machine("A100"), ZERO_INFINITY)
@@ -75,7 +75,7 @@ def fig1(paper: Fuyou) -> Finding:
 
 
 def fig5(paper: Fuyou) -> Finding:
-    """Throughput by batch."""
+    """Figure 5: throughput by batch."""
     table, charts = FigureTable(), []
     for (model, gpu), batches in paper.batches.items():
         systems = [name for name in SYSTEMS if model == paper.small or name == "Fuyou"]
@@ -111,7 +111,7 @@ def fig5(paper: Fuyou) -> Finding:
 def _own(
     table: FigureTable, paper: Fuyou, model: str, gpu: str, batch: int, claim: float | None = None
 ) -> float | None:
-    """Throughput of Fuyou, which is given back, and its step beside the paper's equations."""
+    """Add and return the throughput of Fuyou; also add its step over that of the paper's equations."""
     trial = paper.trial(model, batch, machine(gpu))
     where, pieces = f"{model}, {gpu}, batch {batch}", trial.workload.micro_batches
     what, value = f"Fuyou, in {pieces} pieces" if pieces > 1 else "Fuyou", paper.tflops(trial)
@@ -150,7 +150,7 @@ def _on_a_larger_model(table: FigureTable, paper: Fuyou) -> None:
 
 
 def fig6(paper: Fuyou) -> Finding:
-    """Extreme models."""
+    """Figure 6: extremely large models."""
     table, claims = FigureTable(), [EXTREME.get(model) for model in paper.larger]
     bars = [_own(table, paper, model, "A100", paper.extreme_batch, claim) for model, claim in zip(paper.larger, claims)]
     chart = Bars("fig6", "Throughput of the largest models, A100", "TFLOPS", list(paper.larger),
@@ -167,7 +167,7 @@ def fig6(paper: Fuyou) -> Finding:
 
 
 def fig7(paper: Fuyou) -> Finding:
-    """Gain of overlapping optimizer and backward."""
+    """Figure 7: the gain of overlapping optimizer and backward."""
     table, groups = FigureTable(), []
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
     for model, claims in paper.overlapped.items():
@@ -200,7 +200,7 @@ def fig7(paper: Fuyou) -> Finding:
 
 
 def fig8(paper: Fuyou) -> Finding:
-    """Pipelined swapping alone."""
+    """Figure 8: the gain of pipelined swapping alone."""
     table, groups = FigureTable(), []
     bars: dict[str, list[float | None]] = {"paper": [], "ours": []}
     for gpu, claims in paper.pipelined.items():

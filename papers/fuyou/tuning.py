@@ -1,4 +1,4 @@
-"""What Fuyou chooses and what it costs: figures 9 and 10, table 5, and what the headline hangs on."""
+"""Fuyou's choices and costs: figures 9 and 10, table 5, and the sensitivity of the main result to assumptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHY_FIG10 = (
 
 
 def fig9(paper: Fuyou) -> Finding:
-    """Step time by swap coefficient."""
+    """Figure 9: step time by swap coefficient."""
     table = FigureTable()
     curves: dict[str, Sequence[tuple[float, float]]] = {}
     hardware = machine("A100")
@@ -68,7 +68,7 @@ def fig9(paper: Fuyou) -> Finding:
 
 
 def _by_share(paper: Fuyou, batch: int, hardware: Hardware) -> list[tuple[float, float]]:
-    """(coefficient, seconds) of the fixed coefficients that fit."""
+    """(coefficient, seconds of the step) for each fixed coefficient that fits."""
     found = []
     for share in paper.shares:
         trial = paper.trial(paper.small, batch, hardware, pipeline(f"share={share}"))
@@ -79,7 +79,7 @@ def _by_share(paper: Fuyou, batch: int, hardware: Hardware) -> list[tuple[float,
 
 @dataclass(frozen=True)
 class Price:
-    """Tokens per second and 1000 dollars, for GPU and SSDs alone, and for the whole machine."""
+    """Tokens per second per 1000 dollars, for GPU and SSDs alone (`parts`) and for the whole machine."""
 
     parts: float
     whole: float
@@ -91,8 +91,8 @@ def price(gpu: str, ssds: int, tokens_per_s: float) -> Price:
 
 
 def megatron(flops_per_token: float) -> tuple[Price, float]:
-    """Of a GPU in a DGX-2, and its TFLOPS. The paper gives neither; its ratio for whole machines and its throughput of
-    Fuyou on an A100 with 12 SSDs give both."""
+    """The price figures and TFLOPS of a GPU in a DGX-2. The paper gives neither; both follow from its ratio for whole
+    machines and its throughput of Fuyou on an A100 with 12 SSDs."""
     fuyou = LARGE_A100_TFLOPS * 1e12 / flops_per_token
     whole = price("A100", 12, fuyou).whole / AGAINST_SERVERS
     tokens_per_s = whole * DGX / DGX_GPUS / 1000
@@ -100,7 +100,7 @@ def megatron(flops_per_token: float) -> tuple[Price, float]:
 
 
 def fig10(paper: Fuyou) -> Finding:
-    """Cost-effectiveness by SSD count."""
+    """Figure 10: throughput per dollar by the number of SSDs."""
     table = FigureTable()
     rival, tflops = megatron(paper.flops(paper.large, 1) / paper.sequence)
     table.add("Megatron-LM, DGX-2", "implied by the paper, per GPU", tflops, " TFLOPS", 0)
@@ -153,7 +153,7 @@ def _claims(table: FigureTable, ratios: dict[str, dict[int, tuple[float, float]]
 
 
 def sensitivity(paper: Fuyou) -> Finding:
-    """How the figures move with each assumption."""
+    """Throughput and gain of the overlap with one assumption changed at a time."""
     table, base = FigureTable(), machine("4090")
     variants = [
         ("as assumed", base),

@@ -1,9 +1,9 @@
-"""What a simulation can say of the tables and figures of MiCS (VLDB 2022, sections 2 to 5).
+"""The tables and figures of MiCS (VLDB 2022, sections 2 to 5) that a simulation can reproduce.
 
-MiCS runs as its paper has it: shards on the GPUs, each layer gathered for each micro-batch forward and backward and
-computed again, sums scattered inside the group with every micro-batch and added up over the groups once a step. Its
-rival, DeepSpeed's ZeRO-3, is the same program with one group of all GPUs and plain gathers. Findings: `scale` and
-`parts`.
+MiCS runs as in its paper: shards are on the GPUs, each layer is gathered for the forward and the backward of each
+micro-batch and recomputed, sums are scattered inside the group with every micro-batch and added up over the groups once
+a step. Its rival, DeepSpeed's ZeRO-3, is the same program with one group of all GPUs and plain gathers. The findings
+are in `scale` and `parts`.
 """
 
 from __future__ import annotations

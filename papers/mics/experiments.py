@@ -1,8 +1,8 @@
-"""MiCS's setup, and how a step of a whole fleet is simulated.
+"""MiCS's setup, and the simulation of a step on a whole fleet.
 
-Programs are planned for one lane with a few micro-batches, once per model and form, and simulated on as many hosts as a
-figure asks for: a lane's text does not say how many others there are. A step of more micro-batches takes as much longer
-as the last one began after the one before it.
+Programs are planned for one lane with a few micro-batches, once per model and form, and simulated on the number of
+hosts that a figure asks for, as a lane's text does not depend on the number of lanes. Each further micro-batch adds to
+the step the time between the begins of the last two simulated ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _100B = "hidden_size=10240,intermediate_size=40960,num_hidden_layers=80,num_atte
 
 @dataclass(frozen=True)
 class MicsModel:
-    """`shards`: the paper's partition group on p3dn; `micro_batch`: rows; `micro_batches`: of a GPU, where the global
-    batch follows from it and not the other way round."""
+    """A model of the paper. `shards` is the paper's partition group on p3dn, `micro_batch` its rows. `micro_batches` is
+    their number per GPU if the global batch follows from it; None if it follows from the global batch."""
 
     name: str
     shards: int
@@ -61,16 +61,16 @@ class FleetRun:
     batch: int
     step_s: float
     timeline: Timeline
-    tflops: float | None  # of a GPU, as the paper counts them
+    tflops: float | None  # per GPU, as the paper counts them
 
     @property
     def rows_s(self) -> float:
-        """Rows of the batch per second, of all GPUs."""
+        """Rows of the batch per second, over all GPUs."""
         return self.batch / self.step_s
 
 
 class Mics(Experiments):
-    """Models by the paper's names."""
+    """MiCS's setup, with models by the paper's names."""
 
     title = "MiCS (VLDB 2022) in simulation"
     left_out = {
@@ -120,8 +120,8 @@ class Mics(Experiments):
     def run(
         self, model: str, form: Form, hosts: int, shards: int | None = None, kind: str = V100, each: int | None = None
     ) -> FleetRun | None:
-        """None where it does not fit. `shards`: all GPUs where it is 0, the model's own number where it is None;
-        `each`: micro-batches of a GPU, else what the model or the setup's batch says."""
+        """Simulate a step; None if it does not fit. `shards` 0 means all GPUs, None the model's own number. `each` is
+        the number of micro-batches per GPU; by default it follows from the model or the setup's batch."""
         spec, machine = self.models[model], hardware(kind, hosts)
         gpus = machine.num_devices
         count = each or spec.micro_batches or max(1, self.batch // (spec.micro_batch * gpus))
@@ -134,7 +134,7 @@ class Mics(Experiments):
     def programs(
         self, model: str, form: Form, hosts: int, shards: int | None = None, kind: str = V100, few: int = FEW
     ) -> list[Program] | None:
-        """Those of a lane with a few micro-batches; None where they do not fit."""
+        """The programs of a lane with a few micro-batches; None if they do not fit."""
         machine = hardware(kind, hosts)
         group = machine.num_devices if shards == 0 else shards or self.models[model].shards
         return self._programs(model, form, machine, group, few, kind) if group <= machine.num_devices else None
@@ -142,9 +142,9 @@ class Mics(Experiments):
     def _programs(
         self, model: str, form: Form, machine: Hardware, shards: int, few: int, kind: str
     ) -> list[Program] | None:
-        """Those of a lane, planned for a small machine with the same text, whose lanes are not written out: with
-        replicas, or, where a group of many GPUs is everything, with another that is; for the machine itself where that
-        does not fit, as a larger group has smaller parts."""
+        """The programs of a lane, planned for a small machine on which they have the same text: one with replicas, or,
+        if one group has all of many GPUs, one that is also a single group. If that does not fit, they are planned for
+        the machine itself, as a larger group has smaller parts. Lanes are not written out on either."""
         everything = shards == machine.num_devices > WRITTEN_OUT
         small = FEW_HOSTS if everything else max(FEW_HOSTS, 2 * shards // GPUS)
         for hosts in dict.fromkeys((small, len(machine.hosts)) if everything else (small,)):
@@ -170,7 +170,7 @@ class Mics(Experiments):
         return FleetRun(hosts, machine.num_devices, batch, step_s, timeline, tflops)
 
     def flops(self, spec: MicsModel, batch: int) -> float | None:
-        """Of a step of a language model as section 5.1.1 counts them, recomputation included."""
+        """FLOPs of a language model's step as section 5.1.1 counts them, recomputation included; else None."""
         if spec.name in self.unnamed:
             return None
         config = find_model(spec.name).config
@@ -179,12 +179,12 @@ class Mics(Experiments):
     def swept(
         self, model: str, form: Form, hosts: Sequence[int], kind: str = V100, shards: int | None = None
     ) -> dict[int, FleetRun]:
-        """Hosts to runs, those that fit."""
+        """The runs that fit, by the number of hosts."""
         found = {count: self.run(model, form, count, shards, kind) for count in hosts}
         return {count: run for count, run in found.items() if run is not None}
 
     def assumptions(self) -> dict[str, str]:
-        """Out of the presets, so that they say what was simulated."""
+        """The assumptions of all figures, taken from the presets that are simulated."""
         old, new = hardware(V100, 2), hardware(A100, 2)
 
         def gpu(machine: Hardware, half: str) -> str:

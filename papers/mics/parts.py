@@ -1,4 +1,4 @@
-"""What each part of MiCS gives: bandwidths, bytes, groups, hierarchical gathers, two hops, WideResNet (2.3, 3.3, 5)."""
+"""The gain of each part of MiCS: bandwidth, bytes, groups, hierarchical gathers, two hops, WideResNet (2.3, 3.3, 5)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def members(hosts: int) -> range:
 
 
 def fig2(paper: Mics) -> Finding:
-    """Effective bandwidth of gathers."""
+    """Figure 2: the effective bandwidth of gathers."""
     table, curves = FigureTable(), {}
     for size in FIG2_SIZES:
         rates = [effective(hardware(V100, hosts), members(hosts), size) / 1e9 for hosts in FIG2_HOSTS]
@@ -63,7 +63,7 @@ def fig2(paper: Mics) -> Finding:
 
 
 def traffic(paper: Mics) -> Finding:
-    """Bytes between hosts."""
+    """Section 3.3: the bytes between hosts."""
     table = FigureTable()
     for model, hosts in ((paper.two_hosts, 4), (paper.small, paper.grouped)):
         shards = paper.models[model].shards if model == paper.two_hosts else GPUS * paper.grouped
@@ -90,13 +90,13 @@ def traffic(paper: Mics) -> Finding:
 
 
 def _gathered_bytes(paper: Mics, model: str, hosts: int, shards: int) -> float:
-    """Of whole weights that a GPU gathers in the simulated step."""
+    """The bytes of whole weights that a GPU gathers in the simulated step."""
     (program,) = paper.programs(model, MICS, hosts, shards) or []
     return sum(work_of(program, node).moved_bytes for node in program.ops() if node.target is ops.all_gather)
 
 
 def fig11c(paper: Mics) -> Finding:
-    """WideResNet."""
+    """Figure 11c: WideResNet."""
     table = FigureTable()
     mics, zero3, late = (
         paper.swept(paper.image, form, paper.hosts, shards=shards) for form, shards in zip(NO_REMAT, (None, 0, 0))
@@ -125,7 +125,7 @@ def fig11c(paper: Mics) -> Finding:
 
 
 def fig12(paper: Mics) -> Finding:
-    """Size of the groups."""
+    """Figure 12: the size of the groups."""
     table, where = FigureTable(), f"{paper.small}, {GPUS * paper.grouped} GPUs"
     bars: dict[str, list[float | None]] = {MICS.name: [], FLAT.name: []}
     for shards in paper.groups:
@@ -151,7 +151,7 @@ def fig12(paper: Mics) -> Finding:
 
 
 def fig13(paper: Mics) -> Finding:
-    """Hierarchical gathers."""
+    """Figure 13: the gain of hierarchical gathers."""
     table, two, shares = FigureTable(), hardware(V100, 2), []
     measured = {128 * MB: 72.1}
     for size in paper.sizes:
@@ -177,7 +177,7 @@ def fig13(paper: Mics) -> Finding:
 def _add_parts_gain(
     table: FigureTable, paper: Mics, model: str, without: Form, what: str, claim: tuple[float, float]
 ) -> None:
-    """Percent of throughput that MiCS gains over a form that lacks one of its parts."""
+    """Add the percentage of throughput that MiCS gains over a form that lacks one of its parts."""
     found = gains(paper.swept(model, MICS, paper.hosts), paper.swept(model, without, paper.hosts))
     for hosts in paper.hosts:
         more = 100 * (found[hosts] - 1) if hosts in found else None
@@ -185,7 +185,7 @@ def _add_parts_gain(
 
 
 def fig14(paper: Mics) -> Finding:
-    """Two hops."""
+    """Figure 14: the gain of sums in two hops."""
     table = FigureTable()
     _add_parts_gain(table, paper, paper.small, ONE_HOP, "gain of sums in two hops", (11.0, 24.9))
     return Finding(
@@ -201,7 +201,7 @@ def fig14(paper: Mics) -> Finding:
 
 
 def fig15(paper: Mics) -> Finding:
-    """Implementation."""
+    """Figure 15: ZeRO-3 as MiCS implements it."""
     table, model = FigureTable(), paper.small
     ahead, late = (paper.swept(model, form, paper.hosts, shards=0) for form in (ZERO3, ZERO3_LATE))
     for hosts, gain in gains(ahead, late).items():

@@ -14,15 +14,15 @@ from ...runtime.simulate.sharing import TasksUnderWay
 
 GPUS = 8  # of a host
 FEW_HOSTS = WRITTEN_OUT // GPUS + 1
-FEW = 2  # micro-batches of a lane that are simulated one by one
+FEW = 2  # the number of micro-batches of a lane that are simulated
 V100, A100 = "mics-p3dn", "mics-p4d"
-# A micro-batch's inputs of all stages are there at a time, not those of all micro-batches.
+# The inputs of all stages are held for one micro-batch at a time, not for all micro-batches.
 START = "coarsen, mesh{{shards={shards}}}, partition-min-stage{{inputs_leave=true}}, map-round-robin, schedule-1f1b, "
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to train. `remat`, `shard` and `sums`: options of the passes of these names."""
+    """A way to train. `remat`, `shard` and `sums` are options of insert-remat, insert-shard and insert-two-hop."""
 
     name: str
     remat: str = "always=true"
@@ -41,7 +41,7 @@ ONE_HOP = Form("MiCS, sums with every micro-batch", sums="every=micro-batch")
 ZERO3 = Form("ZeRO-3", shard="tier=device, hold=false, hierarchical=false")
 ZERO3_LATE = Form("ZeRO-3, nothing ahead", shard="tier=device, hold=false, hierarchical=false, prefetch=0")
 OURS = Form("ours", remat="", shard="tier=device, prefetch=8", sums="")
-RIVALS = ((MICS, None), (ZERO3, 0), (ZERO3_LATE, 0))  # with the number of shards: the model's own, or all GPUs
+RIVALS = ((MICS, None), (ZERO3, 0), (ZERO3_LATE, 0))  # with the number of shards: the model's own (None), all GPUs (0)
 NO_REMAT = replace(MICS, remat=""), replace(ZERO3, remat=""), replace(ZERO3_LATE, remat="")
 
 
@@ -50,7 +50,7 @@ def hardware(kind: str, hosts: int) -> Hardware:
 
 
 def spread(programs: Sequence[Program], gpus: int, shards: int) -> list[Program]:
-    """A lane's programs among `gpus` lanes of one device, of which `shards` share their weights."""
+    """A lane's programs on a machine with `gpus` lanes of one device each, in groups of `shards` that share weights."""
     found = []
     for program in programs:
         changed = program.copy().with_interface(lanes=tuple((device,) for device in range(gpus)), shards=shards)
@@ -60,13 +60,12 @@ def spread(programs: Sequence[Program], gpus: int, shards: int) -> list[Program]
 
 
 def fits(programs: Sequence[Program], machine: Hardware) -> bool:
-    """Whether the first devices' memories hold a lane."""
+    """Whether the first devices' memories hold a lane's programs."""
     return all(profile_memory(p).peak_bytes[ops.DEVICE] <= machine.devices[p.device].budget_bytes for p in programs)
 
 
 def period_s(programs: Sequence[Program], timeline: Timeline) -> float:
-    """Seconds from the beginning of the last micro-batch but one of a lane to that of the last; 0 where there is only
-    one."""
+    """Seconds between the begins of the last two micro-batches of a lane; 0 if there is only one."""
     (first,) = programs
     nodes = [node for node in first.ops() if op_of(node).streams]
     begins: dict[int, float] = {}
@@ -96,6 +95,6 @@ def collective_s(
 
 
 def effective(machine: Hardware, members: Sequence[int], num_bytes: float) -> float:
-    """Bytes/s of a plain gather as section 3.1 means it: what a member gets from the others, over its time."""
+    """Bytes/s of a plain gather as section 3.1 defines it: the bytes that a member gets from others, over the time."""
     share = (len(members) - 1) / len(members)
     return share * num_bytes / collective_s(machine, members, num_bytes)

@@ -40,13 +40,13 @@ def gains(ours: Runs, theirs: Runs) -> dict[int, float]:
 
 
 def efficiency(runs: Runs) -> float:
-    """Throughput of a GPU on the most hosts over that on the fewest."""
+    """The throughput per GPU on the most hosts over that on the fewest."""
     first, last = runs[min(runs)], runs[max(runs)]
     return (last.rows_s / last.gpus) / (first.rows_s / first.gpus)
 
 
 def fig7(paper: Mics) -> Finding:
-    """Strong scaling, BERT, 100 Gb/s."""
+    """Figure 7: strong scaling of BERT at 100 Gb/s."""
     table = FigureTable()
     curves: Lines = {}
     best: dict[tuple[str, str], float] = {}
@@ -76,7 +76,7 @@ def fig7(paper: Mics) -> Finding:
 
 
 def _largest(model: str, mics: Runs, zero3: Runs, late: Runs) -> dict[tuple[str, str], float]:
-    """(model, rival) to MiCS's largest gain."""
+    """MiCS's largest gain by (model, rival)."""
     rivals = {ZERO3.name: gains(mics, zero3), ZERO3_LATE.name: gains(mics, late)}
     return {(model, name): max(found.values()) for name, found in rivals.items() if found}
 
@@ -86,7 +86,7 @@ def _add_scaling(table: FigureTable, model: str, mics: Runs) -> None:
 
 
 def _throughput(table: FigureTable, curves: Lines, paper: Mics, model: str, kind: str) -> tuple[Runs, Runs, Runs]:
-    """Runs of MiCS, ZeRO-3 and ZeRO-3 with nothing ahead, with rows and curves of their throughput."""
+    """Add rows and curves of throughput; returns the runs of MiCS, ZeRO-3 and ZeRO-3 with nothing ahead."""
     hosts = (paper.fast if kind == A100 else paper.strong)[model]
     mics, zero3, late = (paper.swept(model, form, hosts, kind, shards) for form, shards in RIVALS)
     curves[f"{model}, MiCS"] = [(run.gpus, run.rows_s) for run in mics.values()]
@@ -105,7 +105,7 @@ def _throughput(table: FigureTable, curves: Lines, paper: Mics, model: str, kind
 
 
 def fig8(paper: Mics) -> Finding:
-    """Other language models."""
+    """Figure 8: other language models."""
     table = FigureTable()
     for model in paper.strong:
         if not model.startswith("BERT"):
@@ -125,7 +125,7 @@ def fig8(paper: Mics) -> Finding:
 
 
 def fig9(paper: Mics) -> Finding:
-    """TFLOPS a GPU."""
+    """Figure 9: TFLOPS per GPU."""
     table = FigureTable()
     for model, hosts in paper.strong.items():
         if not model.startswith("BERT"):
@@ -148,7 +148,7 @@ def fig9(paper: Mics) -> Finding:
 
 
 def fig10(paper: Mics) -> Finding:
-    """400 Gb/s."""
+    """Figure 10: strong scaling at 400 Gb/s."""
     table = FigureTable()
     curves: Lines = {}
     found: dict[tuple[str, str], float] = {}
@@ -176,7 +176,7 @@ def fig10(paper: Mics) -> Finding:
 
 
 def huge(paper: Mics) -> Finding:
-    """52B and 100B on up to 512 A100."""
+    """Section 5.1.5: 52B and 100B parameters on up to 512 A100."""
     table = FigureTable()
     for model, hosts in paper.huge.items():
         for form, shards in RIVALS:
@@ -201,7 +201,7 @@ def huge(paper: Mics) -> Finding:
 
 
 def scaling(paper: Mics) -> Finding:
-    """Our own plan, 8 to 512 GPUs."""
+    """The scaling of our own plan from 8 to 512 GPUs."""
     table = FigureTable()
     curves: Lines = {}
     kinds = {

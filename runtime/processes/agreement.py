@@ -1,8 +1,7 @@
-"""Before anything runs under torchrun: do all ranks bring the same plan, files, settings and versions, and does each
-run on the host on which the plan has its device?
+"""A check before anything runs under torchrun: all ranks must have the same plan, files, settings and versions, and
+each must run on the host that the plan gives its device.
 
-Every rank states what it brings, as short texts; the first difference would otherwise show as a hang, or as weights
-that nobody can explain.
+Every rank states what it has, as short texts. A difference would otherwise show as a hang, or as wrong weights.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ MOST_ROWS = 6  # differences that are listed
 
 
 def agree(ranks: Ranks, setup: RunSetup) -> None:
-    """Raise `PlanError`, the same on every rank, where they differ in anything that must be the same, or do not stand
-    on hosts as the plan has its devices."""
+    """Raise the same `PlanError` on every rank if the ranks differ in anything that must be the same, or do not run on
+    the hosts that the plan gives their devices."""
     statements = ranks.exchange(statement(setup))
     found = differences(statements, ranks.members)
     found = found or misplaced(ranks.members, setup.hardware.devices)
@@ -40,7 +39,7 @@ def agree(ranks: Ranks, setup: RunSetup) -> None:
 
 
 def statement(setup: RunSetup) -> dict[str, str]:
-    """What this rank brings. Long things stand as hashes, which are compared alike."""
+    """What this rank has, by name. Long values are given as hashes."""
     files = {f"program of {Path(path).name}": _hash(Path(path).read_bytes()) for path in setup.files}
     return {
         "python": platform.python_version(),
@@ -59,7 +58,7 @@ def statement(setup: RunSetup) -> dict[str, str]:
 
 
 def differences(statements: Sequence[Mapping[str, str]], members: Sequence[Member]) -> str:
-    """Which rank differs in what from most others; empty where all agree."""
+    """The text that says which ranks differ from most others, and in what; empty if all agree."""
     rows = []
     for name in dict.fromkeys(name for own in statements for name in own):
         values = [own.get(name, "none") for own in statements]
@@ -85,10 +84,10 @@ def differences(statements: Sequence[Mapping[str, str]], members: Sequence[Membe
 
 
 def misplaced(members: Sequence[Member], devices: Sequence[Device]) -> str:
-    """Where ranks stand on other hosts than the plan has them; empty where it fits.
+    """The text that says how the ranks' hosts differ from the plan's; empty if they fit.
 
-    The ranks of one host of the plan must be of one torchrun agent. CPU devices of several hosts may all be under one
-    agent: then the hosts are emulated.
+    All ranks of one host of the plan must belong to one torchrun agent. CPU devices of several hosts may all belong to
+    one agent: then the hosts are emulated.
     """
     planned = Counter(device.host for device in devices[: len(members)])
     found = Counter(member.node for member in members)
@@ -121,7 +120,7 @@ def _names(members: Sequence[Member]) -> str:
 
 
 def _contrast(value: str, usual: str) -> tuple[str, str]:
-    """Both, from a little before where they begin to differ, if they are long."""
+    """Both values; if they are long, the parts around their first difference."""
     if max(len(value), len(usual)) <= SHOWN:
         return value, usual
     same = next((i for i, (a, b) in enumerate(zip(value, usual)) if a != b), min(len(value), len(usual)))
@@ -131,7 +130,7 @@ def _contrast(value: str, usual: str) -> tuple[str, str]:
 
 
 def _code() -> str:
-    """A hash of the modules that run programs, as they lie on this host."""
+    """A hash of this host's files of the modules that run programs."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
     for path in sorted((*package.glob("ir/**/*.py"), *package.glob("runtime/**/*.py"))):

@@ -1,6 +1,6 @@
-"""What a driver can ask of a device, by name: plain data and tensors in, plain data and tensors out.
+"""The commands that a driver can give a device, by name: each takes and returns plain data and tensors.
 
-Workers serve these over their channel; drivers that have the device in their own process call them directly.
+Workers serve them over their channel; drivers that have the device in their own process call them directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tenso
 
 
 def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Set weights and buffers of `stage`; the optimizer starts anew."""
+    """Set weights and buffers of `stage`, and reset its optimizer."""
     parts = split(tensors)
     session.state.load_stage(args["stage"], parts.get("weights", {}), parts.get("buffers", {}))
     return {}, {}
@@ -52,8 +52,8 @@ def load_stage_state(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Write the part of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. With `given`
-    the header and `tensors` of a whole state, where this device has a shard only."""
+    """Write the state of `stage` into the unfinished checkpoint `temporary`; see `checkpoint.write_shard`. `given` and
+    `tensors` are the header and tensors of the whole state if this device has only a shard of it."""
     stage = args["stage"]
     state = unpack_state(args["given"], tensors) if "given" in args else session.state.stage_state(stage)
     found = state.optimizer or {"states": {}, "scalars": {}, "group": {}, "scheduler": {}}
@@ -71,7 +71,7 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
 
 
 def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Take the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
+    """Load the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
     stage = args["stage"]
     found = checkpoint.open_checkpoint(args["directory"]).read(session.state.interface.stages[stage])
     states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
@@ -87,7 +87,7 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Finish a checkpoint: `shards` as `write_shard` gave them, `progress` a `RunPosition` as plain JSON."""
+    """Finish a checkpoint. `shards` are the records of `write_shard`, `progress` is a `RunPosition` as plain JSON."""
     shards = [_shard_record(row) for row in args["shards"]]
     progress = RunPosition(**decode(args["progress"]))
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
@@ -105,7 +105,7 @@ def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
 
 
 def counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Step count, seed, loss scale."""
+    """The number of steps, the seed and the loss scale."""
     return session.state.counters(), {}
 
 
@@ -115,7 +115,7 @@ def load_counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tens
 
 
 def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """What ran when in the last step, as rows of `timeline.Span`."""
+    """When each op of the last step ran, as rows of `timeline.Span`."""
     return {"spans": [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in session.spans]}, {}
 
 
@@ -129,7 +129,7 @@ COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer
 
 
 def pack_result(result: StepResult) -> Answer:
-    """Values as tensors "name/micro-batch"."""
+    """The result's values as tensors named "name/micro-batch"."""
     tensors = {f"{name}{SEPARATOR}{m}": v for name, values in result.values.items() for m, v in enumerate(values)}
     return {"report": result.report, "names": list(result.values)}, tensors
 

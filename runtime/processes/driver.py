@@ -1,7 +1,7 @@
-"""What a training script holds of the devices: one interface, whether they are here, in local workers, or in torchrun.
+"""A training script's handle on its devices: the same in this process, with local workers, and under torchrun.
 
-`step` and `evaluate` take the global batch and give what all devices returned; `call` asks one device for one of
-`commands.py`.
+`step` and `evaluate` take the global batch and return the results of all devices; `call` runs one command of
+`commands.py` on one device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .setup import RunSetup
 
 
 class Driver:
-    """Common part of all drivers. Not for use by several threads at once."""
+    """The common part of all drivers. Only one thread at a time may use a driver."""
 
     def __init__(self, setup: RunSetup):
         self.setup = setup
@@ -35,11 +35,11 @@ class Driver:
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
     ) -> Answer:
-        """Run one of `commands.COMMANDS` on a device and give its answer."""
+        """Run one of `commands.COMMANDS` on a device and return its answer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop all that runs. May be called twice."""
+        """Stop the devices. May be called twice."""
         raise NotImplementedError
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
@@ -67,7 +67,7 @@ class Driver:
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
-        """Per function the inputs of the batch that must be handed over here."""
+        """For each function, the inputs of the batch that this process must be given."""
         names: dict[str, set[str]] = {}
         for programs in self._own_programs():
             for function, program in programs.items():
@@ -75,12 +75,12 @@ class Driver:
         return {function: sorted(found) for function, found in names.items()}
 
     def _own_programs(self) -> list[dict[str, Program]]:
-        """Those which the devices behind this driver run."""
+        """The programs that the devices of this process run, by name."""
         return self.setup.roles
 
     def part(self, batch: Mapping[str, Tensor], device: int) -> dict[str, Tensor]:
-        """The rows of a batch that a device takes: those of its lane, whose micro-batches lie side by side. A batch
-        that holds no more than them stays as it is."""
+        """The rows of a batch that a device takes: those of its lane, whose micro-batches are adjacent. A batch that
+        holds only these rows stays as it is."""
         lane, _ = place_of(self.setup.interface, device)
         found = {}
         for name, tensor in batch.items():
@@ -93,35 +93,35 @@ class Driver:
         return interface.batch[name].shape[0] * interface.micro_batches
 
     def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
-        """Before a run: raise where this process, or another rank, cannot go on (`refused`), or ranks were given
-        batches of different kinds ("" goes with any)."""
+        """Raise before a run if this process or another rank cannot go on (`refused`), or if the ranks were given
+        batches of different kinds ("" matches any)."""
         if refused is not None:
             raise refused
 
     def gather(self, value: Any) -> list[Any]:
-        """A plain value of every process that runs the script."""
+        """The plain `value` of every process that runs the script."""
         return [value]
 
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set a stage's weights and buffers on all devices that hold it."""
+        """Set a stage's weights and buffers on all devices that hold the stage."""
         tensors = {f"weights/{name}": t for name, t in weights.items()}
         tensors |= {f"buffers/{name}": t for name, t in buffers.items()}
         for device in self.setup.stage_holders[stage]:
             self.call("load_stage", device, {"stage": stage}, tensors)
 
     def timeline(self) -> Timeline:
-        """What ran when in the last step, on all devices."""
+        """The timeline of the last step on all devices."""
         names = [device.name for device in self.setup.hardware.devices]
         return Timeline.from_spans(without_waiting(self._spans()), names)
 
     def _spans(self) -> list[Span]:
-        """Of all devices, on one clock."""
+        """The spans of all devices, on one clock."""
         rows = [row for i in range(self.setup.interface.world_size) for row in self.call("spans", i)[0]["spans"]]
         return [Span(*row) for row in rows]
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes the files that only one process writes."""
         return True
 
     def _require_open(self) -> None:
@@ -173,13 +173,14 @@ def result_of(answer: Answer) -> StepResult:
 
 
 def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResult:
-    """One result of all devices: DRAM peaks of one host and bytes of one route are added, the rest is per device."""
+    """One result from those of all devices: adds the DRAM peaks of a host and the bytes of a route, the rest is per
+    device."""
     values: dict[str, list[Tensor]] = {}
     peak_bytes: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}
     for result in results:
         for name, tensors in result.values.items():
-            values[name] = [*values.get(name, []), *tensors]  # devices that share a batch have it in their order
+            values[name] = [*values.get(name, []), *tensors]  # devices that share a batch hold it in their order
         for total, key in ((peak_bytes, "peak_bytes"), (moved_bytes, "moved_bytes")):
             for name, amount in result.report[key].items():
                 total[name] = total.get(name, 0) + amount
@@ -197,10 +198,10 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
 
 
 def without_waiting(spans: Sequence[Span]) -> list[Span]:
-    """Spans of sends and receives cut to the time when both sides were there.
+    """Cut the spans of sends and receives to the time when both sides were ready.
 
-    Each side's stream is occupied from when it is ready; the transfer begins with the later one. The clock is one for
-    all processes of a host.
+    Each side's stream is occupied from the moment that side is ready; the transfer begins when the later one is. All
+    spans must be on one clock.
     """
     begin_s: dict[tuple[int, int, str], float] = {}
     keys = [_message_of(span) for span in spans]
@@ -215,7 +216,7 @@ def without_waiting(spans: Sequence[Span]) -> list[Span]:
 
 
 def _message_of(span: Span) -> tuple[int, int, str] | None:
-    """Sender, receiver and tag, from the op's text."""
+    """The sender, receiver and tag of a send or receive, read from the op's text; None for any other op."""
     if ops.ALL[span.op].meets != ops.PEER:
         return None
     fields = dict(part.split("=", 1) for part in span.text.rstrip(")").split(", ") if "=" in part.partition("(")[0])

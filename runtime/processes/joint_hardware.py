@@ -1,5 +1,5 @@
-"""The machine that the ranks of a torchrun have together: every host describes itself, all put the same document
-together from that."""
+"""The machine that the ranks of a torchrun form: each host describes itself, and every rank joins the descriptions to
+the same document."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...ir.machine.hardware import Hardware
 from ..measure.detect import detect_hardware
 from .ranks import Member, Ranks
 
-NETWORK_BYTES_S = 1.25e9  # where the system does not know an interface's rate: 10 Gb/s
+NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
 NETWORK_LATENCY_S = 50e-6
 
 
 def joint_hardware(ranks: Ranks) -> Hardware:
-    """A device for each rank, in their order, on the hosts on which they run. All ranks must call it.
+    """A machine with one device per rank, in the ranks' order, on the ranks' hosts. All ranks must call it.
 
-    Raises `HardwareError`, the same on all ranks, where a host has fewer GPUs than ranks.
+    Raises the same `HardwareError` on all ranks if a host has fewer GPUs than ranks.
     """
     first = next(member.rank for member in ranks.members if member.node == ranks.members[ranks.rank].node)
     mine: dict[str, Any] | None = None
@@ -33,8 +33,8 @@ def joint_hardware(ranks: Ranks) -> Hardware:
 
 
 def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member]) -> Hardware:
-    """`rows`: of the first rank of each host its document, of one host each, and its network's bytes/s; of others
-    None."""
+    """Join the hosts' descriptions. `rows` has, for the first rank of each host, the document of that host and its
+    network's bytes/s, and None for other ranks."""
     hosts: list[dict[str, Any]] = []
     devices: list[dict[str, Any]] = []
     names: list[str] = []
@@ -63,7 +63,7 @@ def combine(rows: Sequence[Mapping[str, Any] | None], members: Sequence[Member])
 
 
 def _devices_of(document: Mapping[str, Any], count: int, member: Member) -> list[dict[str, Any]]:
-    """As many as ranks run there: GPUs are taken in their order, a CPU's cores and memory are divided anew."""
+    """`count` devices of a host: its first GPUs, or equal shares of its CPU's cores and memory."""
     found: list[dict[str, Any]] = list(document["devices"])
     if found[0]["kind"] == "cuda":
         if count > len(found):
@@ -85,7 +85,7 @@ def _prefix(device: Mapping[str, Any]) -> str:
 
 
 def _rate(member: Member) -> float | None:
-    """Bytes/s of the interface that has the host's address, as far as the system knows it."""
+    """Bytes/s of the network interface with the host's address; None if the system does not know them."""
     stats = psutil.net_if_stats()
     for name, rows in psutil.net_if_addrs().items():
         if any(row.address == member.address for row in rows) and name in stats and stats[name].speed > 0:

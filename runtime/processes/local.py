@@ -1,8 +1,8 @@
 """Local workers: one process per device on this machine, started, fed, watched and stopped by the script's process.
 
-When one fails or vanishes, all are stopped at once and the error says which device, which line, which micro-batch.
-Workers are in sessions of their own, so that Ctrl-C reaches only this process, which then stops them; should this
-process be killed, they see its channel close and end by themselves.
+When one worker fails or vanishes, all are stopped at once and the error says which device, line and micro-batch failed.
+Each worker has a session of its own, so that Ctrl-C reaches only this process, which then stops the workers. If this
+process is killed, the workers see their channels close and end by themselves.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .torchrun import TorchrunDriver
 from .wire import receive_message, send_message
 from .worker import open_board
 
-GRACE_S = 1.0  # in which the culprit may still be found among several that fail
+GRACE_S = 1.0  # how long to wait for the culprit's report when several workers fail
 CLOSE_S = 5.0
 LOG_TAIL_BYTES = 4000
-RUNS = ("run_step", "run_evaluate")  # after an error in these the devices no longer agree on anything
+RUNS = ("run_step", "run_evaluate")  # after an error in one of these the devices are in different states
 
 
 def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Driver:
-    """The driver that fits: in this process, this rank of a torchrun, or local workers; these also for one device whose
-    streams share a link that is held down. `refused`: why this process cannot run its part; that is raised, under
-    torchrun on all ranks.
+    """Start the driver that fits: this rank of a torchrun, the only device in this process, or local workers, also for
+    one device whose streams share a throttled link. `refused` is the error why this process cannot run its part; it is
+    raised, under torchrun on all ranks.
 
-    Raises `PlanError` where several hosts are planned and this is no torchrun, or one of another size; `HardwareError`
-    where the document promises an order of fetches that nobody keeps here.
+    Raises `PlanError` if the plan has several hosts and this is no torchrun, or a torchrun of another size;
+    `HardwareError` if the document orders fetches and nothing here can keep that order.
     """
     if refused is not None and not TorchrunDriver.is_present():
         raise refused
@@ -72,7 +72,7 @@ def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Drive
 
 @dataclass
 class Worker:
-    """One started process. `board`: see `worker.open_board`."""
+    """One started worker process. For `board` see `worker.open_board`."""
 
     device: int
     name: str
@@ -91,11 +91,10 @@ class Worker:
 
 
 class LocalWorkers(Driver):
-    """Starts one worker per device. Raises `WorkerError` where one does not come up, `PlanError` for GPUs of several
-    hosts. CPU devices of several hosts are all here: then the hosts are emulated, with the network held down to the
-    rate of the document if it says so."""
+    """Starts one worker per device on this host. Raises `WorkerError` if a worker does not start, `PlanError` for GPUs
+    of several hosts. Several hosts of CPU devices are emulated here, with the network throttled if the document is."""
 
-    several_hosts = False  # whether the devices of several hosts may be here
+    several_hosts = False  # whether devices of several hosts may run here even if they are GPUs
 
     def __init__(self, setup: RunSetup):
         super().__init__(setup)
@@ -150,7 +149,7 @@ class LocalWorkers(Driver):
         return Worker(device, name, process, ours, board, Path(self.setup.file_of(device)), log)
 
     def _for_device(self, device: int) -> dict[str, Any]:
-        """What a worker is told at first."""
+        """The arguments of a worker's first command, `set_up`."""
         own = self.setup.for_device(device)
         share = replace(own.share, hostname=LOOPBACK)
         setup = replace(own, share=share, paces=self._paces(device))
@@ -167,14 +166,14 @@ class LocalWorkers(Driver):
         )
 
     def _serve_links(self) -> LinkServer | None:
-        """Where transfers are held down and some share links, who shares those out."""
+        """The server that divides links among transfers; None unless throttled transfers share links."""
         shared = self.setup.shared_transfers
         if not shared:
             return None
         return LinkServer(os.path.join(self.scratch, "links"), self.setup.hardware.links(), shared.costs)
 
     def _serve_turns(self) -> TurnServer | None:
-        """Where the fetches of GPUs are ordered, who hands out their turns."""
+        """The server that gives fetches their turns; None unless the document orders the fetches of GPUs."""
         hardware = self.setup.hardware
         ordered = any(d.kind == "cuda" and hardware.hosts[d.host].ordered_fetches for d in hardware.devices)
         return TurnServer(os.path.join(self.scratch, "turns")) if ordered else None
@@ -195,7 +194,7 @@ class LocalWorkers(Driver):
         return [result_of(answers[worker.device]) for worker in self.workers]
 
     def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:
-        """Send each device its command and wait for all answers; on any failure of a run, stop everything."""
+        """Send each device its command and wait for all answers; if a run fails anywhere, stop all workers."""
         waiting = {device: self.workers[device] for device in requests}
         answers: dict[int, Answer] = {}
         failures: dict[int, dict[str, Any]] = {}
@@ -204,7 +203,7 @@ class LocalWorkers(Driver):
                 try:
                     send_message(self.workers[device].channel, {**args, "command": command}, tensors)
                 except OSError:
-                    failures[device] = {}  # it is gone; why, is looked up below
+                    failures[device] = {}  # the worker is gone; `_error_of` finds out why
             while waiting and not failures:
                 self._collect(waiting, answers, failures, None)
             if failures:
@@ -229,7 +228,7 @@ class LocalWorkers(Driver):
         failures: dict[int, dict[str, Any]],
         timeout_s: float | None,
     ) -> None:
-        """Take what has arrived: answers, errors (as `failures`, empty for a process that is gone)."""
+        """Receive what has arrived: answers, and errors as `failures` (empty for a process that is gone)."""
         channels = {worker.channel: device for device, worker in waiting.items()}
         for channel in wait(channels, timeout_s):
             device = channels[channel]  # type: ignore[index]
@@ -249,13 +248,14 @@ class LocalWorkers(Driver):
     def _find_culprit(
         self, waiting: dict[int, Worker], answers: dict[int, Answer], failures: dict[int, dict[str, Any]]
     ) -> None:
-        """A device that only lost its peer may report before the one that failed does: give that one a moment."""
+        """Wait up to `GRACE_S` for the device that failed, as one that only lost its peer may report first."""
         deadline = time.monotonic() + GRACE_S
         while waiting and all(f and f["waited"] for f in failures.values()) and time.monotonic() < deadline:
             self._collect(waiting, answers, failures, 0.05)
 
     def _stopped_by(self, failures: dict[int, dict[str, Any]]) -> PenstockError:
-        """The error of the likeliest culprit: gone, or failed by itself, before those that waited. Stops everything."""
+        """Stop all workers and return the error of the likeliest culprit: a worker that is gone, else one that failed
+        by itself, else one that waited."""
         device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
         worker = self.workers[device]
         if not failures[device]:
@@ -289,7 +289,7 @@ class LocalWorkers(Driver):
             try:
                 send_message(worker.channel, {"command": "close"})
             except OSError:
-                continue  # it is gone already
+                continue  # the worker is gone already
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
             _wait(worker.process, max(0.0, deadline - time.monotonic()))
@@ -297,10 +297,10 @@ class LocalWorkers(Driver):
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """This process's environment, its import paths, and settings without which idle threads burn the cores.
+    """This process's environment and import paths, and settings that keep idle threads from spinning.
 
-    On GPUs every stream gets a hardware queue of its own: in a shared one, a receive that waits for its peer would hold
-    up computation behind it that the peer waits for.
+    On GPUs every stream gets a hardware queue of its own: in a shared queue, a receive that waits for its peer would
+    block later computation that the peer waits for.
     """
     paths = [path or os.getcwd() for path in sys.path]
     return {
@@ -334,7 +334,8 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer | TurnServer], scratch: str) -> None:
-    """Kill what still runs, and leave nothing behind. Also runs when the interpreter ends, but not in forks of it."""
+    """Kill the workers, close the servers and remove the scratch directory. Also runs when the interpreter ends, but
+    not in forks of this process."""
     if os.getpid() != owner:
         return
     for worker in workers:

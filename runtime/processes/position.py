@@ -1,4 +1,4 @@
-"""At which line of its generated file a device is, for people: what its streams noted on the board."""
+"""The line of its generated file at which a device is, as text for people, from what its streams noted on the board."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..device.named_streams import STREAM_SLOTS
 
 
 def describe_position(file: Path, board: Sequence[int]) -> tuple[str, str]:
-    """For people, and as the text of one line: the compute stream's op first, running ones first. `board`: see
-    `worker.open_board`."""
+    """Two texts: the lines of the running streams for people, and the code of the first one. Running streams come
+    first, the compute stream before others. For `board` see `worker.open_board`."""
     numbers = {name: board[i] for i, name in enumerate(STREAM_SLOTS) if board[i]}
     if not numbers:
         return "before its first op", ""

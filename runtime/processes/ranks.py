@@ -1,11 +1,11 @@
-"""The processes of one torchrun, joined by its rendezvous store: who is there, what all of them say, which one failed.
+"""The processes of one torchrun, joined by its rendezvous store: which ranks are there, what each gives, which failed.
 
-Ranks *arrive*: each brings an id that it has just drawn, the first rank writes the list of them, and begins when every
-rank has confirmed its own; so whatever an earlier attempt left in the store counts for nothing. From then on each rank
-shows every half second that it lives, and hears within a tenth of a second what another has to report.
+Ranks *arrive*: each writes an id that it has just drawn, the first rank writes the list of all ids, and the ranks begin
+when every rank has confirmed its own id; so what an earlier attempt left in the store has no effect. From then on each
+rank gives a sign of life every half second, and reads the reports of other ranks every tenth of a second.
 
-A rank that fails by itself reports it, and all others stop with the same error. A rank that only lost a peer looks for
-the one that is to blame first: gone from this host's processes, stopped, or silent.
+A rank that fails by itself reports its error, and all others stop with the same error. A rank that only lost a peer
+first looks for the rank that is to blame: one whose process on this host has ended or is stopped, or a silent one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ...ir.errors import WorkerError, error_to_data
 from .store_thread import StoreLost, StoreThread, Waited, address, agent_has_store, another_connection, local_address
 
 BEAT_S = 0.5  # between two signs of life
-SILENT_BEATS = 5  # that many missed: a sign that the rank or its network is gone
+SILENT_BEATS = 5  # the number of missed signs of life after which a rank or its network counts as gone
 POLL_S = 0.1
-SEARCH_S = 5.0  # for who is to blame
+SEARCH_S = 5.0  # how long to look for the rank that is to blame
 LOOPBACKS = ("127.", "::1")
 ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # what the kernel says of a process
-LAST_WORDS_S = 5.0  # in which what is to be reported must have reached the store
+LAST_WORDS_S = 5.0  # how long a report may take to reach the store
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. `node`: the same for ranks of one torchrun agent; `clock_s`: wall-clock time less `perf_counter`;
-    `address`: of its host, on the way to the store's."""
+    """One rank. `node` is the same for all ranks of one torchrun agent; `clock_s` is wall-clock time less
+    `perf_counter`; `address` is its host's, on the way to the store's host."""
 
     rank: int
     id: str
@@ -55,10 +55,10 @@ class Member:
 
 @dataclass
 class Failure:
-    """What a rank reports. `error` as `error_to_data` gives it; `blamed`: the rank that it is about.
+    """A rank's report. `error` is as `error_to_data` returns it; `blamed` is the rank that the error is about.
 
-    `waited`: the rank has only lost another; who failed is still open. `left_round`: the rank ended or closed when it
-    had finished that many exchanges; that only matters to ranks which go on.
+    `waited` says that the rank only lost another one, and that the rank to blame is unknown. `left_round` is the number
+    of exchanges that the rank had finished when it ended or closed; it matters only to ranks that go on.
     """
 
     rank: int
@@ -71,15 +71,15 @@ class Failure:
 @dataclass
 class _Heard:
     failures: list[Failure] = field(default_factory=list)
-    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # per rank: the last one, and when it was new
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # per rank: its last sign of life, and when
 
 
 class Ranks:
-    """This rank's end. `node`: what the ranks of one host have in common. `patience_s`: how long an exchange may take
-    while all ranks live; a rank of which nothing is heard for `timeout_s` counts as lost.
+    """This rank's connection to all ranks. `node` is the same for the ranks of one host. `patience_s` limits how long
+    an exchange may take while all ranks live; a rank that gives no sign of life for `timeout_s` counts as lost.
 
-    `beat` gives what to show with each sign of life, `describe` tells people what another rank has shown. `alarm` is
-    called, in another thread, with the first failure that ends what the ranks do together.
+    `beat` returns the data to send with each sign of life, and `describe` turns another rank's data into text. `alarm`
+    is called, in another thread, with the first failure that ends the ranks' common work.
     Raises `WorkerError` naming the ranks that did not arrive within `timeout_s`.
     """
 
@@ -100,7 +100,7 @@ class Ranks:
         self.patience_s = timeout_s if patience_s is None else patience_s
         self.node = node or socket.gethostname()
         self.beat, self.describe, self.alarm = beat, describe, alarm
-        self.round = 0  # exchanges that are over
+        self.round = 0  # the number of exchanges that are over
         self.members: list[Member] = []
         self.left = False
         self._heard, self._looking, self._looks, self._beats, self._next_beat_s = _Heard(), False, 0, 0, 0.0
@@ -118,7 +118,7 @@ class Ranks:
     # --- arriving
 
     def _arrive(self, deadline_s: float) -> str:
-        """Agree with all ranks that they are there now. Returns a prefix that no earlier attempt has used."""
+        """Wait until all ranks have arrived. Returns a prefix for the store that no earlier attempt has used."""
         mine = Member(
             self.rank,
             uuid.uuid4().hex[:12],
@@ -146,7 +146,7 @@ class Ranks:
             time.sleep(wait_s)
 
     def _list_arrivals(self) -> None:
-        """The first rank's part: a new list, with a new name, whenever another process has arrived."""
+        """Write a new list of ranks, with a new name, whenever another process has arrived. Rank 0 calls it."""
         rows = [self._get(f"penstock/arrived/{rank}") for rank in range(self.size)]
         roster = self._get("penstock/roster") or {}
         if all(rows) and rows != roster.get("members"):
@@ -172,14 +172,14 @@ class Ranks:
         self._asker.ask(lambda store: store.set(key, json.dumps(value)), self.timeout_s)
 
     def _get(self, key: str) -> Any:
-        """What lies there now, None where nothing does."""
+        """The present value of `key`, None if it has none."""
         return self._asker.ask(lambda store: _peek(store, key), self.timeout_s)
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank gives, plain data, in their order. All ranks must call it.
+        """The plain data `mine` of every rank, in the ranks' order. All ranks must call it.
 
-        The first rank collects and hands out, so that n ranks cost 3 n requests. Raises the error of a rank that failed
-        meanwhile (see `cause`), or `Waited` where one is not there within `timeout_s`.
+        The first rank collects and distributes the data, so that n ranks cost 3 n requests. Raises `Told` if a rank
+        fails meanwhile, or `Waited` if one does not answer within `patience_s`.
         """
         number, prefix = self.round, f"{self._room}/round"
         text = json.dumps(mine)
@@ -188,7 +188,7 @@ class Ranks:
             rows = [json.loads(store.get(f"{prefix}/{number}/{rank}")) for rank in range(1, self.size)]
             joined = json.dumps([json.loads(text), *rows])
             store.set(f"{prefix}/{number}", joined)
-            if number:  # whoever gave something now has read what was handed out before
+            if number:  # all ranks have given their data now, so they have read the previous round's
                 store.delete_key(f"{prefix}/{number - 1}")
             return joined
 
@@ -202,7 +202,7 @@ class Ranks:
             joined = self._asker.ask(collect if self.rank == 0 else give, self.patience_s, self._check_waiting())
         except StoreLost:
             raise
-        except RuntimeError as error:  # the store's own time is up
+        except RuntimeError as error:  # the store's own timeout
             raise Waited(f"rank {self.rank} has waited {self.patience_s:g} s for the others") from error
         self.round += 1
         found: list[Any] = json.loads(joined)
@@ -211,14 +211,14 @@ class Ranks:
     # --- failures
 
     def check(self) -> None:
-        """Raise `Told` where a rank has failed, or left what the ranks do together."""
+        """Raise `Told` if a rank has failed or left."""
         failure = self.told()
         if failure is not None:
             raise Told(failure)
 
     @property
     def hostname(self) -> str | None:
-        """The address by which other ranks reach this one; None where nothing but the system's choice is known."""
+        """The address by which other ranks reach this one; None leaves the choice to the system."""
         own = self.members[self.rank]
         if not own.address.startswith(LOOPBACKS):
             return own.address or None
@@ -228,7 +228,7 @@ class Ranks:
         return own.address
 
     def _check_waiting(self) -> Callable[[], None]:
-        """`check`, and behind a few seconds also whether the others still live."""
+        """A function that calls `check`, and after a few seconds also checks that the other ranks still live."""
         began_s = time.monotonic()
 
         def check() -> None:
@@ -243,7 +243,7 @@ class Ranks:
         return check
 
     def told(self) -> Failure | None:
-        """The first failure that is no longer open and concerns this rank."""
+        """The first reported failure whose cause is known and which concerns this rank."""
         with self._lock:
             for failure in self._heard.failures:
                 gone_on = failure.left_round is None or self.round >= failure.left_round
@@ -252,7 +252,7 @@ class Ranks:
         return None
 
     def report(self, failure: Failure) -> None:
-        """Tell all ranks. Nothing is raised where the store is out of reach: then they find out by themselves."""
+        """Tell all ranks of a failure. Raises nothing if the store is out of reach: the others then find out alone."""
 
         def post(store: dist.Store) -> None:
             number = store.add("failures", 1)
@@ -262,25 +262,25 @@ class Ranks:
             self._watch.ask(post, LAST_WORDS_S)
 
     def cause(self, own: Failure) -> Failure:
-        """What ends the ranks' work, given what this one has met: what another reports, or the rank that is gone."""
+        """What ends the ranks' work: `own`, or, if this rank only waited, another's report or a rank that is gone."""
         if not own.waited:
             return own
         began_s, looks = time.monotonic(), self._looks
         self._looking = True
         while time.monotonic() < began_s + SEARCH_S and not self._watch.lost:
-            time.sleep(POLL_S)  # in which the others' last signs of life are read, too
+            time.sleep(POLL_S)  # meanwhile the listening thread reads the others' last signs of life
             found = self._gone() or self._silent(began_s, SILENT_BEATS * BEAT_S)
             if found is not None or self.told() is not None:
-                self._look_again()  # a rank that ended by itself has reported why before
+                self._look_again()  # a rank that ended by itself has reported its reason before
                 return self.told() or found or own
-        if self._watch.lost or self._looks <= looks + 1:  # one look may have been under way
+        if self._watch.lost or self._looks <= looks + 1:  # one look may have been in progress
             lost = self._watch.lost or f"the rendezvous store {address()} has given no answer for {SEARCH_S:g} s"
             why = f"{lost}: the host of rank 0, or the network to it, is gone"
             return Failure(self.rank, error_to_data(WorkerError(f"{self.members[self.rank]} stops: {why}")))
         return Failure(self.rank, own.error)
 
     def _gone(self) -> Failure | None:
-        """A rank of this node whose process has ended, or is stopped."""
+        """The failure of a rank of this node whose process has ended or is stopped; None if there is none."""
         here = self.members[self.rank].node
         for member in self.members:
             state = _process_state(member.pid) if member.node == here and member.rank != self.rank else "R"
@@ -291,13 +291,14 @@ class Ranks:
         return None
 
     def _look_again(self) -> None:
-        """Wait until all reports have been read that were there when this is called."""
+        """Wait until all reports that were in the store at this call have been read."""
         enough, deadline_s = self._looks + 2, time.monotonic() + LAST_WORDS_S
         while self._looks < enough and time.monotonic() < deadline_s and not self._watch.lost:
             time.sleep(POLL_S / 2)
 
     def _silent(self, since_s: float, limit_s: float) -> Failure | None:
-        """Ranks that have given no sign of life for `limit_s`, while this one was looking."""
+        """The failure of ranks that gave no sign of life for `limit_s` while this one was looking; None if there are
+        none."""
         with self._lock:
             rows = self._heard.beats.items()
             ranks = [rank for rank, (_, at_s) in rows if time.monotonic() - max(at_s, since_s) > limit_s]
@@ -315,7 +316,7 @@ class Ranks:
         return Failure(self.rank, error_to_data(WorkerError(text)), blamed=members[0].rank)
 
     def last_place(self, rank: int) -> str:
-        """Where a rank was when it last gave a sign of life; empty where none was heard."""
+        """Where a rank was when it last gave a sign of life; empty if it gave none."""
         with self._lock:
             text = self._heard.beats.get(rank, ("", 0.0))[0]
         return self.describe(rank, json.loads(text)[1]) if text else ""
@@ -354,13 +355,13 @@ class Ranks:
     # --- the end
 
     def leave(self, why: str = "") -> None:
-        """This rank takes part in nothing more; `why`: what ended its script. May be called twice."""
+        """End this rank's part; `why` says what ended its script. May be called twice."""
         if self.left:
             return
         self.left = True
         text = f"{self.members[self.rank]} has left: {why or 'its script has ended, or closed the job'}"
         self.report(Failure(self.rank, error_to_data(WorkerError(text)), blamed=self.rank, left_round=self.round))
-        if self.rank == 0 and not agent_has_store():  # which ends with this process
+        if self.rank == 0 and not agent_has_store():  # the store then ends with this process
             self._await_leaving(time.monotonic() + LAST_WORDS_S)
         self._watch.close()
         self._asker.close()
@@ -374,7 +375,7 @@ class Ranks:
 
 
 class Told(WorkerError):
-    """Another rank has reported a failure: `failure`."""
+    """Another rank has reported `failure`."""
 
     def __init__(self, failure: Failure):
         super().__init__(str(failure.error["message"]))
@@ -386,7 +387,7 @@ def _peek(store: dist.Store, key: str) -> Any:
 
 
 def _process_state(pid: int) -> str:
-    """The kernel's letter for what a process of this host does; empty where there is none."""
+    """The kernel's letter for the state of a process of this host; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,9 +1,9 @@
-"""A rehearsal: the processes, threads, events and messages of a plan for a machine that is not here, in real time.
+"""A rehearsal: the processes, threads, events and messages of a plan for another machine, run here in real time.
 
-Nothing is computed or moved. Computation is a wait for as long as the hardware document says, a transfer or an update
-by the host waits for `emulate/link_server.py`, which shares links as the simulator does. What is rehearsed is all the
-rest: the files as they are printed, the issuing of their ops, the streams' order and waits, memory accounts, and the
-matching of messages between processes. So a rehearsal and a simulation agree where both understand the program alike.
+Nothing is computed or moved. A computation waits for as long as the hardware document says; a transfer or an update by
+the host waits for `emulate/link_server.py`, which divides links as the simulator does. Everything else runs: the
+printed files, the issuing of their ops, the streams' order and waits, memory accounts, and the matching of messages
+between processes. So a rehearsal and a simulation agree if both understand the program in the same way.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .setup import RunSetup
 
 
 def rehearse(setup: RunSetup, time_scale: float = 1.0) -> Timeline:
-    """Run one step of the files of `setup` as a rehearsal, and give what ran when.
+    """Run one step of the files of `setup` as a rehearsal, and return its timeline.
 
-    With `time_scale` 10 every wait takes ten times as long and the result is divided by ten: what Python takes for an
-    op, a tenth of a millisecond or so, then counts a tenth. Raises `PlanError` for a scale that is not positive,
+    With `time_scale` 10 every wait takes ten times as long and the result is divided by ten, so that Python's own time
+    per op (about 0.1 ms) counts only a tenth. Raises `PlanError` for a scale that is not positive, and
     `BudgetExceeded` or `WorkerError` as a real step would.
     """
     if not (isinstance(time_scale, (int, float)) and 0 < time_scale < math.inf):
@@ -34,7 +34,7 @@ def rehearse(setup: RunSetup, time_scale: float = 1.0) -> Timeline:
 
 
 class RehearsingWorkers(LocalWorkers):
-    """Workers that only wait, also for the devices of several hosts: all of them are here."""
+    """Workers that only wait. The devices of several hosts all have their workers here."""
 
     several_hosts = True
 
@@ -46,7 +46,7 @@ class RehearsingWorkers(LocalWorkers):
         super().__init__(setup)
 
     def rehearse(self) -> Timeline:
-        """One step."""
+        """Run one step and return its timeline."""
         results = self._run_all("run_step", {})
         peak_bytes: dict[str, int] = {}
         for result in results:
@@ -64,7 +64,7 @@ class RehearsingWorkers(LocalWorkers):
         return LinkServer(address, self.model.links, self.costs, self.time_scale)
 
     def _serve_turns(self) -> None:
-        """The link server orders what shares a root complex."""
+        """None: the link server orders the fetches that share a root complex."""
 
     def _paces(self, device: int) -> Paces:
         waits_s = [None if cost.flows else cost.fixed_s * self.time_scale for cost in self.costs[device]]

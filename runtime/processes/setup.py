@@ -1,4 +1,4 @@
-"""What a training script tells its devices before they start, and what follows from the files that they will run."""
+"""What a training script tells its devices before they start, and what the files that they will run imply."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ..optimizer.stage_optimizer import OptimizerSpec
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Everything that the devices need to start. `files`: one generated file per device of a lane, in their order.
+    """Everything that the devices need to start. `files` has one generated file per device of a lane, in their order.
 
-    `ssd_dirs`: directories for files, one per SSD, the same on every host; without them each host's own in the hardware
-    document. `ssd_verify`: check all that is read from SSD.
+    `ssd_dirs` are directories for files, one per SSD, the same on every host; by default each host's own in the
+    hardware document. `ssd_verify` checks everything that is read from SSD.
     """
 
     files: Sequence[Path]
@@ -47,7 +47,7 @@ class RunSetup:
 
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
-        """Per device of a lane its programs by name, read from the files."""
+        """For each device of a lane, its programs by name, read from the files."""
         found: list[dict[str, Program]] = []
         for role, path in enumerate(self.files):
             text = Path(path).read_text()
@@ -57,7 +57,7 @@ class RunSetup:
 
     @cached_property
     def programs(self) -> list[dict[str, Program]]:
-        """Per device of the machine its programs by name, written out."""
+        """For each device of the machine, its programs by name, written out from those of the lane."""
         found: list[dict[str, Program]] = [{} for _ in range(self.interface.world_size)]
         for name in FUNCTIONS:
             if all(name in own for own in self.roles):
@@ -67,7 +67,7 @@ class RunSetup:
 
     @cached_property
     def lanes(self) -> Sequence[Sequence[int]]:
-        """Per copy of the computation its devices."""
+        """For each lane, its devices."""
         return self.interface.lanes or (range(self.interface.num_devices),)
 
     def file_of(self, device: int) -> Path:
@@ -76,17 +76,17 @@ class RunSetup:
 
     @cached_property
     def whole(self) -> Interface:
-        """The interface of all devices."""
+        """The interface of the whole machine, with all lanes."""
         return bound_interface(self.interface) if self.interface.lanes else self.interface
 
     @cached_property
     def stage_devices(self) -> dict[str, int]:
-        """The device that holds each stage; the first of several."""
+        """The first device that holds each stage."""
         return {stage: devices[0] for stage, devices in self.stage_holders.items()}
 
     @cached_property
     def stage_holders(self) -> dict[str, list[int]]:
-        """All devices that hold each stage, or a shard of it, in their order."""
+        """For each stage, all devices that hold it or a shard of it, in order."""
         found: dict[str, list[int]] = {}
         for role, programs in enumerate(self.roles):
             for stage in homes_of(programs["step"]):
@@ -95,7 +95,7 @@ class RunSetup:
 
     @cached_property
     def spread(self) -> dict[str, list[int]]:
-        """The stages of which devices hold a shard each, with those devices that together hold one whole."""
+        """The sharded stages, each with the devices whose shards make one whole stage."""
         found: dict[str, list[int]] = {}
         for role, programs in enumerate(self.roles):
             for stage, home in homes_of(programs["step"]).items():
@@ -104,7 +104,7 @@ class RunSetup:
         return found
 
     def for_device(self, index: int) -> DeviceSetup:
-        """The device's part. The driver adds how the device is reached, and its pace."""
+        """The setup of one device. The driver adds the device's address and its pace."""
         share = HostShare(
             gpu=self._gpu(index),
             num_threads=self.num_threads(index),
@@ -125,16 +125,17 @@ class RunSetup:
         )
 
     def ssd_dirs_of(self, host: int) -> list[str]:
-        """Where the files of a host lie, one directory per SSD."""
+        """The directories for a host's files, one per SSD."""
         return list(self.ssd_dirs) or self.hardware.ssd_directories(host)
 
     @cached_property
     def shared_transfers(self) -> SharedTransfers:
-        """Those which share links that are held down."""
+        """The transfers that share throttled links."""
         return shared_transfers(self.programs, self.hardware, self.precision)
 
     def num_threads(self, index: int) -> int:
-        """What the hardware document says, but one where there are as many devices as cores; a GPU's share of cores."""
+        """The number of CPU threads of a device: the document's, but 1 if its host has no more cores than devices; for
+        a GPU, its share of the cores."""
         device, cores = self.hardware.devices[index], os.cpu_count() or 1
         beside = sum(other.host == device.host for other in self.hardware.devices)
         if device.kind == "cuda":
@@ -142,12 +143,12 @@ class RunSetup:
         return 1 if beside >= cores else min(device.threads, cores)
 
     def _gpu(self, index: int) -> int:
-        """Its place among the GPUs of its host."""
+        """The number of a GPU among the GPUs of its host."""
         own = self.hardware.devices[index]
         return sum(d.kind == "cuda" and d.host == own.host for d in self.hardware.devices[:index])
 
     def dram_budget_bytes(self, index: int) -> int:
-        """What the programs of the other devices on its host leave of the DRAM."""
+        """The bytes of DRAM that the programs of the other devices on the same host leave."""
         host = self.hardware.devices[index].host
         left = self.hardware.dram_budget_bytes(host)
         for role, programs in enumerate(self.roles):

@@ -1,7 +1,7 @@
-"""The rendezvous store of torchrun, asked so that every question ends: with an answer, or because time is up.
+"""Calls of torchrun's rendezvous store that always end: with an answer or after a timeout.
 
-A store is a connection to a process on some host. Where that host is gone, or the network to it, a call may block for
-as long as the kernel retransmits. So a thread of its own makes the calls, over a connection of its own.
+A store is a connection to a process on some host. If that host, or the network to it, is gone, a call may block for as
+long as the kernel retransmits. So a separate thread makes the calls, over its own connection.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from ...ir.errors import WorkerError
 
-END_S = 1.0  # in which a thread that is not blocked has ended
-LOOK_S = 0.05  # between two looks at whether to go on waiting
+END_S = 1.0  # how long to wait for the end of a thread that is not blocked
+LOOK_S = 0.05  # between two checks whether to go on waiting
 T = TypeVar("T")
 
 
 class Waited(WorkerError):
-    """A rank has waited for others in vain; which one is to blame is still open."""
+    """A rank has waited for others in vain; the rank to blame is still unknown."""
 
 
 class StoreLost(Waited):
@@ -35,7 +35,7 @@ class StoreLost(Waited):
 
 
 class StoreThread:
-    """Makes calls of `store` one after the other. `idle` is called about every `period_s` between them."""
+    """Makes calls of `store` one after another. Between them it calls `idle` about every `period_s`."""
 
     def __init__(self, store: dist.Store, idle: Callable[[dist.Store], None] | None = None, period_s: float = 0.1):
         self.lost = ""  # why no call can be made any more
@@ -43,13 +43,13 @@ class StoreThread:
         self._queue: SimpleQueue[tuple[Callable[[dist.Store], Any], _Answer] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="penstock-store", daemon=True)
         self._thread.start()
-        # A thread that comes back from the store while the interpreter is ending would abort the process.
+        # A thread that returns from the store while the interpreter is ending would abort the process.
         self._end = weakref.finalize(self, _end, self._queue, self._thread)
 
     def ask(self, call: Callable[[dist.Store], T], timeout_s: float, check: Callable[[], None] | None = None) -> T:
-        """The result of `call(store)`. `check` is called again and again meanwhile; what it raises ends the wait.
+        """The result of `call(store)`. `check` is called repeatedly meanwhile; an error that it raises ends the wait.
 
-        Raises `StoreLost` where there is no answer within `timeout_s`, and for all calls behind that one.
+        Raises `StoreLost` if there is no answer within `timeout_s`, and for all later calls.
         """
         if self.lost:
             raise StoreLost(self.lost)
@@ -67,7 +67,7 @@ class StoreThread:
         return answer.value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Make no more calls. A call that blocks is left to itself."""
+        """Make no more calls. A call that blocks is abandoned."""
         self._end()
 
     def _run(self) -> None:
@@ -114,8 +114,8 @@ class _Answer:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """The store of the script's own process group where it has one, else that of torchrun; the first rank makes it
-    where no agent did. Raises `WorkerError` where it cannot be reached within `timeout_s`, or its port is in use."""
+    """The store of the script's process group if it has one, else torchrun's, which the first rank makes if no agent
+    did. Raises `WorkerError` if the store cannot be reached within `timeout_s`, or its port is in use."""
     if dist.is_initialized():
         return another_connection(dist.distributed_c10d._get_default_store())
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
@@ -133,31 +133,31 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 @functools.cache
 def _serve(host: str, port: int) -> dist.Store:
-    """The store itself; kept for as long as this process lives, as others come back to it."""
+    """The store itself, kept for as long as this process lives because other ranks use it again."""
     return dist.TCPStore(host, port, None, True, wait_for_workers=False)
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """To the same store, for another thread: calls of one connection wait for each other."""
+    """A connection to the same store for another thread, as calls of one connection wait for each other."""
     return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def agent_has_store() -> bool:
-    """Whether the store lives in a torchrun agent, so that it outlives the ranks."""
+    """Whether the store lives in a torchrun agent and so outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def address() -> str:
-    """Where the ranks meet, for people."""
+    """The address of the rendezvous store, as text for people."""
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 def local_address(facing: str) -> str:
-    """This host's address on the way to another address or name; empty where there is no way to it."""
+    """This host's address on the way to another address or name; empty if there is no way to it."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(facing, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing: asks which way it would go
+            probe.connect(where)  # sends nothing, only asks for the route
             return str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -1,8 +1,8 @@
-"""One rank of a torchrun: this process is one device of the plan, the others run the same script.
+"""One rank of a torchrun: this process runs one device of the plan, and the other ranks run the same script.
 
-All ranks make the same calls in the same order. Before anything runs they agree on what they bring (`agreement`).
-Scalars and reports are exchanged through the rendezvous store, so that every rank sees the loss. A rank that fails
-tells the others (`ranks`), so that all end with the same error at once, not when their patience ends.
+All ranks make the same calls in the same order. Before anything runs they check that they have the same plan and files
+(`agreement`). They exchange scalars and reports through the rendezvous store, so that every rank sees the loss. A rank
+that fails tells the others (`ranks`), so that all end with the same error at once, not after a timeout.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .setup import RunSetup
 from .store_thread import Waited, connect_store
 from .worker import build_session
 
-# Commands by what a script has called.
+# The call of a script that leads to each command.
 CALLS = {name: "save" for name in ("begin_checkpoint", "write_shard", "commit_checkpoint", "abort_checkpoint")}
 CALLS |= {"read_shard": "resume", "load_counters": "resume", "stage_state": "state_dict or save", "counters": "save"}
-STUCK_S = 20.0  # behind another rank's failure, until what still blocks this one is given up with the process
+STUCK_S = 20.0  # how long after another rank's failure this process ends itself if it is still blocked
 
 
 class TorchrunDriver(Driver):
-    """Runs the device of this rank. `refused`: why this rank cannot; all raise it.
+    """Runs the device of this rank. `refused` is the error why this rank cannot run it; all ranks raise it.
 
-    Raises `PlanError` where the number of ranks is not that of the plan's devices, or they do not agree (see
-    `agreement`), `WorkerError` where they do not meet within `setup.timeout_s`.
+    Raises `PlanError` if the number of ranks is not that of the plan's devices or the ranks do not agree (see
+    `agreement`), `WorkerError` if they do not all arrive within `setup.timeout_s`.
     """
 
     def __init__(self, setup: RunSetup, refused: PenstockError | None = None):
@@ -82,7 +82,7 @@ class TorchrunDriver(Driver):
             raise
 
     def _set_up(self) -> None:
-        """The session of this rank's device, connected to all others; an error of any rank is everybody's."""
+        """Build the session of this rank's device, connected to all others; an error of any rank stops all of them."""
         local = int(os.environ.get("LOCAL_RANK", "0"))
         hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
         failure: dict[str, Any] | None = None
@@ -97,7 +97,8 @@ class TorchrunDriver(Driver):
         self._raise_first(rows)
 
     def _raise_first(self, failures: list[dict[str, Any] | None]) -> None:
-        """Raise what stops a rank: one that could not connect may only have missed another that failed by itself."""
+        """Raise the first failure that is not about a connection, else the first: connecting fails if another rank
+        failed."""
         wrong = [(rank, row) for rank, row in enumerate(failures) if row is not None]
         if wrong:
             rank, row = min(wrong, key=lambda each: each[1]["type"] in ("RuntimeError", "DistStoreError"))
@@ -114,13 +115,13 @@ class TorchrunDriver(Driver):
 
     @staticmethod
     def is_present() -> bool:
-        """Whether this process was started by torchrun, among others."""
+        """Whether this process is one of several that torchrun started."""
         return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None
     ) -> Answer:
-        """As everywhere, but all ranks must call it; all get the answer."""
+        """As `Driver.call`, but all ranks must call it, and all get the answer."""
         self._require_open()
         mine: dict[str, Any] = {}
         found: Tensors = {}
@@ -137,7 +138,7 @@ class TorchrunDriver(Driver):
         raise self._error_of(device, header["error"], f"{self.ranks.members[device]}: ")
 
     def _spread(self, own: Tensors, rows: list[Any], source: int) -> Tensors:
-        """The tensors of one rank, on all: `own` where this is that rank, else as `rows` describes them."""
+        """Broadcast the tensors of rank `source`: it gives them as `own`, the others receive what `rows` describes."""
         link = self.session.link
         found: Tensors = {}
         assert link is not None
@@ -164,13 +165,13 @@ class TorchrunDriver(Driver):
             raise BatchError(f"{said[0]}{more}. No rank has run `{what}`") from refused
 
     def gather(self, value: Any) -> list[Any]:
-        """As everywhere, but all ranks must call it."""
+        """As `Driver.gather`, but all ranks must call it."""
         self._require_open()
         return self._exchange("gather", value)
 
     def _exchange(self, what: str, mine: Any) -> list[Any]:
-        """What every rank gives for the same call. Raises `BatchError` on all ranks where they are at different ones:
-        the data of one has ended before that of the others."""
+        """What every rank gives for the same call. Raises `BatchError` on all ranks if their calls differ: then the
+        data of one rank ended before that of the others."""
         with self._together():
             rows = self.ranks.exchange({"what": what, "given": mine})
         calls: dict[str, list[int]] = {}
@@ -192,7 +193,7 @@ class TorchrunDriver(Driver):
         (self.setup.whole if whole else self.setup.interface).check_batch(batch, self.inputs[function])
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        """What every rank returned: on all ranks the scalars of a step, and all that an evaluation gives."""
+        """The results of every rank: of other ranks' steps only the scalars, of an evaluation everything."""
         part = self.part(batch, self.rank)
         with self._together():
             own = self.session.step(part) if command == "run_step" else self.session.evaluate(part)
@@ -212,7 +213,7 @@ class TorchrunDriver(Driver):
         return results
 
     def _spans(self) -> list[Span]:
-        """Hosts have clocks of their own: spans are moved by what the first rank of a host has found to lie between."""
+        """The spans of all ranks, moved to rank 0's clock by the offset that the first rank of each host measured."""
         own = [[s.device, s.stream, s.op, s.text, s.start_s, s.end_s] for s in self.session.spans]
         with self._together():
             rows = self.ranks.exchange(own)
@@ -228,7 +229,7 @@ class TorchrunDriver(Driver):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """What all ranks do at the same time: where one fails, all raise what it says."""
+        """Wraps what all ranks do at the same time: if one fails, all raise its error."""
         self._busy = True
         try:
             self.ranks.check()
@@ -246,7 +247,7 @@ class TorchrunDriver(Driver):
                 self._stuck.cancel()
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise the error of the rank that is to blame, and tell the others if it is this one, or is found here."""
+        """Raise the error of the rank that is to blame, and report it if this rank failed or found the cause."""
         self._failing = True
         atexit.register(_end_at_once)
         if isinstance(error, Told):
@@ -260,11 +261,11 @@ class TorchrunDriver(Driver):
             raise error
         found = self._error_of(cause.rank, cause.error)
         if isinstance(found, WorkerError):
-            found.remote = found.remote or told["traceback"]  # how it showed here
+            found.remote = found.remote or told["traceback"]  # the traceback of this rank's own error
         raise found from None
 
     def _hear(self, failure: Failure) -> None:
-        """In the listening thread: another rank has failed. A step that runs here ends at once, if that can be."""
+        """The listening thread calls this when another rank has failed, to interrupt a step that runs here."""
         if self._busy and self._session is not None:
             self._session.streams.interrupt(Told(failure))
         if self._busy:
@@ -273,14 +274,14 @@ class TorchrunDriver(Driver):
             self._stuck.start()
 
     def _give_up(self, failure: Failure) -> None:
-        """Something blocks that cannot be interrupted, such as a kernel that waits for another GPU."""
+        """End this process: something that cannot be interrupted blocks it, such as a kernel that waits for a GPU."""
         if self._busy and not self.closed:
             sys.stderr.write(f"{self._own_name} ends: {failure.error['message']}\n")
             sys.stderr.flush()
             os._exit(1)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        """torchrun ends a rank in this way when another has failed: say which."""
+        """Say which rank failed, as torchrun ends a rank with SIGTERM when another has failed."""
         if self._failing:
             return  # already on the way out, with a better reason
         signal.signal(number, signal.SIG_DFL)
@@ -295,15 +296,14 @@ class TorchrunDriver(Driver):
         os.kill(os.getpid(), number)
 
     def _at_exit(self) -> None:
-        self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # what the script raised and did not catch
+        self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # an error that the script did not catch
 
     @property
     def _own_name(self) -> str:
         return str(self.ranks.members[self.rank])
 
     def _place(self) -> str | list[int]:
-        """Where this rank is, for others to tell should nothing more be heard of it: the lines of its streams, or
-        words."""
+        """Where this rank is, for other ranks to report if it falls silent: the lines of its streams, or a text."""
         if self._session is None:
             return "its start"
         return list(self._session.streams.board) if self._busy else "its script, between two steps"
@@ -319,7 +319,7 @@ class TorchrunDriver(Driver):
         if self.closed:
             return
         self.closed = True
-        self.ranks.leave(_what_ended(sys.exc_info()[1]))  # what passes through a `with` that ends here
+        self.ranks.leave(_what_ended(sys.exc_info()[1]))  # the error that leaves a `with` of this driver, if any
         atexit.unregister(self._at_exit)
         if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -332,8 +332,8 @@ def _what_ended(error: BaseException | None) -> str:
 
 
 def _end_at_once() -> None:
-    """Behind a failure that nobody caught: end without taking the interpreter apart. Threads may still wait for peers
-    in gloo, and one that wakes in the middle of that would abort the process."""
+    """End after an uncaught failure without finalising the interpreter: threads may still wait for peers in gloo, and
+    one that wakes up during finalisation would abort the process."""
     if getattr(sys, "last_value", None) is not None:
         atexit.unregister(_end_at_once)
         atexit._run_exitfuncs()
@@ -343,14 +343,13 @@ def _end_at_once() -> None:
 
 
 def _rows_of(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Name, dtype and shape of each."""
+    """The name, dtype and shape of each tensor."""
     return [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
 
 
 def _take_sigterm(handler: Any) -> Any:
-    """Set the handler where the script has none of its own. Returns what was there before, None where nothing was
-    changed."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may
+    """Set the handler if the script has none of its own. Returns the previous one, or None if nothing was changed."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         return None
     before = signal.getsignal(signal.SIGTERM)
     return signal.signal(signal.SIGTERM, handler) if before == signal.SIG_DFL else None

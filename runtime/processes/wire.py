@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH = struct.Struct("<QQ")  # of the header, of all tensors
-_ALIGNMENT = 64  # of each tensor, so that it may be used where it was received
+_LENGTH = struct.Struct("<QQ")  # the bytes of the header and of all tensors
+_ALIGNMENT = 64  # of each tensor, so that it can be used in the buffer that received it
 _TENSORS = "tensors"  # the header's key for names, dtypes and shapes
 
 
 def send_message(
     channel: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Send a header (JSON values; the key "tensors" is ours) and tensors by name. Blocks until it is on its way."""
+    """Send a header of JSON values (the key "tensors" is reserved) and tensors by name. Blocks until all is sent."""
     rows: list[list[Any]] = []
     chunks: list[Any] = []
     total = 0
@@ -38,7 +38,7 @@ def send_message(
 
 
 def receive_message(channel: socket.socket) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The next message. Raises `EOFError` when the other side is gone."""
+    """Receive the next message. Raises `EOFError` if the other side is gone."""
     head_bytes, total = _LENGTH.unpack(_read(channel, bytearray(_LENGTH.size)))
     header = json.loads(_read(channel, bytearray(head_bytes)))
     flat = torch.empty(total, dtype=torch.uint8)

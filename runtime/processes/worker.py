@@ -1,7 +1,7 @@
 """The process of one device: `python -m penstock.runtime.processes.worker --channel FD --board FILE`.
 
-The launcher starts it. It imports the device's generated file, never the user's script, and serves `commands.py` over
-the channel. It ends when the driver closes the channel or is gone, whatever it is doing then.
+The driver starts it. It imports the device's generated file, never the user's script, and serves `commands.py` over
+the channel. It ends when the driver closes the channel or is gone, whatever it is doing at that moment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SLOT = struct.calcsize("i")
 
 
 def open_board(path: str | Path, create: bool = False) -> MutableSequence[int]:
-    """The lines at which a worker's streams are, one place per name of `STREAM_SLOTS`, shared between processes."""
+    """Open the board: the line at which each of a worker's streams is, in the order of `STREAM_SLOTS`, shared between
+    processes."""
     size = SLOT * len(STREAM_SLOTS)
     if create:
         Path(path).write_bytes(bytes(size))
@@ -58,7 +59,7 @@ def build_session(
     else:
         keep_freed_memory()
     if setup.share.num_threads is not None:
-        torch.get_num_threads()  # the first use would else overwrite the number set next
+        torch.get_num_threads()  # otherwise its first use would overwrite the number that is set next
         torch.set_num_threads(setup.share.num_threads)
     link, interface = None, setup.interface
     if interface.world_size > 1:
@@ -78,7 +79,7 @@ def build_session(
 
 
 def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
-    """Set up as the first message says, then answer one command after the other until the channel closes."""
+    """Build the session that the first message describes, then answer commands until the channel closes."""
     session: DeviceSession | None = None
     while True:
         try:
@@ -107,7 +108,7 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
 
 
 def watch_driver(channel: socket.socket, parent: int, scratch: str) -> None:
-    """End this process as soon as the driver is gone, without asking the main thread, which may wait for a peer."""
+    """End this process as soon as the driver is gone, even while the main thread waits for a peer."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP | select.POLLHUP)
     while os.getppid() == parent and not poll.poll(PARENT_CHECK_MS):
@@ -129,7 +130,7 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_S)
     serve(channel, board)
     sys.stdout.flush()
-    os._exit(0)  # streams and backends may be in the middle of something that nobody waits for any more
+    os._exit(0)  # streams and backends may still be at work that nobody waits for
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The ops of the reference runtime: what each means, on plain tensors of one process.
+"""The ops of the reference runtime: the meaning of each, on plain tensors of one process.
 
-`ReferenceRuntime` has one method an op; `World` is what the devices share, `ReferenceStage` what persists of a stage.
+`ReferenceRuntime` has one method per op; `World` is what the devices share, `ReferenceStage` what persists of a stage.
 `run.py` runs programs with them.
 """
 
@@ -30,7 +30,7 @@ FULL = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # the dtyp
 
 @dataclass
 class Weights:
-    """A stage's parameters as a program's value: those that stay on the device, or a fetched copy."""
+    """A stage's parameters as a program's value: the resident ones, or a fetched copy."""
 
     stage: str
     tensors: dict[str, Tensor]
@@ -54,19 +54,19 @@ class States:
 
 @dataclass
 class StageGrads(Grads):
-    """A stage's gradients as a program's value; of a shard, where they were scattered."""
+    """A stage's gradients as a program's value; after a scatter, those of one shard."""
 
     stage: str = ""
 
 
 class Waiting(Exception):
-    """The device cannot go on yet; its text says what for."""
+    """The device cannot go on yet; the text says what it waits for."""
 
 
 class ReferenceStage:
     """What persists of one stage on one device: its module, the parameters in full precision, and their optimizer.
 
-    `piece`: (index, count) of the shard that the device keeps of all parameters; None keeps them whole.
+    `piece` is the (index, count) of the shard that the device keeps of every parameter; None keeps them whole.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ReferenceStage:
         self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
         self.runner.load_buffers({name: buffers[name] for name in self.runner.buffers() if name in buffers})
         self.masters: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation: where that is full, the masters
+        self.weights: dict[str, Tensor] = {}  # in the dtype of the computation; the masters themselves if that is full
         for name, param in self.runner.parameters.items():
             if name not in weights:
                 raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
@@ -91,7 +91,7 @@ class ReferenceStage:
         self.before: Any = None  # a snapshot, taken by a speculative step
 
     def copy_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """A copy of these parameters in one flat buffer, each aligned."""
+        """Copies of these parameters in one flat buffer, each aligned."""
         flat = torch.empty(sum(aligned(self.weights[name].nbytes) for name in names), dtype=torch.uint8)
         copies, offset = {}, 0
         for name in names:
@@ -102,7 +102,7 @@ class ReferenceStage:
         return copies
 
     def restore(self) -> None:
-        """Back to before the last speculative step."""
+        """Restore the state before the last speculative step."""
         assert self.optimizer is not None and self.before is not None
         self.optimizer.restore(self.before)
         self._follow()
@@ -121,9 +121,9 @@ class ReferenceStage:
 
 @dataclass
 class World:
-    """What the devices share: stages, seeds, and what is under way between them.
+    """What the devices share: stages, seeds, and the values under way between them.
 
-    `stages` are those on the first device that has them, `replicas` (by device and name) those on the others.
+    `stages` has each stage on the first device that holds it, `replicas` (by device and name) on the others.
     """
 
     interface: Interface
@@ -146,7 +146,7 @@ class ReferenceRuntime:
     def __init__(self, device: int, world: World):
         self.device = device
         self.world = world
-        self._meetings: dict[str, int] = {}  # per group, how many are behind this device
+        self._meetings: dict[str, int] = {}  # per group, the number of collectives that this device has done
 
     def load(self, batch: dict[str, Tensor], name: str, *, micro_batch: int) -> Tensor:
         spec, count = self.world.interface.batch[name], self.world.interface.micro_batches
@@ -197,7 +197,7 @@ class ReferenceRuntime:
         return States(stage, kind)
 
     def write(self, value: Any, *, to: str | None = None) -> Any:
-        """States stay where they are: one memory holds everything here."""
+        """States stay where they are, as one memory holds everything here; other values are copied."""
         return None if to is not None else self.offload(value)
 
     def free(self, *values: Any) -> None:
@@ -298,7 +298,7 @@ class ReferenceRuntime:
         return total
 
     def _meet(self, group: str, values: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
-        """What all devices of a group bring to its next collective."""
+        """The values that all devices of a group bring to its next collective, by device."""
         turn = (group, self._meetings.get(group, 0))
         arrived = self.world.arrived.setdefault(turn, {})
         arrived.setdefault(self.device, values)
@@ -309,7 +309,7 @@ class ReferenceRuntime:
         return arrived
 
     def _summed(self, arrived: Mapping[int, tuple[Any, ...]], group: str) -> dict[str, Tensor]:
-        """A stage's gradients, added up in the group's order. Those that no device has are missing."""
+        """A stage's gradients, added up in the group's order, without names that no device has."""
         total: dict[str, Tensor] = {}
         for device in self.world.interface.members(group):
             for name, grad in arrived[device][0].tensors.items():
@@ -374,7 +374,7 @@ class ReferenceRuntime:
 
 
 def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:
-    """The sum over a group: first the members of one device, then the devices, both in the group's order."""
+    """The sum over a group: first over the members on one device, then over devices, both in the group's order."""
     total: Tensor | None = None
     for device in dict.fromkeys(device for device, _, _ in members):
         names = [name for d, _, name in members if d == device]

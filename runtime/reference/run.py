@@ -1,8 +1,8 @@
-"""The reference runtime: all devices of a plan in one process on the CPU, without overlap. The meaning of a program.
+"""The reference runtime defines what a program means: it runs all devices in one process on the CPU, without overlap.
 
-Each device executes its program in text order. One that must wait (a `recv` whose `send` has not happened, an
-collective that not all members have reached) lets the next device go on; when nobody can, that is a deadlock and an
-error. Freed values are gone, and every value is charged to its memory by the bytes that it really has.
+Each device executes its program in text order. A device that must wait (for a `recv` whose `send` has not happened, or
+a collective that not all members have reached) lets the next device go on; if none can go on, that is a deadlock and an
+error. Freed values are gone, and every value is charged to its memory with its real bytes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from .ops import FULL, ReferenceRuntime, ReferenceStage, Shard, Waiting, Weights
 class Reference:
     """Runs the programs of all devices, step by step, on `weights` (copied) by dotted name.
 
-    `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` a module or a class per
-    stage. `budgets` bounds "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's.
-    `grads` and `stage_grads` are those that the last step's optimizers took. Without `optimizer` the weights
-    stay as they are.
+    `programs` holds one "step" and, for `evaluate`, one "evaluate" program per device; `stages` has a module or a class
+    per stage. `budgets` limits "device0", "device1", ..., "dram" and "ssd" in bytes; `accounts` are the last run's.
+    `grads` and `stage_grads` are the gradients that the last step's optimizers took. Without `optimizer` the weights do
+    not change.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Reference:
         self.accounts: dict[str, Account] = {}
 
     def step(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """One training step: {"loss": mean over micro-batches, "results": what the programs return}."""
+        """Run one training step; returns {"loss": mean over micro-batches, "results": what the programs return}."""
         self.world.finite = True
         results = self._run("step", batch)
         self.world.step += 1
@@ -100,11 +100,11 @@ class Reference:
         return results
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Forward only, in evaluation mode; as `step`."""
+        """Run the forward alone, in evaluation mode; returns the same as `step`."""
         return self._run("evaluate", batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters in full precision by dotted name; a tied one is its owner's."""
+        """The parameters in full precision by dotted name; a tied one has its owner's value."""
         owned = [(s, p) for s in self.world.interface.stages.values() for p in s.params if p.owner]
         return {p.name: self._whole(spec.name, p, "masters") for spec, p in owned if spec.name in self.world.stages}
 
@@ -113,7 +113,7 @@ class Reference:
 
     @property
     def stage_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Per stage its parameters in full precision, as its first device has them."""
+        """For each stage, its parameters in full precision, as its first device has them."""
         specs = [(name, state.spec) for name, state in self.world.stages.items()]
         return {name: {p.name: self._whole(name, p, "masters") for p in spec.params} for name, spec in specs}
 
@@ -131,7 +131,7 @@ class Reference:
         return {name: g for grads in self.stage_grads.values() for name, g in grads.items() if name in owned}
 
     def _whole(self, stage: str, param: ParamSpec, what: str) -> Tensor:
-        """A parameter's "masters" or "grads": the first device's, or put together from those that share it."""
+        """A parameter's "masters" or "grads": those of the first device, or put together from the shards."""
         if stage not in self.groups:
             held: Mapping[str, Tensor] = getattr(self.world.stages[stage], what)
             return held[param.name]
@@ -178,7 +178,7 @@ class Reference:
 
 
 def _homes(programs: Sequence[Program], stage: str) -> dict[int, str]:
-    """The devices that hold a stage, each with the group over which it is spread ("" where it is whole)."""
+    """The devices that hold a stage, each with the group over which the stage is sharded ("" if it is whole)."""
     found: dict[int, str] = {}
     for program in programs:
         home = homes_of(program).get(stage)
@@ -188,7 +188,7 @@ def _homes(programs: Sequence[Program], stage: str) -> dict[int, str]:
 
 
 def _module(given: nn.Module | type[nn.Module]) -> nn.Module:
-    """One of its own for each device that runs the stage."""
+    """A new module, as each device that holds the stage needs one of its own."""
     if not isinstance(given, type):
         return copy.deepcopy(given)
     with torch.device("meta"):
@@ -196,7 +196,7 @@ def _module(given: nn.Module | type[nn.Module]) -> nn.Module:
 
 
 class DeviceRun:
-    """One device on its way through its program."""
+    """The run of one device's program."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class DeviceRun:
         self.accounts = accounts
         self.todo = deque(program.ops())
         self.values: dict[fx.Node, Any] = {program.batch: batch}
-        self.gone: dict[fx.Node, fx.Node] = {}  # value to the op that freed or took it
+        self.gone: dict[fx.Node, fx.Node] = {}  # value -> the op that freed it or took over its memory
         self.reason = ""
 
     @property
@@ -218,7 +218,7 @@ class DeviceRun:
         return not self.todo
 
     def advance(self) -> bool:
-        """Execute until the end or until something must be waited for; whether any op was executed."""
+        """Execute ops until the end or until the device must wait; returns whether any op was executed."""
         moved = False
         while self.todo:
             node = self.todo[0]
@@ -242,7 +242,7 @@ class DeviceRun:
         return f"device {self.program.device}, line {line}: `{print_node(node)}` {self.reason}"
 
     def results(self) -> dict[str, list[Any]]:
-        """What the program returns. Raises `VerifyError` for a value that it has freed."""
+        """The values that the program returns. Raises `VerifyError` for a value that it has freed."""
         end = next((n for n in reversed(self.program.graph.nodes) if n.op == "output"), None)
         return {} if end is None else fx.node.map_arg(dict(end.args[0]), lambda n: self._value(n, end))
 
@@ -306,7 +306,7 @@ class DeviceRun:
 
 
 def measured_bytes(value: Any) -> int:
-    """The bytes that a value of a program really has."""
+    """The real bytes of a program's value."""
     if isinstance(value, Kept | Rest):
         return value.num_bytes
     if isinstance(value, Weights | Shard | Grads):

@@ -1,4 +1,4 @@
-"""Programs with time as their only effect: see `engine.py`."""
+"""The simulator: it runs programs with time as their only effect, see `engine.py`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""How a collective goes round: which members send how much to which others, stage by stage.
+"""The hops of a collective: how many bytes each member sends to which other member, in which rounds.
 
-- A ring has its members host by host, so that what passes from host to host does so once. In each of its rounds every
-  member sends a part to the next: of a gather or a scatter of M bytes over n members n-1 rounds of M/n bytes, of a sum
-  that all get twice as many (a scatter and a gather). A round takes at least the latency of the slowest hop, which is
-  the term p alpha (2 p alpha for a sum) of MiCS 2.3: so small messages over many members leave links idle.
-- Between hosts with several root complexes there are as many rings side by side, each with an equal share of the bytes
-  and another member at the border of a host: all network cards that stand behind one rate are in use.
-- A hierarchical gather (MiCS 3.3) has three stages: members of the same place in their hosts gather among themselves,
-  all places at the same time; each puts the pieces in order; and the hosts' own members gather what is then there, the
-  batch of all hosts' pieces at once. (p-k) M / p bytes go between hosts, k the members of one, not (p-1) M / p.
+- A ring has its members host by host, so that each part passes from host to host once. In each round every member sends
+  a part to the next member. A gather or a scatter of M bytes over n members has n-1 rounds of M/n bytes; an all-reduce
+  has twice as many (a scatter and a gather). A round takes at least the latency of the slowest hop, which is the term
+  p alpha (2 p alpha for an all-reduce) of MiCS 2.3: so small messages over many members leave links idle.
+- Between hosts with several root complexes there are as many rings side by side as root complexes. Each has an equal
+  share of the bytes and another member at the border of a host, so that all network cards of a host are in use.
+- In a hierarchical gather (MiCS 3.3) the members with the same place in their hosts gather among themselves first, all
+  places at the same time; then each member puts the pieces in order; last, the members of each host gather these
+  pieces, those of all hosts at once. With k members per host, (p-k) M / p bytes go between hosts, not (p-1) M / p.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...ir.machine.hardware import Hardware
 
 @dataclass(frozen=True)
 class Round:
-    """`hops`: from device to device so many bytes, all at the same time, in `rounds` rounds; `copied_bytes`: read and
-    written by each device in its own memory before."""
+    """A run of equal rounds of a collective. `hops` has the bytes from device to device over all `rounds`, which move
+    at the same time; each device first reads and writes `copied_bytes` in its own memory."""
 
     hops: dict[tuple[int, int], float]
     rounds: int
@@ -40,8 +40,9 @@ def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
 def stages(
     devices: Sequence[int], hardware: Hardware, moved_bytes: float, times: int, hierarchical: bool = False
 ) -> list[Round]:
-    """Of a collective over a whole value of `moved_bytes`: `times` 1 for a gather or a scatter, 2 for a sum that all
-    get. A hierarchical one over a single host, or hosts with one or unequally many members, is a plain ring."""
+    """The runs of rounds of a collective over a whole value of `moved_bytes`; `times` is 1 for a gather or a scatter, 2
+    for an all-reduce. A hierarchical one over a single host, or hosts with one or unequal numbers of members, is a
+    plain ring."""
     hosts = by_host(devices, hardware)
     sizes = {len(members) for members in hosts}
     if hierarchical and len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:

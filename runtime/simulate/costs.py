@@ -1,16 +1,16 @@
-"""What a task of a step costs on a machine: seconds that are fixed, and amounts that flow through shared resources.
+"""The cost of a step's tasks on a machine: fixed seconds, and amounts that flow through shared resources.
 
-- Computation: arithmetic, traffic to the device's memory and an overhead per launch, one behind the other.
+- Computation: arithmetic, traffic to the device's memory and an overhead per launch, one after another.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
-- A collective: stages of bytes between the members' memories, one behind the other (`collectives.py`); in a stage all
-  neighbours at the same time, after as many latencies of the slowest hop as it has rounds.
+- A collective: the `Round`s of `collectives.py`, one after another. In each, all neighbours send at the same time,
+  after the latency of the slowest hop times the number of rounds.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
-- All that CPU devices do also takes cores of their host (`cpu.py`).
+- Everything that CPU devices do also takes cores of their host (`cpu.py`).
 
 Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
-computation waits for the former, while the latter are asked for ahead of time. On a host with `ordered_fetches` the
-weights that come through one root complex come in chunks, those of the stage that runs first before all others (Mobius
-3.3); elsewhere they share it.
+computation waits for the former, and the latter are issued ahead of time. On a host with `ordered_fetches`, weights
+that come through one root complex come in chunks, those of the stage that runs first before all others (Mobius 3.3);
+on other hosts they share it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .priority import is_weights_fetch, turn_of
 from .sharing import Cost
 
 URGENT, AHEAD = 0, 1
-OWN_CALLS = 20  # what the runtime does around each op on the compute stream takes as long as about so many torch calls
+OWN_CALLS = 20  # the runtime's own work per op on the compute stream, in torch calls that take about as long
 
 
 @dataclass(eq=False)
 class WholeMachine:
-    """The whole machine of which a lane has a part, and the lane's interface with all lanes."""
+    """The whole machine of which one lane is simulated, and the interface that lists all lanes."""
 
     hardware: Hardware
     interface: Interface
@@ -47,7 +47,7 @@ class WholeMachine:
         return self.models[precision]
 
     def places(self, links: Iterable[str]) -> dict[str, set[str]]:
-        """Per link of a lane's part of the machine those of the whole machine that are the same to the lanes."""
+        """For each link of a lane's part of the machine, the links that the lanes have in its place."""
         if not self.alike:
             lanes = self.interface.lanes
             self.alike = {link: {whole_link(self.hardware, lanes, lane, link) for lane in lanes} for link in links}
@@ -55,8 +55,8 @@ class WholeMachine:
 
 
 class CostModel:
-    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet`: where that is one lane's
-    part of a machine, all of it."""
+    """Costs of tasks on one machine, in one precision ("fp32", "bf16" or "fp16"). `fleet` is the whole machine if
+    `hardware` is one lane's part of it."""
 
     def __init__(self, hardware: Hardware, precision: str, fleet: WholeMachine | None = None):
         self.hardware, self.fleet = hardware, fleet
@@ -110,12 +110,12 @@ class CostModel:
         path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))
         owner = self.hardware.devices[device]
         use = copying(owner) if ops.DRAM in (work.source, work.target) else messaging(owner)
-        if use in self.links:  # by cores, none of which knows what is urgent
+        if use in self.links:  # cores move these bytes, and cores know no priorities
             path, priority = (*path, use), URGENT
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 
     def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
-        if len(members) == 1:  # all members lie on one device: added up in place
+        if len(members) == 1:  # all members are on one device, which adds them up in place
             return Cost()
         work = members[0][1]
         moved_bytes = max(work.moved_bytes for _, work in members)
@@ -127,8 +127,8 @@ class CostModel:
         return cost
 
     def meeting_place(self, device: int, work: ops.Work) -> str:
-        """The memory of a collective's member. Host memory of CPU devices is that of processes: what they add up goes
-        from one to another as messages do."""
+        """The memory of a collective's member. For CPU devices it is the device's own process: they exchange the bytes
+        of a collective as messages, also those in host memory."""
         on_cpu = self.hardware.devices[device].kind == "cpu"
         return self.memory(device, ops.DEVICE if on_cpu else work.source)
 
@@ -143,9 +143,9 @@ class CostModel:
         return Cost(stage.rounds * slowest_s + copied_s, tuple(flows), URGENT, then)
 
     def over_lanes(self, role: int, work: ops.Work) -> Cost:
-        """A collective of devices in several lanes, while all other lanes do theirs: of the load that all of them put
-        on each link together, the part that this lane has of the link. What lies at another lane's device only, such as
-        the border of a host, holds up this one as well: it counts with the most that any lane has of its kind."""
+        """A collective of devices in several lanes, while all other lanes do theirs. Each link gets the load of all
+        lanes, scaled to this lane's part of the link. A link that only another lane loads, such as one at the border of
+        a host, delays this lane as well: the largest load of the lanes' corresponding links counts."""
         assert self.fleet is not None
         key = (role, work, URGENT)
         if key not in self.known:
@@ -156,7 +156,7 @@ class CostModel:
             costs = [whole.collective([(device, work) for device in members]) for members in sorted(groups)]
             found: Cost | None = None
             for parts in reversed(list(zip(*(cost.parts() for cost in costs), strict=True))):
-                together: dict[int, list[str]] = {}  # what as much passes, it passes at one rate
+                together: dict[int, list[str]] = {}  # amount -> the links that it passes, which have one rate
                 for link, amount in self.load(parts, whole).items():
                     together.setdefault(round(amount), []).append(link)
                 flows = tuple((tuple(links), float(amount)) for amount, links in together.items())
@@ -165,7 +165,8 @@ class CostModel:
         return self.known[key]
 
     def load(self, parts: Sequence[Cost], whole: CostModel) -> dict[str, float]:
-        """Per link of this lane's part of the machine what all these flows of the whole machine come to on it."""
+        """For each link of this lane's part of the machine, the amount that all these flows of the whole machine put on
+        it."""
         assert self.fleet is not None
         there: dict[str, float] = {}
         for path, amount in (flow for part in parts for flow in part.flows):
@@ -179,7 +180,7 @@ class CostModel:
         return found
 
     def memory(self, device: int, name: str) -> str:
-        """The machine's name for "device", "dram", "ssd" or "device3" as a program of `device` says it."""
+        """The machine's name for the memory that a program of `device` calls "device", "dram", "ssd" or "device3"."""
         if name in (ops.DRAM, ops.SSD):
             return f"{name}{self.hardware.devices[device].host}"
         return self.hardware.devices[device if name == ops.DEVICE else int(name.removeprefix("device"))].name
@@ -193,7 +194,7 @@ class CostModel:
 
 
 def costs_of(programs: Sequence[Program], model: CostModel) -> list[list[Cost]]:
-    """Per device what each of its ops takes, in text order; nothing for those that occupy no stream."""
+    """For each device, the cost of each of its ops in text order; ops that occupy no stream cost nothing."""
     order = build_order(programs, {})
     free = Cost()
     return [
@@ -211,7 +212,7 @@ def _dram(host: int) -> tuple[str, ...]:
 
 
 def _host_resources(hardware: Hardware) -> dict[str, Link]:
-    """What the devices of a host share besides links, as links of their own: amounts per second."""
+    """The optimizer rate and DRAM of each host, which its devices share, as links (amounts per second)."""
     found = {}
     for index, host in enumerate(hardware.hosts):
         for (name,), rate in ((_optimizer(index), host.optimizer_params_per_s), (_dram(index), host.dram_bandwidth)):

@@ -1,9 +1,9 @@
-"""What CPU devices share: the cores of their host, which are fewer than all their threads want at times.
+"""The cores of a host, which its CPU devices share and which may be fewer than their threads.
 
-Everything that such a device does needs cores: computation and updates as many as it has threads, a copy between its
-memory and DRAM one, a message one on either side for as long as it takes. Cores are shared as the operating system
-does it, the same for every thread that wants to run; who wants less leaves the rest to others. Transfers that are held
-down to slower links sleep most of the time and take no cores.
+Everything that a CPU device does needs cores: computation and updates one per thread, a copy between its memory and
+DRAM one, a message one on either side. As under an operating system, every thread that wants to run gets an equal share
+of the cores; a thread that needs less leaves the rest to others. Throttled transfers sleep most of the time and take no
+cores.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
 from .sharing import Path
 
-THREADS_OF_A_MESSAGE = 2  # the sender's and the receiver's: both copy through the loopback all the time
+THREADS_OF_A_MESSAGE = 2  # the sender's and the receiver's, which both copy through the loopback all the time
 
 
 def core_links(hardware: Hardware) -> dict[str, Link]:
-    """Per host with CPU devices its cores (core-seconds per second), and what its devices ask of them.
+    """Links for the cores of each host with CPU devices (core-seconds per second), and for each use of them.
 
-    The link of a use is as wide as that use with all cores for itself, its weight what one thread's share of it gives.
+    The bandwidth of a use is its rate if it had all cores; its weight is the rate that one thread gives.
     """
     found: dict[str, Link] = {}
     for device in hardware.devices:
@@ -38,23 +38,23 @@ def core_links(hardware: Hardware) -> dict[str, Link]:
 
 
 def core_flow(device: Device, hardware: Hardware, alone_s: float) -> tuple[Path, float]:
-    """What takes a device's threads `alone_s` when they have cores for themselves, in core-seconds."""
+    """The path and core-seconds of work that takes a device's threads `alone_s` if no one else uses their cores."""
     return (_own(device), _cores(device)), alone_s * _threads(device, hardware)
 
 
 def update_s(device: Device, hardware: Hardware, params: float) -> float:
-    """Seconds of an update by the device's threads, of which the host's rate counts as many as it has cores."""
+    """Seconds of an update by the device's threads; the host's optimizer rate is that of all its cores."""
     host = hardware.hosts[device.host]
     return params / (host.optimizer_params_per_s * _threads(device, hardware) / host.cpu_cores)
 
 
 def copying(device: Device) -> str:
-    """The link that a copy by one of the device's threads takes beside those of its way."""
+    """The link that a copy by one of the device's threads takes in addition to those of its path."""
     return f"{device.name}.copying"
 
 
 def messaging(device: Device) -> str:
-    """The same for a message that the device sends."""
+    """The link that a message from the device takes in addition to those of its path."""
     return f"{device.name}.messaging"
 
 

@@ -1,7 +1,7 @@
 """A discrete-event simulation of one step on all devices: the third way to run a program, in which only time passes.
 
-Tasks start in the order of `ir/program/order.py`: operands, streams, rendezvous and memory. What they cost is in
-`costs.py`, how their transfers share links in `sharing.py`.
+Tasks start in the order of `ir/program/order.py`: operands, streams, rendezvous and memory. `costs.py` has the cost of
+each task, and `sharing.py` says how transfers share links.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def simulate(
     """Time one step of all devices, without running anything.
 
     `precision` ("fp32", "bf16", "fp16") selects the devices' arithmetic rates; `start` gives the second at which each
-    device begins. Programs must have their types, as every pass leaves them; they need not fit the memories: an op that
-    does not fit waits for everything that is freed before it, and `peak_bytes` says what it took.
-    Programs of a lane are those of all: on up to `written_out` devices each is simulated, on more, where lanes are
-    alike and so do the same at the same time, one of them on its part of the machine.
+    device begins. Programs must have their types, as every pass leaves them, but need not fit the memories: an op that
+    does not fit waits for everything that is freed before it, and `peak_bytes` says how much the step needs.
+    All lanes run one lane's programs. On up to `written_out` devices every lane is simulated; on more devices, one lane
+    on its part of the machine, if all lanes are alike and so do the same at the same time.
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
@@ -54,7 +54,7 @@ def simulate(
 
 
 class _Engine:
-    """Runs the tasks of an order; fills `began_s` and `ended_s` per task."""
+    """Runs the tasks of an order, and records when each task began and ended."""
 
     def __init__(self, order: Order, model: CostModel):
         self.tasks = order.tasks
@@ -125,7 +125,7 @@ def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> 
 def _memory_over_time(
     case: Case, hardware: Hardware, order: Order, engine: _Engine
 ) -> dict[str, list[tuple[float, int]]]:
-    """Per memory its bytes after every change, as the simulation went."""
+    """For each memory, rows (second, bytes held) after every change."""
     changes: dict[str, list[tuple[float, int]]] = {}
     for program in case.programs:
         owner, profile = hardware.devices[program.device], case.profiles[program.device]

@@ -1,4 +1,4 @@
-"""Which copy of weights goes first: that of the stage which runs first (Mobius 3.3)."""
+"""The order of fetches of weights: the stage that runs first goes first (Mobius 3.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_weights_fetch(node: fx.Node) -> bool:
 
 
 def turn_of(fetch: fx.Node) -> int:
-    """When the step needs these weights: stage j's turn is j in forward and -j, behind all of those, in backward."""
+    """When the step needs these weights: j for stage j in forward; in backward -j, counted after all forward turns."""
     user: fx.Node | None = fetch
     while user is not None and op_of(user).prepares:
         user = next((u for u in user.users if u.op != "output" and u.target is not ops.free), None)

@@ -1,8 +1,9 @@
 """How transfers that run at the same time share links: strict priority between classes, max-min fair inside a class.
 
-A resource is a link, or the medium that several simplex links take turns on. Its use is the sum over its flows of
-rate / bandwidth and at most 1. Rates are max-min fair when no flow can get more without taking from one that has no
-more than it, each measured by its weight (1 for bytes between memories). A lower class gets what those above leave.
+A resource is a link, or the medium that several simplex links take turns on. Its use, the sum over its flows of
+rate / bandwidth, is at most 1. Rates are max-min fair when no flow can get more without taking from a flow that has
+at most as much, each rate measured by its weight (1 for bytes between memories). A lower class gets what higher ones
+leave.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from heapq import heappop, heappush
 from ...ir.machine.links import Link
 
 Path = tuple[str, ...]
-TOLERANCE = 1e-9  # of a resource: what rounding leaves is not handed out
+TOLERANCE = 1e-9  # the share of a resource below which a rest counts as a rounding error
 
 
 def fair_rates(
@@ -26,7 +27,7 @@ def fair_rates(
 ) -> list[float]:
     """Bytes/s of each flow, one per path (or `counts` equal flows per path); lower priority numbers go first.
 
-    A flow with an empty path is not held back (inf).
+    A flow with an empty path has no limit (inf).
     """
     uses = [_uses(path, links) for path in paths]
     classes = priorities if priorities is not None else [0] * len(paths)
@@ -41,7 +42,7 @@ def fair_rates(
 
 
 def _uses(path: Path, links: Mapping[str, Link]) -> dict[str, float]:
-    """Per resource on the path, the part of it that one byte/s takes."""
+    """For each resource on the path, the part of it that one byte/s takes."""
     uses: dict[str, float] = {}
     for name in path:
         link = links[name]
@@ -58,7 +59,8 @@ def _fill(
     left: dict[str, float],
     rates: list[float],
 ) -> None:
-    """Raise the rates of the waiting flows together, each by its weight; whoever meets a full resource stays there."""
+    """Raise the rates of the waiting flows together, each by its weight; a flow stops where one of its resources is
+    full."""
     while waiting:
         load: dict[str, float] = {}
         for i in waiting:
@@ -75,7 +77,7 @@ def _fill(
 
 @dataclass(eq=False)
 class FlowClass:
-    """All running flows with one path and priority: they have one rate. `moved_bytes` is what each has had so far."""
+    """All running flows with one path and priority: they have one rate. `moved_bytes` is what each has moved so far."""
 
     path: Path
     priority: int
@@ -99,7 +101,7 @@ class FlowClass:
 
 
 class Traffic:
-    """The flows that run now. Starting or ending one changes the rates of those it shares links with, no others."""
+    """The flows that run now. Starting or ending a flow changes only the rates of flows that it shares links with."""
 
     def __init__(self, links: Mapping[str, Link]):
         self.links = links
@@ -135,7 +137,7 @@ class Traffic:
         return row[1], self.share(lane, now_s)
 
     def share(self, changed: FlowClass, now_s: float) -> list[FlowClass]:
-        """Set anew the rates of all lanes that `changed` shares links with, also through others."""
+        """Set the rates of all lanes that share links with `changed`, directly or through other lanes."""
         near = self.connected(changed)
         key = tuple((lane.number, len(lane.flows)) for lane in near)
         rates = self.solved.get(key)
@@ -167,8 +169,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a task takes: `fixed_s` passes first, then all `flows` (path, amount) run at the same time, and `then` comes
-    what is left of it."""
+    """The cost of a task: first `fixed_s` pass, next all `flows` (path, amount) run at the same time, and last comes
+    the cost `then`."""
 
     fixed_s: float = 0.0
     flows: tuple[tuple[Path, float], ...] = ()
@@ -176,7 +178,7 @@ class Cost:
     then: Cost | None = None
 
     def parts(self) -> Iterator[Cost]:
-        """It and all that comes behind it, in order."""
+        """This cost and all that follow it by `then`, in order."""
         part: Cost | None = self
         while part is not None:
             yield part
@@ -184,9 +186,9 @@ class Cost:
 
 
 class TasksUnderWay:
-    """Tasks under way, by number, and when the next of them is over; `moved`: the amount that has gone each path.
+    """Tasks under way, by number, and their next events. `moved` has the amount that has moved along each path.
 
-    Time passes only as `pop` says, so that the same tasks take the same in a simulation and in real time.
+    Time passes only as `pop` says, so that the same tasks take as long in a simulation as in real time.
     """
 
     def __init__(self, links: Mapping[str, Link]):
@@ -204,11 +206,11 @@ class TasksUnderWay:
 
     @property
     def next_s(self) -> float:
-        """When something happens next: not always the end of a task."""
+        """The second of the next event, which need not be the end of a task."""
         return self.events[0][0] if self.events else math.inf
 
     def pop(self) -> tuple[float, int | None]:
-        """Let the next event happen: its second, and the task that is over with it, if any is."""
+        """Let the next event happen; returns its second, and the task that it ends, if any."""
         now_s, _, what, version = heappop(self.events)
         if isinstance(what, int):
             return now_s, self._flow(what, now_s)
@@ -220,7 +222,7 @@ class TasksUnderWay:
         return now_s, None if self.flows_left[flow] else self._over(flow, now_s)
 
     def _flow(self, task: int, now_s: float) -> int | None:
-        """A fixed part is over: start the task's flows; that part is over when it has none."""
+        """Start a task's flows when its fixed time is over; without flows this part of the task is over."""
         cost = self.costs.pop(task)
         if cost.then is not None:
             self.costs[task] = cost.then
@@ -231,7 +233,7 @@ class TasksUnderWay:
         return None if cost.flows else self._over(task, now_s)
 
     def _over(self, task: int, now_s: float) -> int | None:
-        """One part of a task is over: the next begins, or the task is over."""
+        """Begin the next part of a task when one is over; returns the task if that was its last part."""
         if task not in self.costs:
             return task
         self.begin(task, self.costs[task], now_s)

@@ -1,10 +1,9 @@
-"""Which device held a step up: ops that took longer than on the device's equals, or than the plan lets one expect.
+"""The devices that delayed a step: their ops took longer than on devices of the same role, or than the plan predicts.
 
-Devices of the same role do the same work, so each is measured against the others. A role of one device is measured
-against the plan's own prediction, scaled by how the other devices fare against theirs: a machine that is slower than
-its document says has no stragglers for it. What the delay cost is found by going through the step's order of ops again
-with the durations that were expected. Only what a device does by itself is looked at; receives and collectives wait
-for others.
+Devices of the same role do the same work, so each is compared with the others. A device that is alone in its role is
+compared with the plan's prediction, scaled by the other devices' ratio to theirs: so a machine that is slower than its
+document as a whole has no stragglers. The cost of the delay is found by replaying the step's order of ops with the
+expected durations. Only ops that a device does by itself count, as receives and collectives wait for others.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ...ir.verify.case import Case
 from .engine import simulate
 from .timeline import Span, Timeline
 
-LEAST_RATIO = 1.25  # of the time expected; what is less is how times scatter
-LEAST_SHARE = 0.02  # of the step, that it must have held up
+LEAST_RATIO = 1.25  # of the time expected; smaller ratios are the usual scatter of times
+LEAST_SHARE = 0.02  # of the step, by which a straggler must have delayed it
 Key = tuple[str, str]  # stream, op
 SecondsByKey = dict[int, dict[Key, list[tuple[str, float]]]]  # device -> key -> (text, seconds) in issue order
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A stream of a device that took `ratio` times as long as expected; `op` and `stage` where most of it was lost.
+    """A stream of a device that took `ratio` times as long as expected. `op` and `stage` lost the most time.
 
-    `held_up`: share of the step that would not have been. `by_equals`: measured against devices of the same role, else
-    against the plan.
+    `held_up` is the share of the step by which the stream delayed it. `by_equals`: the device was compared with devices
+    of the same role, not with the plan.
     """
 
     device: int
@@ -66,12 +65,12 @@ def find_stragglers(
     precision: str = "fp32",
     least_ratio: float = LEAST_RATIO,
 ) -> list[Straggler]:
-    """Those of one measured step, the costliest first. `programs`: of a lane, or of all devices."""
+    """The stragglers of one measured step, the costliest first. `programs` are those of a lane or of all devices."""
     interface, bound = programs[0].interface, bind(programs)
     found = durations(measured.spans)
     predicted = durations(simulate(programs, hardware, precision=precision).spans)
     roles = {device: place_of(interface, device)[1] for device in found}
-    if set(predicted) != set(found):  # one lane was simulated, for all
+    if set(predicted) != set(found):  # one lane was simulated in place of all
         predicted = {device: predicted[role] for device, role in roles.items()}
     equals = {d: [other for other, role in roles.items() if role == roles[d]] for d in found}
     expected = {device: _expected(device, equals[device], found, predicted) for device in found}
@@ -86,7 +85,7 @@ def find_stragglers(
 
 
 def durations(spans: Sequence[Span]) -> SecondsByKey:
-    """Per device and (stream, op), what each of them took, in issue order."""
+    """For each device and (stream, op), the text and seconds of each op, in issue order."""
     found: SecondsByKey = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         rows = found.setdefault(span.device, {}).setdefault((span.stream, span.op), [])
@@ -97,7 +96,7 @@ def durations(spans: Sequence[Span]) -> SecondsByKey:
 def _expected(
     device: int, equals: Sequence[int], found: SecondsByKey, predicted: SecondsByKey
 ) -> dict[Key, list[float]]:
-    """Seconds of each op that the device does by itself."""
+    """The expected seconds of each op that the device does by itself."""
     keys = [key for key in found[device] if _is_alone(ops.ALL[key[1]])]
     if len(equals) > 1:
         return {key: _usual([found[other].get(key, []) for other in equals]) for key in keys}
@@ -110,17 +109,17 @@ def _expected(
 
 
 def _is_alone(op: ops.Op) -> bool:
-    """Whether the device does this by itself: it waits neither for other devices nor for its host."""
+    """Whether a device does this op by itself, without waiting for other devices or its host."""
     return bool(op.streams) and ops.HOST not in op.streams and not op.meets
 
 
 def _usual(rows: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
-    """Op by op the middle one of the devices; the faster of two."""
+    """For each op the median of the devices' seconds; the faster of two."""
     return [median_low(seconds for _, seconds in each) for each in zip(*rows)]
 
 
 def _scale(key: Key, found: SecondsByKey, predicted: SecondsByKey) -> float:
-    """How much longer than predicted ops of this kind take on the device in the middle; on the faster one of two."""
+    """The ratio of measured to predicted seconds for ops of this kind: the devices' median, the lower of two."""
     ratios = []
     for device, rows in found.items():
         planned = sum(seconds for _, seconds in predicted[device].get(key, []))
@@ -165,13 +164,13 @@ def _straggler(
 
 
 def _stage_of(text: str) -> str:
-    """The stage that an op's text names first: of `rt.fetch("stage1.weights")` stage1."""
+    """The stage that an op's text names first: stage1 for `rt.fetch("stage1.weights")`."""
     named = re.search(r'"([^".]+)', text)
     return named.group(1) if named else ""
 
 
 class _Replay:
-    """The order of a step's ops, to be gone through with any durations. `whole_s`: with those that were measured."""
+    """A step's order of ops, to replay with any durations. `whole_s` is the step's length with the measured ones."""
 
     def __init__(self, bound: Sequence[Program], hardware: Hardware, found: SecondsByKey):
         self.order: Order = build_order(bound, Case(bound, hardware).memories)
@@ -184,7 +183,7 @@ class _Replay:
         self.whole_s = self.seconds({})
 
     def _sorted(self) -> list[int]:
-        """Every task behind those it waits for."""
+        """All tasks in an order in which each comes after those it waits for."""
         waits = [len(task.waits) for task in self.order.tasks]
         followers: list[list[int]] = [[] for _ in waits]
         for index, task in enumerate(self.order.tasks):
@@ -200,7 +199,7 @@ class _Replay:
         return done
 
     def seconds(self, instead: Mapping[tuple[int, Key], Sequence[float]]) -> float:
-        """The step's length; `instead`: durations in place of those measured."""
+        """The step's length in seconds, with the durations of `instead` in place of the measured ones."""
         ends = [0.0] * len(self.order.tasks)
         for index in self.ranks:
             task = self.order.tasks[index]
@@ -209,7 +208,7 @@ class _Replay:
         return max(ends, default=0.0)
 
     def _duration(self, node: fx.Node, instead: Mapping[tuple[int, Key], Sequence[float]]) -> float:
-        """Of a message or a collective the shortest side counts: the others have waited for it."""
+        """Seconds of an op on one device. A message or collective takes what its shortest side does: others waited."""
         if node not in self.place:
             return 0.0
         device, key, number = self.place[node]
@@ -220,7 +219,7 @@ class _Replay:
 
 
 def _numbered(program: Program, order: Order) -> Iterator[tuple[fx.Node, Key, int]]:
-    """Each op that takes time: its stream and name, and how many such come before it."""
+    """Each op that takes time, with its (stream, name) and the number of ops of the same key before it."""
     counts: dict[Key, int] = {}
     for node in program.ops():
         op = op_of(node)

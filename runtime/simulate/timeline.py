@@ -1,4 +1,4 @@
-"""What a step did and when, simulated or measured: spans per stream, bytes per link, peaks per memory."""
+"""When each op of a step ran, simulated or measured: spans per stream, bytes per link, peaks per memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...ir.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op on one stream of a device: seconds since the step began. A transfer's span is the transfer alone."""
+    """One op on one stream of a device, in seconds since the step began. A transfer's span has no waiting in it."""
 
     device: int
     stream: str
@@ -29,9 +29,9 @@ class Span:
 class Timeline:
     """One step of all devices.
 
-    `peak_bytes`: per memory name ("gpu0", "dram0") the most that the programs hold in issue order; DRAM is the sum over
-    its host's devices. `moved_bytes` and `link_busy` (share of the step at full rate): per link. `memory`: per memory
-    its bytes over time, rows (seconds, bytes).
+    `peak_bytes` has for each memory ("gpu0", "dram0") the most bytes that the programs hold in issue order; a host's
+    DRAM is the sum over its devices. `moved_bytes` and `link_busy` (share of the step at full rate) are per link.
+    `memory` has for each memory its bytes over time, as rows (seconds, bytes).
     """
 
     spans: Sequence[Span]
@@ -77,7 +77,7 @@ class Timeline:
         return name, shares[name]
 
     def describe(self) -> str:
-        """A few lines for people."""
+        """A few lines of text for people."""
         name, share = self.bottleneck()
         lines = [f"step {format_seconds(self.step_s)}, busiest: {name} {share:.0%}"]
         lines += [f"  {memory}: peak {format_bytes(peak)}" for memory, peak in self.peak_bytes.items()]

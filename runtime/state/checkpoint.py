@@ -1,12 +1,12 @@
 """Checkpoints: everything a run needs to go on bit for bit, under the user's own names.
 
 A checkpoint is a directory: one safetensors file per stage, written by the process that holds the stage, and
-`manifest.json`, written last, which says where each tensor is and its sha256, and holds every scalar. Nothing in it
-depends on how the model was cut, so a run resumes with another number of devices, partition or strategy. A new
-checkpoint takes the place of an old one as a whole (`durable.py`).
+`manifest.json`, written last, which names the file and the sha256 of each tensor and holds every scalar. Nothing in a
+checkpoint depends on the partition, so a run may resume with another number of devices, partition or strategy. A new
+checkpoint replaces an old one as a whole (`durable.py`).
 
-Saving: `begin`, `write_shard` for every stage in whatever process, `commit`; `abort` where one of them raised. All
-processes must see the directory under the same path.
+To save, call `begin`, then `write_shard` for every stage in any process, then `commit`; or `abort` if one of them
+raised. All processes must see the directory under the same path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Optimizer = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class SavedStage:
-    """The state of one stage: tensors on CPU in storage of their own; names that are tied share theirs."""
+    """The state of one stage: tensors on CPU that own their storage; tied names share one tensor."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -53,10 +53,10 @@ class SavedStage:
 
 
 def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
-    """A hidden directory beside `directory` to write the shards into. What `directory` holds stays until `commit`.
+    """Make a hidden directory beside `directory` for the shards. The content of `directory` stays until `commit`.
 
-    Raises `CheckpointError` where it cannot be written, has less than `need_bytes` free, or holds something else than a
-    checkpoint.
+    Raises `CheckpointError` if `directory` cannot be written, its disk has less than `need_bytes` free, or it holds
+    anything but a checkpoint.
     """
     target = Path(directory).resolve()
     there = durable.locate(target)
@@ -76,11 +76,11 @@ def write_shard(
     optimizer: Optimizer,
     ties: Mapping[str, str] | None = None,
 ) -> ShardRecord:
-    """Write one stage's state, tensor by tensor, and bring it to the disk. May run in the process that holds the stage.
+    """Write one stage's state, tensor by tensor, and sync it to the disk. May run in the process that holds the stage.
 
-    `optimizer`: name to its states, each a tensor or a number. What another stage owns is left out; `ties` (a tied name
-    to the one that stands for it, see `model_names.ties_of`) puts each tensor under one name whatever stage wrote it.
-    Raises `CheckpointError` naming the file where the disk is full; the partial file is removed.
+    `optimizer` maps a parameter's name to its states, each a tensor or a number. Tensors that another stage owns are
+    left out. `ties` maps each tied name to its canonical name (see `model_names.ties_of`), so that a tensor has one
+    name whichever stage wrote it. Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
     ties = ties or {}
     owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
@@ -114,9 +114,10 @@ def commit(
     progress: RunPosition,
     ties: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the manifest and put the new checkpoint in the place of `directory`. Returns its path.
+    """Write the manifest and replace `directory` by the new checkpoint. Returns its path.
 
-    Raises `CheckpointError` where the disk fails, or `progress` holds what cannot be saved; the old one then stays.
+    Raises `CheckpointError` if the disk fails or `progress` holds a value that cannot be saved; the old checkpoint then
+    stays.
     """
     manifest = build_manifest(shards, progress, ties or {})
     with durable.disk_errors(temporary / MANIFEST):
@@ -132,7 +133,7 @@ def save_checkpoint(
     ties: Mapping[str, str] | None = None,
     need_bytes: int = 0,
 ) -> Path:
-    """Save from one process: `stages` gives one stage at a time. On any error the old checkpoint stays as it was."""
+    """Save from one process; `stages` yields one stage at a time. On any error the old checkpoint stays as it was."""
     temporary = begin(directory, need_bytes)
     try:
         shards = [
@@ -145,7 +146,7 @@ def save_checkpoint(
 
 
 class Checkpoint:
-    """A checkpoint opened for reading; made by `open_checkpoint`. `progress` is what was given to `commit`."""
+    """A checkpoint opened for reading; made by `open_checkpoint`. `progress` is the one that `commit` was given."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -165,14 +166,14 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that it holds; tied ones under one name."""
+        """The names of the checkpoint's parameters; tied parameters have one name."""
         return list(self._tensors["weights"])
 
     def read(self, spec: StageSpec) -> SavedStage:
-        """The state of a stage of any partition, each tensor checked against its sha256.
+        """Read the state of a stage of any partition, and check each tensor against its sha256.
 
-        Frozen parameters have no optimizer states. Raises `CheckpointError` where the stage's names or shapes are not
-        in the checkpoint, or a file was altered.
+        Frozen parameters have no optimizer states. Raises `CheckpointError` if the checkpoint lacks a name or shape of
+        the stage, or a file was altered.
         """
         self.require(spec)
         cache: dict[tuple[str, str, str], Tensor] = {}
@@ -196,7 +197,7 @@ class Checkpoint:
         return SavedStage(weights, {b.name: take("buffers", b.name) for b in spec.buffers}, optimizer)
 
     def require(self, *specs: StageSpec) -> None:
-        """Raises `CheckpointError` listing what these stages need and the checkpoint lacks, or has in another shape."""
+        """Raise `CheckpointError` if the checkpoint lacks tensors of these stages or has them in another shape."""
         wrong = []
         for spec in specs:
             for kind, rows in (("weights", spec.params), ("buffers", spec.buffers)):
@@ -214,7 +215,7 @@ class Checkpoint:
             )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, one at a time; tied ones once."""
+        """Yield every parameter and buffer, one at a time; tied ones once."""
         for kind in ("weights", "buffers"):
             for name in self._tensors[kind]:
                 yield name, self._read(kind, name, "")
@@ -241,10 +242,10 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
-    """The checkpoint that was saved last under this name, also where the save was cut off while it replaced another.
+    """Open the checkpoint last saved under this name, even if that save was interrupted while it replaced another.
 
-    Sizes are checked now, contents when they are read, or now too with `verify`. Raises `CheckpointError` naming the
-    file that is missing, truncated or altered.
+    File sizes are checked now; contents are checked when they are read, or now with `verify`. Raises `CheckpointError`
+    naming the file that is missing, truncated or altered.
     """
     path = durable.locate(directory)
     if path is None:
@@ -256,10 +257,9 @@ def open_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) 
 
 
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of the highest step: `root` itself, or one right under it; None where there is none.
+    """Return the checkpoint of the highest step: `root` itself or a directory in it; None if there is none.
 
-    Directories without a manifest are passed over, also unfinished saves. Raises `CheckpointError` where a manifest is
-    damaged.
+    Directories without a manifest and unfinished saves are skipped. Raises `CheckpointError` if a manifest is damaged.
     """
     root = Path(root).resolve()
     places = [durable.locate(root)]

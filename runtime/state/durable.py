@@ -1,10 +1,10 @@
 """Directories that are replaced as a whole: after a crash at any point one complete directory can be found.
 
-A save writes into a hidden sibling, `.NAME.saving-*`. When everything in it has reached the disk it is renamed to
-`.NAME.ready`, which is the moment the save counts. Then the present `NAME` steps aside to `.NAME.old`, the ready one
-takes its place, and the old one is deleted. `locate` and `settle` know what each of these names means.
+A save writes into a hidden sibling, `.NAME.saving-*`. Once everything in the sibling has reached the disk, it is
+renamed to `.NAME.ready`; from then on the save counts. Then `NAME` is renamed to `.NAME.old`, `.NAME.ready` to `NAME`,
+and `.NAME.old` is deleted. `locate` and `settle` know what each of these names means.
 
-One process at a time may save to the same name; several may write files into its hidden sibling.
+Only one process at a time may save to a name; several processes may write files into its hidden sibling.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...ir.units import format_bytes
 
 
 def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
-    """A fresh hidden directory beside `directory`, to be filled and handed to `replace` (or `abort`).
+    """Make a hidden directory beside `directory`, which the caller fills and gives to `replace` (or `abort`).
 
-    Finishes or clears away what an interrupted save has left. Raises `CheckpointError` where the place cannot be
-    written or has less than `need_bytes` free.
+    Finishes or removes what an interrupted save left. Raises `CheckpointError` if the place cannot be written or has
+    less than `need_bytes` free.
     """
     target = Path(directory).resolve()
     with disk_errors(target, need_bytes):
@@ -40,7 +40,7 @@ def begin(directory: str | os.PathLike[str], need_bytes: int = 0) -> Path:
 
 
 def replace(temporary: Path, directory: str | os.PathLike[str]) -> None:
-    """Bring the filled `temporary` to the disk and put it in the place of `directory`, which may exist."""
+    """Sync the filled `temporary` to the disk and rename it to `directory`, which it replaces if that exists."""
     target = Path(directory).resolve()
     with disk_errors(target):
         _sync_tree(temporary)
@@ -51,13 +51,13 @@ def replace(temporary: Path, directory: str | os.PathLike[str]) -> None:
 
 
 def abort(temporary: Path) -> None:
-    """Remove what `begin` made. The directory that was to be replaced is as it was."""
+    """Remove the directory that `begin` made. The directory that it was to replace is untouched."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def saving(directory: str | os.PathLike[str], need_bytes: int = 0) -> Iterator[Path]:
-    """`begin`, then `replace` when the body ends, or `abort` when it raises."""
+    """Call `begin`, then `replace` when the body ends, or `abort` when it raises."""
     temporary = begin(directory, need_bytes)
     try:
         yield temporary
@@ -68,7 +68,7 @@ def saving(directory: str | os.PathLike[str], need_bytes: int = 0) -> Iterator[P
 
 
 def settle(target: Path) -> None:
-    """Finish a save that became ready, put back a directory that had stepped aside, remove everything half written."""
+    """Finish a save that is ready, rename `.NAME.old` back if `NAME` is missing, and remove unfinished saves."""
     ready, old = _sibling(target, "ready"), _sibling(target, "old")
     if ready.exists():
         if target.exists():
@@ -86,14 +86,14 @@ def settle(target: Path) -> None:
 
 
 def locate(directory: str | os.PathLike[str]) -> Path | None:
-    """Where the newest complete state of `directory` lies now, without touching anything; None where there is none."""
+    """Return the path that holds the newest complete state of `directory`, changing nothing; None if there is none."""
     target = Path(directory).resolve()
     found = (_sibling(target, "ready"), target, _sibling(target, "old"))
     return next((path for path in found if path.is_dir()), None)
 
 
 def names_in(parent: Path) -> list[str]:
-    """Names of the directories in `parent`, those of interrupted saves included, sorted."""
+    """Return the sorted names of the directories in `parent`, including names that only an interrupted save has."""
     names = set()
     for path in parent.iterdir():
         name, hidden = path.name, path.name.startswith(".")
@@ -105,7 +105,7 @@ def names_in(parent: Path) -> list[str]:
 
 
 def require_space(place: Path, need_bytes: int, what: str) -> None:
-    """Raises `CheckpointError` where the file system of `place` has less than `need_bytes` free."""
+    """Raise `CheckpointError` if the file system of `place` has less than `need_bytes` free."""
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < need_bytes:
         raise CheckpointError(_no_space(what, need_bytes, free_bytes))
@@ -113,7 +113,7 @@ def require_space(place: Path, need_bytes: int, what: str) -> None:
 
 @contextmanager
 def disk_errors(path: Path, need_bytes: int = 0) -> Iterator[None]:
-    """Turn the system's errors of writing at `path` into a `CheckpointError` that says what is missing."""
+    """Turn an `OSError` of writing at `path` into a `CheckpointError` that says what is missing."""
     try:
         yield
     except OSError as error:
@@ -127,7 +127,7 @@ def disk_errors(path: Path, need_bytes: int = 0) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and bring it to the disk."""
+    """Write a small file and sync it to the disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,10 +1,10 @@
 """Values that no file holds: parameters of a new head, and buffers that a model computes for itself.
 
-A model on the meta device has names and shapes only. What its constructor would have put there is found again by
+A model on the meta device has names and shapes only. The values that its constructor would have set are recomputed by
 running the model's own initialisers (`reset_parameters`, and `_init_weights` of Hugging Face style models) on one
-tensor at a time, in a copy of the model that is otherwise on meta. What they leave untouched is taken from a second
-construction of the owning module, where its arguments can be known for certain. Each value depends on the seed and its
-name only, so stages, devices and processes agree whatever they ask for.
+tensor at a time, in a copy of the model that is otherwise on meta. Values that the initialisers leave untouched come
+from constructing the owning module again, if its arguments are known for certain. Each value depends only on the seed
+and its name, so all stages, devices and processes get the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_REBUILT_BYTES = 1 << 30
 
 
 class FreshValues:
-    """Initial values of a model's parameters and buffers; the model itself is left as it is and may be on meta."""
+    """Initial values of a model's parameters and buffers. The model itself does not change and may be on meta."""
 
     def __init__(self, model: nn.Module, seed: int = 0):
         self._model = model
@@ -32,13 +32,13 @@ class FreshValues:
         self._copy: nn.Module | None = None
 
     def value(self, name: str) -> Tensor:
-        """A new CPU tensor with the initial value of the parameter or buffer `name`.
+        """Return a new CPU tensor with the initial value of the parameter or buffer `name`.
 
-        Raises `PlanError` naming it where neither an initialiser nor a second construction of its module gives it.
+        Raises `PlanError` if neither an initialiser nor a second construction of its module gives the value.
         """
         first = self._initialised(name, 0)
         if first is not None and _is_complete(first):
-            # Integers have no NaN to show an untouched place: a second run, from another filling, must agree.
+            # Integers have no NaN to mark untouched elements, so a second run with another filling must agree.
             if first.is_floating_point() or first.is_complex():
                 return first
             second = self._initialised(name, 1)
@@ -47,12 +47,12 @@ class FreshValues:
         return self._rebuilt(name)
 
     def _initialised(self, name: str, filling: int) -> Tensor | None:
-        """What the initialisers of the owning module and of those around it make of a filled tensor."""
+        """Run the initialisers of the owning module and the modules around it on a filled tensor, and return it."""
         skeleton = self._skeleton()
         path, _, leaf = name.rpartition(".")
         owner = skeleton.get_submodule(path)
         tensors = owner._parameters if leaf in owner._parameters else owner._buffers
-        # A buffer may be computed from its neighbours (copies of each other, say): all of them are given memory.
+        # A buffer may be computed from other buffers of its module, so all of them get memory.
         names = [leaf] if tensors is owner._parameters else [n for n, t in tensors.items() if t is not None]
         before = {n: tensors[n] for n in names}
         for n in names:
@@ -69,7 +69,7 @@ class FreshValues:
             tensors.update(before)  # type: ignore[arg-type]
 
     def _rebuilt(self, name: str) -> Tensor:
-        """The value in a second construction, on CPU, of the module that owns `name`."""
+        """Return the value that `name` has in a second construction, on CPU, of its owning module."""
         path, _, leaf = name.rpartition(".")
         owner = self._model.get_submodule(path)
         with torch.random.fork_rng(devices=[]):
@@ -79,7 +79,7 @@ class FreshValues:
         return tensor.detach().clone()
 
     def _skeleton(self) -> nn.Module:
-        """A copy of the model that shares no tensor with it and has all of its own on meta; ties are kept."""
+        """A copy of the model with all tensors on meta, made at the first call; it keeps the ties."""
         if self._copy is None:
             memo: dict[int, Tensor] = {}
             for p in self._model.parameters():
@@ -91,13 +91,13 @@ class FreshValues:
 
 
 def _chain(root: nn.Module, path: str) -> list[nn.Module]:
-    """The module at `path` and those around it, innermost first."""
+    """The module at `path` and the modules around it, innermost first."""
     parts = path.split(".") if path else []
     return [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
 
 
 def _run_initialisers(chain: list[nn.Module]) -> None:
-    """What construction does to a module: its own reset, then what each enclosing model says, from the inside out."""
+    """Initialise from the inside out, as construction does: by a module's reset, then its model's `_init_weights`."""
     for depth, module in enumerate(chain):
         model = next((m for m in chain[depth:] if callable(getattr(m, "_init_weights", None))), None)
         if depth == 0 or model is None:
@@ -109,7 +109,7 @@ def _run_initialisers(chain: list[nn.Module]) -> None:
 
 
 def _filled(tensor: Tensor | None, filling: int) -> Tensor:
-    """CPU memory of the same kind that shows whether it is written: NaN, or for integers a `filling` of 0 or 1."""
+    """A CPU tensor of the same shape and dtype, full of NaN, or for integers of `filling` (0 or 1)."""
     assert tensor is not None
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else filling
     full = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
@@ -121,7 +121,7 @@ def _is_complete(tensor: Tensor) -> bool:
 
 
 def _construct_again(owner: nn.Module, name: str) -> nn.Module:
-    """A CPU twin of `owner`. Every argument must be kept by it under the same name, or it might not be a twin."""
+    """Construct `owner` again on CPU. It must keep every constructor argument under the argument's name."""
     held_bytes = sum(t.numel() * t.itemsize for t in (*owner.parameters(), *owner.buffers()))
     if held_bytes > _MAX_REBUILT_BYTES:
         raise _unknown(name, f"its module is too large to construct again ({format_bytes(held_bytes)})")

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: what was written where, and every scalar of the run.
+"""The manifest of a checkpoint: the file of each tensor, and every scalar of the run.
 
-It is JSON that carries its own sha256; each tensor's is in its row, so that reading any part checks exactly that part.
+The manifest is JSON that contains its own sha256. Each tensor's row has the tensor's sha256, so that reading a part of
+a checkpoint checks exactly that part.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _FORMAT = "penstock checkpoint"
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where a run stands, beside its tensors. The dicts may hold what `plain_json` can write.
+    """The state of a run besides its tensors. The dicts may hold any value that `plain_json` can write.
 
-    `data`: the position in the data (epoch, samples seen, or whatever the user's loader needs). `rng`: states of random
-    generators outside the plan, see `rng_state.py`; those inside follow from `seed` and `step`.
+    `data` is the position in the data (epoch, samples seen, or whatever the user's loader needs). `rng` has the states
+    of random generators outside the plan, see `rng_state.py`; generators inside it follow from `seed` and `step`.
     """
 
     step: int
@@ -39,7 +40,7 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a shard. `kind` is "weights", "buffers" or "optimizer"; `state` names an optimizer's."""
+    """One tensor of a shard. `kind` is "weights", "buffers" or "optimizer"; `state` is the optimizer state's name."""
 
     kind: str
     name: str
@@ -55,7 +56,8 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one stage wrote: small enough to be sent to the process that commits. `scalars`: states that are numbers."""
+    """What one stage wrote, small enough to send to the process that commits. `scalars` has the states that are
+    numbers."""
 
     stage: str
     file: str
@@ -65,7 +67,7 @@ class ShardRecord:
 
 
 def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str]) -> dict[str, Any]:
-    """The manifest of these shards, as `read_manifest` returns it."""
+    """Build the manifest of these shards, as `read_manifest` returns it."""
     manifest: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
     for name in RunPosition.__dataclass_fields__:
         manifest[name] = encode(getattr(progress, name), f"{name} of the checkpoint")
@@ -78,7 +80,7 @@ def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest in the directory `path`. Raises `CheckpointError` where it is missing, damaged or altered."""
+    """Read the manifest in the directory `path`. Raises `CheckpointError` if it is missing, damaged or altered."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text("utf-8"))
@@ -101,12 +103,12 @@ def tensor_key(kind: str, name: str, state: str) -> str:
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
-    """The error for a file of a checkpoint that is not as it was written."""
+    """The error for a checkpoint file that differs from what was written."""
     return CheckpointError(f"{file}: {what}. Restore the file from a copy, or resume from an earlier checkpoint.")
 
 
 def _gathered(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where each tensor is, over all shards. A buffer that several stages compute with counts where it is first."""
+    """The place of each tensor and the scalars, over all shards. A buffer of several stages is read from the first."""
     tensors: dict[str, Any] = {"weights": {}, "buffers": {}, "optimizer": {}}
     scalars: dict[str, Any] = {}
     for index, shard in enumerate(shards):
@@ -121,7 +123,7 @@ def _gathered(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str
 
 
 def _fingerprint(tensors: Mapping[str, Any]) -> str:
-    """A hash of the model's names, shapes and dtypes, whatever the stages."""
+    """A hash of the model's names, shapes and dtypes, which does not depend on the stages."""
     rows = [
         [kind, name, tensors[kind][name][""]["dtype"], tensors[kind][name][""]["shape"]]
         for kind in ("weights", "buffers")

@@ -1,7 +1,7 @@
-"""Small states (of schedulers, optimizers, data loaders) as JSON that reads back exactly, and nothing executable.
+"""Small states (of schedulers, optimizers, data loaders) as JSON that reads back exactly and holds nothing executable.
 
 JSON has no tuples, no keys other than text and no tensors; these are written as objects with one marked key. Floats
-keep every bit (NaN and infinities too).
+keep every bit, also NaN and infinities.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_TENSOR_BYTES = 1 << 20
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in terms of JSON. Raises `CheckpointError` naming `where` for what has no such form."""
+    """Turn `value` into JSON values. Raises `CheckpointError` naming `where` for a value that has no such form."""
     if value is None or isinstance(value, (bool, int, float, str)):
         if type(value) not in (type(None), bool, int, float, str):
             raise _refused(value, where)
@@ -41,7 +41,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """The reverse of `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -1,13 +1,13 @@
 """Trained weights as a directory that `transformers` loads with nothing missing and nothing unexpected.
 
 The names, dtypes and places of all tensors are fixed first, from the model's names alone (it may be on meta). Then
-every stage puts its tensors into the files, in whatever process and order, and no more than one stage is ever in memory
-for it. `save_pretrained` does all of it; `begin`, `write_stage` and `finish` are its parts for stages that live in
-workers, which must see the directory under the same path.
+every stage writes its tensors into the files, in any process and order, so that at most one stage is in memory at a
+time. `save_pretrained` does all of this from one process; `begin`, `write_stage` and `finish` are its parts for stages
+that live in workers, which must see the directory under the same path.
 
-For a model that is not of transformers the files hold its state dict, with a tied tensor there once, under its first
-name, as `safetensors.torch.save_model` does: read one file with `safetensors.torch.load_model`, which knows ties, or
-with `load_state_dict`, `strict=False` where there are any.
+For a model that is not from transformers the files hold its state dict, with a tied tensor once, under its first name,
+as `safetensors.torch.save_model` does. Read such a file with `safetensors.torch.load_model`, which knows ties, or with
+`load_state_dict`, with `strict=False` if the model has ties.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.in
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """What goes where. `keys`: each name of a tensor, tied ones too, to the keys it is written under. Pickles."""
+    """The files of saved weights. `keys` maps each tensor name, also tied ones, to its keys in the files. Pickles."""
 
     files: Mapping[str, FilePlan]
     keys: Mapping[str, tuple[str, ...]]
@@ -50,7 +50,7 @@ class WeightsLayout:
 def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLayout:
     """Lay the model's saved tensors out in files of at most `max_shard_bytes` each, or of one larger tensor.
 
-    Every tensor gets the dtype that `model` has it in.
+    Every tensor has the dtype that it has in `model`.
     """
     unsaved, tensors = never_saved(model), named_tensors(model)
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
@@ -72,9 +72,9 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLa
 
 
 def begin(directory: str | os.PathLike[str], layout: WeightsLayout) -> Path:
-    """A hidden directory with all files of the layout, still empty. What `directory` holds stays until `finish`.
+    """Make a hidden directory with all files of the layout, without data. `directory` does not change until `finish`.
 
-    Raises `CheckpointError` where it cannot be written or the disk has not the bytes that are needed.
+    Raises `CheckpointError` if it cannot be written or the disk has too little space.
     """
     temporary = durable.begin(directory, layout.bytes)
     try:
@@ -88,10 +88,10 @@ def begin(directory: str | os.PathLike[str], layout: WeightsLayout) -> Path:
 
 
 def write_stage(temporary: Path, tensors: Mapping[str, Tensor], layout: WeightsLayout) -> set[str]:
-    """Put a stage's weights and buffers into the files, cast one at a time. Returns the names that were written.
+    """Write a stage's weights and buffers into the files, cast one at a time. Returns the names that were written.
 
-    Tensors that are never saved, and aliases of one that was written here, are passed over. Raises `CheckpointError`
-    where the disk is full.
+    Skips tensors that are never saved and aliases of a tensor that this call writes. Raises `CheckpointError` if the
+    disk is full.
     """
     places: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -112,11 +112,11 @@ def finish(
     model: nn.Module,
     source: WeightSource | None = None,
 ) -> Path:
-    """Write what no stage holds, the index and the configuration, and put it all in the place of `directory`.
+    """Write the tensors that no stage holds, the index and the configuration, and replace `directory` by the result.
 
-    `source` has the tensors that the computation does not use, which keep their initial values; by default the model
-    itself. Other files of an existing `directory` (a tokenizer's, say) are taken along. Raises `CheckpointError` where
-    the disk fails, `PlanError` where a tensor is in no stage and the model on meta; the old directory then stays.
+    `source`, by default the model itself, has the tensors that the computation does not use, which keep their initial
+    values. Other files of an existing `directory` (a tokenizer's, say) are kept. Raises `CheckpointError` if the disk
+    fails, `PlanError` if a tensor is in no stage and the model on meta; the old directory then stays.
     """
     source = LiveWeights(model) if source is None else source
     done = {key for name in written for key in layout.keys[name]}
@@ -141,10 +141,10 @@ def save_pretrained(
     source: WeightSource | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a trained model from one process; `stages` gives (stage, weights, buffers), one stage at a time.
+    """Write a trained model from one process; `stages` yields (stage, weights, buffers), one stage at a time.
 
     `model` gives names, ties, dtypes and configuration, and may be on the meta device. See `finish` for `source`.
-    Raises `CheckpointError` where the disk is full or cannot be written; what was at `directory` then stays as it was.
+    Raises `CheckpointError` if the disk is full or cannot be written; `directory` then stays as it was.
     """
     layout = plan_layout(model, max_shard_bytes)
     temporary = begin(directory, layout)
@@ -161,9 +161,9 @@ def save_pretrained(
 
 
 def _keys_to_write(model: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """The keys for one tensor with these names: what `transformers` restores by tying is left out.
+    """The keys for one tensor with these names, without the names that `transformers` restores by tying.
 
-    A tie that its configuration does not know is written under every name, or loading would miss one.
+    A tie that the model's configuration does not know is written under every name, or loading would miss one.
     """
     if not _of_transformers(model):
         return (names[0],)
@@ -219,7 +219,7 @@ def _write_config(temporary: Path, model: nn.Module) -> None:
 
 
 def _take_along(old: Path, temporary: Path) -> None:
-    """Link (or else copy) into the new directory what others have put into the old one."""
+    """Link (or else copy) the files that others have put into the old directory into the new one."""
     for path in old.iterdir() if old.is_dir() else ():
         if _OURS.fullmatch(path.name):
             continue

@@ -1,7 +1,7 @@
 """The random generators of this process as plain values, so that a checkpoint can hold them without pickle.
 
-A plan draws all of its randomness from the seed and the step. These are for what stands outside: the user's shuffling
-and augmentation.
+A plan draws all of its randomness from the seed and the step. The generators here serve code outside the plan: the
+user's shuffling and augmentation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """States of torch's CPU generator, Python's `random` and NumPy's global generator, fit for `Progress.rng`."""
+    """States of torch's CPU generator, Python's `random` and NumPy's global generator, fit for `RunPosition.rng`."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -24,7 +24,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators to what `rng_state` returned, where they are in `state`."""
+    """Set the generators that are in `state` to what `rng_state` returned."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:

@@ -1,7 +1,8 @@
-"""Where the value of one name lies in files: as it is, or in pieces that transformers puts together while loading.
+"""The place of one name's value in files: one tensor, or pieces that transformers puts together while loading.
 
-A few architectures are saved under other names, or in another layout, than the library's own modules have (experts of a
-mixture one by one, for instance). Its tables say how; they are applied here to one tensor at a time.
+A few architectures are saved under other names, or in another layout, than the modules of transformers have (experts of
+a mixture one by one, for instance). The library's tables of renamings and converters are applied to one tensor at a
+time.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Converted:
-    """A tensor that a converter of transformers makes from several of the files, or cuts out of one.
+    """A tensor that a converter of transformers makes from several tensors of the files, or cuts out of one.
 
-    `rows` are (pattern of the converter, tensor) in its order; `name` is which of its results this is.
+    `rows` are (pattern of the converter, tensor) in the converter's order; `name` says which of its results this is.
     """
 
     name: str
@@ -91,7 +92,7 @@ def in_model_terms(
 
 
 def _converted(target: str, converter: Any, rows: tuple[tuple[str, Stored], ...], config: Any) -> dict[str, Converted]:
-    """One entry for each tensor that the converter gives; their shapes are found by running it on meta tensors."""
+    """One entry per result of the converter; running it on meta tensors gives the shapes."""
     empty = [
         (pattern, torch.empty(stored.shape, dtype=CODES[stored.file.entries[stored.key].code], device="meta"))
         for pattern, stored in rows
@@ -107,7 +108,7 @@ def _converted(target: str, converter: Any, rows: tuple[tuple[str, Stored], ...]
 
 
 def _convert(converter: Any, target: str, pieces: list[tuple[str, Tensor]], config: Any) -> dict[str, Tensor]:
-    fresh = copy.deepcopy(converter)  # it keeps what it is given
+    fresh = copy.deepcopy(converter)  # a converter keeps the tensors that it is given
     for pattern, tensor in pieces:
         fresh.add_tensor(target, target, pattern, tensor)
     results = fresh.convert(target, config=config)
@@ -127,5 +128,5 @@ def _tables(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Sorts numbered parts by number, as the library does before it puts pieces together."""
+    """A sort key that orders numbered parts by number, as the library does before it puts pieces together."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]

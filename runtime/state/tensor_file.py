@@ -1,8 +1,8 @@
 """Tensors in one file, in the safetensors format, written and read one tensor at a time.
 
-The library writes a file from tensors that all lie in host memory, contiguous and in their final dtype, and reads
-through a memory map that counts as resident while it is open. Here a tensor is moved, cast, hashed and written, then
-the next, so that neither direction ever holds more than one tensor of its own.
+The safetensors library writes a file from tensors that all lie in host memory, contiguous and in their final dtype, and
+reads through a memory map that counts as resident while it is open. This module moves, casts, hashes and writes one
+tensor after another, so that writing and reading each hold at most one tensor of their own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file before its tensors: its header, and the place of each. Pickles, so that processes may share a file."""
+    """A file without its tensors' data: the header, and each tensor's place. Pickles, so that processes may share a
+    file."""
 
     header: bytes
     entries: dict[str, Entry]
@@ -71,7 +72,7 @@ class FilePlan:
 def plan_file(
     rows: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> FilePlan:
-    """Lay out a file of tensors with these dtypes and shapes; wide types first, so that each starts aligned."""
+    """Lay out a file of tensors with these dtypes and shapes, wide dtypes first so that each tensor starts aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in sorted(rows.items(), key=lambda row: -row[1][0].itemsize):
@@ -90,7 +91,7 @@ def plan_file(
 
 
 def create_file(path: Path, plan: FilePlan) -> None:
-    """Write the header and give the file its final size. Raises OSError as the system does."""
+    """Write the header and give the file its final size. Lets the system's OSError through."""
     with open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(plan.header))
         file.truncate(plan.bytes)
@@ -99,9 +100,9 @@ def create_file(path: Path, plan: FilePlan) -> None:
 def fill_file(path: Path, plan: FilePlan, tensors: Mapping[str, Tensor], *, digests: bool = False) -> dict[str, str]:
     """Write these tensors to their places in a file made by `create_file`, cast to its dtypes, and sync it to the disk.
 
-    Tensors may lie on any device and need not be contiguous; one at a time is moved to host memory and cast. Several
-    processes may fill the same file. Returns the sha256 of each tensor's bytes where `digests` are asked for. Raises
-    OSError as the system does (for a full disk, say); the partial file stays.
+    Tensors may lie on any device and need not be contiguous; they are moved to host memory and cast one at a time.
+    Several processes may fill the same file. With `digests`, returns the sha256 of each tensor's bytes. Lets the
+    system's OSError through (for a full disk, say); the partial file stays.
     """
     found = {}
     with open(path, "r+b", buffering=0) as file:
@@ -131,14 +132,14 @@ def write_tensors(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """How large the file of `write_tensors` becomes."""
+    """The size of the file that `write_tensors` writes."""
     return plan_file({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}).bytes
 
 
 class TensorFile:
     """A safetensors file whose header has been read and checked against the file's size.
 
-    Raises `CheckpointError` naming the file where it is missing, truncated or not in the format.
+    Raises `CheckpointError` naming the file if it is missing, truncated or not in the format.
     """
 
     def __init__(self, path: Path):
@@ -157,9 +158,9 @@ class TensorFile:
             raise CheckpointError(f"{path}: {what}: {self.bytes} bytes, not {end}. {_RESTORE}")
 
     def read(self, name: str, digest: str | None = None) -> Tensor:
-        """The tensor in host memory, in the dtype of the file, in storage of its own.
+        """Read a tensor into new host memory, in the dtype of the file.
 
-        Raises `CheckpointError` where its bytes do not have the sha256 `digest` (when given).
+        Raises `CheckpointError` if `digest` is given and is not the sha256 of the tensor's bytes.
         """
         entry = self.entries[name]
         if entry.code not in CODES:
@@ -213,7 +214,7 @@ class TensorFile:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """The format's name of a dtype. Raises `CheckpointError` for one that it does not have."""
+    """The format's name of a dtype. Raises `CheckpointError` for a dtype that the format does not have."""
     if dtype not in _CODE_OF:
         known = ", ".join(str(d).removeprefix("torch.") for d in _CODE_OF)
         raise CheckpointError(f"{dtype} cannot be saved; a safetensors file holds {known}.")
@@ -221,7 +222,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory, without a copy where it is contiguous."""
+    """The tensor's bytes, without a copy if it is contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

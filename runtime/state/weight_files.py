@@ -1,4 +1,4 @@
-"""Which tensor of a directory of safetensors belongs to which name of a model, and what does not agree."""
+"""Match the tensors in a directory of safetensors to the names of a model, and report what does not agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Match:
-    """`where`: the names that the files have. `misshapen`: names to the shapes in the files and in the model."""
+    """`where` maps the names found in the files to their tensors, `misshapen` names to (shape in the files, shape in
+    the model)."""
 
     where: dict[str, Stored | Converted]
     missing: list[str]
@@ -30,7 +31,7 @@ class Match:
     unexpected: list[str]
 
     def error(self, directory: Path, refused: list[str]) -> CheckpointError:
-        """What to tell the user where `refused` names are missing, or shapes differ."""
+        """The error to raise if `refused` names are missing or shapes differ."""
         rows = [f"{directory}: these weights are not those of the model."]
         if not self.where:
             rows.append("Not one name agrees.")
@@ -48,7 +49,7 @@ class Match:
 def open_files(directory: Path) -> dict[str, Stored]:
     """Every tensor in the safetensors files of `directory`, by its key.
 
-    Raises `CheckpointError` where there are none or one is damaged.
+    Raises `CheckpointError` if there are no such files or one is damaged.
     """
     index = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file():
@@ -69,9 +70,9 @@ def open_files(directory: Path) -> dict[str, Stored]:
 
 
 def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | None) -> Match:
-    """Find for every saved name of `model` its tensor, through ties and the `prefix` (see `weights.open_directory`).
+    """Find the tensor of every saved name of `model`, through ties and the `prefix` (see `weights.open_directory`).
 
-    Raises `CheckpointError` where names that the model ties have different values.
+    Raises `CheckpointError` if names that the model ties have different values.
     """
     unsaved, ties = never_saved(model), ties_of(model)
     wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
@@ -101,7 +102,7 @@ def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | Non
 
 
 def _prefix_rules(front: str) -> list[Callable[[str], str]]:
-    """The ways from the model's names to the files' that are tried, the plainest first."""
+    """The functions to try that turn a name of the model into a name in the files, the plainest first."""
     front = f"{front}." if front and not front.endswith(".") else front
     rules: list[Callable[[str], str]] = [lambda name: name]
     if front:

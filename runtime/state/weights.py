@@ -1,7 +1,7 @@
-"""Where initial weights come from: a live model, a directory of safetensors, or the model's own initialisers.
+"""The sources of initial weights: a live model, a directory of safetensors, or the model's own initialisers.
 
-Every source answers `read(name)` for one tensor, under the user's dotted name, so that weights travel stage by stage
-and are never in memory twice. `stage_weights` and `stage_buffers` gather what one stage needs.
+Every source answers `read(name)` for one tensor, under the user's dotted name, so that weights are loaded stage by
+stage and are never in memory twice. `stage_weights` and `stage_buffers` collect the tensors of one stage.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .weight_files import match_names, open_files
 
 
 class WeightSource(ABC):
-    """Initial values of parameters and buffers by name. `ties`: a tied name to the one that stands for its tensor."""
+    """Initial values of parameters and buffers by name. `ties` maps each tied name to its canonical name."""
 
     ties: Mapping[str, str]
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """The tensor in the dtype it is stored in. Where `is_shared(name)`, it must not be written to."""
+        """The tensor in its stored dtype. If `is_shared(name)`, the caller must not write to it."""
 
     def is_shared(self, name: str) -> bool:
-        """Whether `read` hands out storage that the source goes on using."""
+        """Whether `read` returns storage that the source continues to use."""
         return False
 
 
@@ -59,7 +59,7 @@ class LiveWeights(WeightSource):
 
 
 class FreshWeights(WeightSource):
-    """The model's own initialisation, drawn anew from `seed`: to train from scratch what is on the meta device."""
+    """The model's own initialisation, drawn from `seed`, to train a model on the meta device from scratch."""
 
     def __init__(self, model: nn.Module, seed: int = 0):
         self._fresh = FreshValues(model, seed)
@@ -73,9 +73,8 @@ class FreshWeights(WeightSource):
 class DirectoryWeights(WeightSource):
     """Safetensors files of a directory, each tensor read when it is asked for. Made by `open_directory`; pickles.
 
-    `where` says for each name in which file it lies, and how; `held` are the values of names that no file
-    has. `fresh_names` are those which the model's initialiser gave; `unexpected_keys` are keys of the directory that
-    the model has no use for.
+    `where` has the place of each name in the files; `held` has the values of names that no file has. The values of
+    `fresh_names` come from the model's initialiser. `unexpected_keys` are keys in the files that no name uses.
     """
 
     where: Mapping[str, Stored | Converted]
@@ -101,13 +100,14 @@ def open_directory(
     missing_ok: bool | Collection[str] = (),
     seed: int = 0,
 ) -> DirectoryWeights:
-    """The weights in `directory` (model.safetensors, or shards with their index) under the names of `model`.
+    """Open the weights in `directory` (model.safetensors, or shards with their index) under the names of `model`.
 
-    `model` gives names, shapes and ties; it may be on the meta device. The files may lack, or have in excess, the name
-    of the inner model in front: `prefix` names it ("bert."), "" forbids it, None takes `model.base_model_prefix` where
-    more names agree with it than without. `missing_ok`: True, or patterns such as "classifier.*", for what may be
-    absent; that gets the values of the model's own initialiser, drawn from `seed`. Buffers that are never saved (rotary
-    frequencies, position ids) are the model's own, or initialised likewise where they are on meta.
+    `model` gives names, shapes and ties; it may be on the meta device. Names in the files may lack a prefix that the
+    model's names have, or have one more: `prefix` names it ("bert."), "" forbids it, None takes
+    `model.base_model_prefix` if more names agree with it than without. `missing_ok` is True, or patterns of the names
+    that may be absent, such as "classifier.*"; these get the values of the model's own initialiser, drawn from `seed`.
+    Buffers that are never saved (rotary frequencies, position ids) are the model's own, or initialised likewise if they
+    are on meta.
 
     Raises `CheckpointError` naming the damaged file, or all keys that are missing, misshapen and unexpected;
     `PlanError` for a tensor on meta whose value cannot be found.
@@ -126,10 +126,10 @@ def open_directory(
 
 
 def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) -> dict[str, Tensor]:
-    """The stage's parameters as masters to be trained: at least fp32, on the device of the source.
+    """The stage's parameters as masters to train: at least fp32, on the device of the source.
 
-    Names that are tied share one tensor. With `own` (default) nothing is shared with the source, so they may be
-    written; without it, a live model's fp32 tensors are handed on as they are.
+    Tied names share one tensor. With `own` (default) no tensor is shared with the source, so the caller may write to
+    them; without it, a live model's fp32 tensors are returned as they are.
     """
     masters: dict[str, Tensor] = {}
     for param in spec.params:
@@ -142,7 +142,7 @@ def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) ->
 
 
 def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
-    """The stage's buffers, in the dtypes that it computes with; they may be written."""
+    """The stage's buffers, in the dtypes that it computes with; the caller may write to them."""
     result = {}
     for buffer in spec.buffers:
         dtype = getattr(torch, buffer.dtype)
