@@ -98,9 +98,9 @@ class RankSampler(Sampler[list[int]]):
 
     def advance(self) -> None:
         """Count one global batch."""
-        self._position = self.behind(self._position)
+        self._position = self.next_position(self._position)
 
-    def behind(self, position: int) -> int:
+    def next_position(self, position: int) -> int:
         """The position behind the batch at a position, where the next batch begins."""
         end = (position // self.num_samples + 1) * self.num_samples
         after = position + self.batch
@@ -175,7 +175,7 @@ class EpochRest(Iterator[list[int]]):
             self.sampler.passed(self.position)
             raise StopIteration
         found = self.sampler.at(self.position)
-        self.position = self.sampler.behind(self.position)
+        self.position = self.sampler.next_position(self.position)
         self.sampler.handed_out(self.position)
         return found
 

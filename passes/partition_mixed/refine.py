@@ -61,11 +61,11 @@ class Refinement:
         source = self.home[unit[0]]
         inside = set(unit)
         before = {self.home[a] for block in unit for a in self.graph.pred[block] if a not in inside}
-        behind = {self.home[b] for block in unit for b in self.graph.succ[block] if b not in inside}
-        earliest, latest = max(before, default=0), min(behind, default=len(self.members) - 1)
+        following = {self.home[b] for block in unit for b in self.graph.succ[block] if b not in inside}
+        earliest, latest = max(before, default=0), min(following, default=len(self.members) - 1)
         gains = [
             (gain, stage)
-            for stage in sorted(before | behind)
+            for stage in sorted(before | following)
             if stage != source and earliest <= stage <= latest and (gain := self.gain_ns(unit, stage)) > self.least_ns
         ]
         for _, stage in sorted(gains, reverse=True):

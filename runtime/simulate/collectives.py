@@ -20,12 +20,12 @@ from ...ir.machine.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Round:
-    """A run of equal rounds of a collective. `hops` has the bytes from device to device over all `rounds`, which move
+class Rounds:
+    """A run of equal rounds of a collective. `hops` has the bytes from device to device over all of them, which move
     at the same time; each device first reads and writes `copied_bytes` in its own memory."""
 
     hops: dict[tuple[int, int], float]
-    rounds: int
+    count: int
     copied_bytes: float = 0.0
 
 
@@ -37,9 +37,9 @@ def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
     return [found[host] for host in sorted(found)]
 
 
-def stages(
+def rounds_of(
     devices: Sequence[int], hardware: Hardware, moved_bytes: float, times: int, hierarchical: bool = False
-) -> list[Round]:
+) -> list[Rounds]:
     """The runs of rounds of a collective over a whole value of `moved_bytes`; `times` is 1 for a gather or a scatter, 2
     for an all-reduce. A hierarchical one over a single host, or hosts with one or unequal numbers of members, is a
     plain ring."""
@@ -50,7 +50,7 @@ def stages(
     return [_ring(hosts, hardware, moved_bytes, times)]
 
 
-def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Round:
+def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float, times: int) -> Rounds:
     count = sum(len(members) for members in hosts)
     side_by_side = _rings_between(hosts, hardware)
     each_bytes = times * (count - 1) / count * moved_bytes / side_by_side
@@ -58,7 +58,7 @@ def _ring(hosts: Sequence[Sequence[int]], hardware: Hardware, moved_bytes: float
     for number in range(side_by_side):
         order = [device for members in hosts for device in _turned(members, number, side_by_side)]
         _add_ring(hops, order, each_bytes)
-    return Round(hops, times * (count - 1))
+    return Rounds(hops, times * (count - 1))
 
 
 def _rings_between(hosts: Sequence[Sequence[int]], hardware: Hardware) -> int:
@@ -72,7 +72,7 @@ def _turned(members: Sequence[int], number: int, of: int) -> list[int]:
     return [*members[first:], *members[:first]]
 
 
-def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int) -> list[Round]:
+def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int) -> list[Rounds]:
     local = len(hosts[0])
     between: dict[tuple[int, int], float] = {}
     inside: dict[tuple[int, int], float] = {}
@@ -81,7 +81,7 @@ def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int
     for members in hosts:
         _add_ring(inside, members, times * (local - 1) / local * moved_bytes)
     in_order_bytes = 2.0 * times * moved_bytes / local
-    return [Round(between, times * (len(hosts) - 1)), Round(inside, times * (local - 1), in_order_bytes)]
+    return [Rounds(between, times * (len(hosts) - 1)), Rounds(inside, times * (local - 1), in_order_bytes)]
 
 
 def _add_ring(hops: dict[tuple[int, int], float], order: Sequence[int], num_bytes: float) -> None:

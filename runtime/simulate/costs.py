@@ -2,7 +2,7 @@
 
 - Computation: arithmetic, traffic to the device's memory and an overhead per launch, one after another.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
-- A collective: the `Round`s of `collectives.py`, one after another. In each, all neighbours send at the same time,
+- A collective: the `Rounds` of `collectives.py`, one run after another. In a run, all neighbours send at the same time,
   after the latency of the slowest hop times the number of rounds.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
 - Everything that CPU devices do also takes cores of their host (`cpu.py`).
@@ -23,7 +23,7 @@ from ...ir.calls import op_of
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.machine.links import Link
 from ...ir.program import WORLD, Interface, Program, Task, build_order, members_of, whole_link
-from .collectives import Round, stages
+from .collectives import Rounds, rounds_of
 from .cpu import copying, core_flow, core_links, messaging, update_s
 from .priority import is_weights_fetch, turn_of
 from .sharing import Cost
@@ -121,8 +121,8 @@ class CostModel:
         moved_bytes = max(work.moved_bytes for _, work in members)
         memories = {device: self.meeting_place(device, own) for device, own in members}
         cost: Cost | None = None
-        for stage in reversed(stages(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
-            cost = self.stage(stage, memories, cost)
+        for rounds in reversed(rounds_of(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
+            cost = self.rounds(rounds, memories, cost)
         assert cost is not None
         return cost
 
@@ -132,15 +132,15 @@ class CostModel:
         on_cpu = self.hardware.devices[device].kind == "cpu"
         return self.memory(device, ops.DEVICE if on_cpu else work.source)
 
-    def stage(self, stage: Round, memories: Mapping[int, str], then: Cost | None) -> Cost:
+    def rounds(self, rounds: Rounds, memories: Mapping[int, str], then: Cost | None) -> Cost:
         flows, slowest_s = [], 0.0
-        for (source, target), amount in stage.hops.items():
+        for (source, target), amount in rounds.hops.items():
             path, latency_s = self.route(memories[source], memories[target])
             use = messaging(self.hardware.devices[source])
             flows.append(((*path, use) if use in self.links else path, amount))
             slowest_s = max(slowest_s, latency_s)
-        copied_s = max(stage.copied_bytes / self.hardware.devices[device].memory_bandwidth for device in memories)
-        return Cost(stage.rounds * slowest_s + copied_s, tuple(flows), URGENT, then)
+        copied_s = max(rounds.copied_bytes / self.hardware.devices[device].memory_bandwidth for device in memories)
+        return Cost(rounds.count * slowest_s + copied_s, tuple(flows), URGENT, then)
 
     def over_lanes(self, role: int, work: ops.Work) -> Cost:
         """A collective of devices in several lanes, while all other lanes do theirs. Each link gets the load of all

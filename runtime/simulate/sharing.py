@@ -105,66 +105,66 @@ class Traffic:
 
     def __init__(self, links: Mapping[str, Link]):
         self.links = links
-        self.lanes: dict[tuple[Path, int], FlowClass] = {}
-        self.on: dict[str, set[FlowClass]] = {}  # per resource, the lanes with flows on it
-        self.solved: dict[tuple[tuple[int, int], ...], list[float]] = {}  # (lane, flows) rows to the lanes' rates
+        self.classes: dict[tuple[Path, int], FlowClass] = {}
+        self.on: dict[str, set[FlowClass]] = {}  # per resource, the classes with flows on it
+        self.solved: dict[tuple[tuple[int, int], ...], list[float]] = {}  # (group, flows) rows to the classes' rates
 
-    def lane(self, path: Path, priority: int) -> FlowClass:
+    def class_of(self, path: Path, priority: int) -> FlowClass:
         key = (path, priority)
-        if key not in self.lanes:
+        if key not in self.classes:
             resources = frozenset(self.links[name].simplex or name for name in path)
-            self.lanes[key] = FlowClass(path, priority, resources, len(self.lanes))
-        return self.lanes[key]
+            self.classes[key] = FlowClass(path, priority, resources, len(self.classes))
+        return self.classes[key]
 
-    def start(self, lane: FlowClass, flow: int, num_bytes: float, now_s: float) -> list[FlowClass]:
-        """Begin a flow; returns the lanes whose next end has changed."""
-        lane.advance(now_s)
-        if not lane.flows:
-            lane.moved_bytes, lane.since_s = 0.0, now_s
-            for resource in lane.resources:
-                self.on.setdefault(resource, set()).add(lane)
-        lane.flows.append((lane.moved_bytes + num_bytes, flow))
-        return self.share(lane, now_s)
+    def start(self, group: FlowClass, flow: int, num_bytes: float, now_s: float) -> list[FlowClass]:
+        """Begin a flow; returns the classes whose next end has changed."""
+        group.advance(now_s)
+        if not group.flows:
+            group.moved_bytes, group.since_s = 0.0, now_s
+            for resource in group.resources:
+                self.on.setdefault(resource, set()).add(group)
+        group.flows.append((group.moved_bytes + num_bytes, flow))
+        return self.share(group, now_s)
 
-    def end(self, lane: FlowClass, now_s: float) -> tuple[int, list[FlowClass]]:
-        """End the lane's next flow; returns it and the lanes whose next end has changed."""
-        lane.advance(now_s)
-        row = min(lane.flows)
-        lane.flows.remove(row)
-        if not lane.flows:
-            for resource in lane.resources:
-                self.on[resource].discard(lane)
-        return row[1], self.share(lane, now_s)
+    def end(self, group: FlowClass, now_s: float) -> tuple[int, list[FlowClass]]:
+        """End the group's next flow; returns it and the classes whose next end has changed."""
+        group.advance(now_s)
+        row = min(group.flows)
+        group.flows.remove(row)
+        if not group.flows:
+            for resource in group.resources:
+                self.on[resource].discard(group)
+        return row[1], self.share(group, now_s)
 
     def share(self, changed: FlowClass, now_s: float) -> list[FlowClass]:
-        """Set the rates of all lanes that share links with `changed`, directly or through other lanes."""
+        """Set the rates of all classes that share links with `changed`, directly or through other classes."""
         near = self.connected(changed)
-        key = tuple((lane.number, len(lane.flows)) for lane in near)
+        key = tuple((group.number, len(group.flows)) for group in near)
         rates = self.solved.get(key)
         if rates is None:
-            paths, counts = [lane.path for lane in near], [len(lane.flows) for lane in near]
-            rates = self.solved[key] = fair_rates(paths, self.links, [lane.priority for lane in near], counts)
+            paths, counts = [group.path for group in near], [len(group.flows) for group in near]
+            rates = self.solved[key] = fair_rates(paths, self.links, [group.priority for group in near], counts)
         moved = []
-        for lane, rate in zip(near, rates):
-            if rate != lane.rate or lane is changed:
-                lane.advance(now_s)
-                lane.rate = rate
-                moved.append(lane)
-        for lane in moved:
-            lane.version += 1
+        for group, rate in zip(near, rates):
+            if rate != group.rate or group is changed:
+                group.advance(now_s)
+                group.rate = rate
+                moved.append(group)
+        for group in moved:
+            group.version += 1
         return moved
 
     def connected(self, first: FlowClass) -> list[FlowClass]:
         """Lanes with flows that share a resource with `first` or with one found so far, in a fixed order."""
         found = {first}
         queue = [first]
-        for lane in queue:
-            for resource in lane.resources:
+        for group in queue:
+            for resource in group.resources:
                 for other in self.on.get(resource, ()):
                     if other not in found:
                         found.add(other)
                         queue.append(other)
-        return sorted((lane for lane in found if lane.flows), key=lambda lane: lane.number)
+        return sorted((group for group in found if group.flows), key=lambda group: group.number)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class TasksUnderWay:
         self.moved: dict[Path, float] = {}
         self.flows_left: dict[int, int] = {}
         self.costs: dict[int, Cost] = {}
-        # (second, number of the event, task whose fixed time is over or lane whose next flow ends, lane's version)
+        # (second, number of the event, task whose fixed time is over or group whose next flow ends, group's version)
         self.events: list[tuple[float, int, int | FlowClass, int]] = []
         self.count = 0
 
@@ -229,7 +229,7 @@ class TasksUnderWay:
         self.flows_left[task] = len(cost.flows)
         for path, amount in cost.flows:
             self.moved[path] = self.moved.get(path, 0.0) + amount
-            self._expect(self.traffic.start(self.traffic.lane(path, cost.priority), task, amount, now_s))
+            self._expect(self.traffic.start(self.traffic.class_of(path, cost.priority), task, amount, now_s))
         return None if cost.flows else self._over(task, now_s)
 
     def _over(self, task: int, now_s: float) -> int | None:
@@ -239,10 +239,10 @@ class TasksUnderWay:
         self.begin(task, self.costs[task], now_s)
         return None
 
-    def _expect(self, lanes: Sequence[FlowClass]) -> None:
-        for lane in lanes:
-            if lane.flows and lane.rate > 0:
-                self._push(lane.next_end_s(), lane, lane.version)
+    def _expect(self, classes: Sequence[FlowClass]) -> None:
+        for group in classes:
+            if group.flows and group.rate > 0:
+                self._push(group.next_end_s(), group, group.version)
 
     def _push(self, at_s: float, what: int | FlowClass, version: int) -> None:
         self.count += 1

@@ -13,7 +13,7 @@ from penstock.ir.ops import Work
 from penstock.ir.program import are_alike, bind, build_order, slice_of
 from penstock.passes.draft import Draft
 from penstock.runtime.simulate import CostModel, simulate
-from penstock.runtime.simulate.collectives import by_host, stages
+from penstock.runtime.simulate.collectives import by_host, rounds_of
 from penstock.runtime.simulate.costs import WholeMachine
 from penstock.runtime.simulate.sharing import Cost
 from penstock.tests.passes.running import apply, chain, draft_of
@@ -96,7 +96,7 @@ def test_members_are_taken_host_by_host() -> None:
     """Whatever the order of a group, neighbours of the ring are on one host where they can be."""
     hardware = cluster(2)
     assert by_host([7, 0, 4, 1], hardware) == [[0, 1], [4, 7]]
-    (ring,) = stages([0, 4, 1, 5], hardware, 4 * MB, 1)
+    (ring,) = rounds_of([0, 4, 1, 5], hardware, 4 * MB, 1)
     hosts = [{hardware.devices[device].host for device in hop} for hop in ring.hops]
     assert sum(len(pair) == 2 for pair in hosts) == 2 and len(ring.hops) == 4
 
@@ -121,7 +121,7 @@ def test_a_hierarchical_gather_moves_what_the_paper_says(num_hosts: int) -> None
 def test_what_has_no_grid_of_hosts_is_a_plain_ring() -> None:
     hardware = cluster(2)
     for members in ([0, 1, 2, 3], [0, 4], [0, 1, 4]):
-        assert stages(members, hardware, MB, 1, hierarchical=True) == stages(members, hardware, MB, 1)
+        assert rounds_of(members, hardware, MB, 1, hierarchical=True) == rounds_of(members, hardware, MB, 1)
 
 
 def test_effective_bandwidth_falls_with_scale_and_rises_with_size() -> None:

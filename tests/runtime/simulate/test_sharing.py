@@ -103,25 +103,25 @@ def test_saturating_and_max_min_fair_in_every_class(links: dict[str, Link], flow
 def test_changing_one_flow_at_a_time_gives_the_rates_of_solving_anew(links: dict[str, Link], changes: list) -> None:
     traffic = Traffic(links)
     for number, (starts, path, priority) in enumerate(changes):
-        running = [lane for lane in traffic.lanes.values() if lane.flows]
+        running = [group for group in traffic.classes.values() if group.flows]
         if starts or not running:
-            traffic.start(traffic.lane(path, priority), number, 10.0, float(number))
+            traffic.start(traffic.class_of(path, priority), number, 10.0, float(number))
         else:
             traffic.end(running[number % len(running)], float(number))
-        running = [lane for lane in traffic.lanes.values() if lane.flows]
+        running = [group for group in traffic.classes.values() if group.flows]
         anew = fair_rates(
-            [lane.path for lane in running],
+            [group.path for group in running],
             links,
-            [lane.priority for lane in running],
-            [len(lane.flows) for lane in running],
+            [group.priority for group in running],
+            [len(group.flows) for group in running],
         )
-        assert [lane.rate for lane in running] == pytest.approx(anew)
+        assert [group.rate for group in running] == pytest.approx(anew)
 
 
 def test_a_flow_is_held_up_exactly_as_long_as_it_shares() -> None:
     links = make_links([10.0, 10.0, 10.0, 10.0, 10.0, 10.0])
     traffic = Traffic(links)
-    short, long = traffic.lane(("a",), 0), traffic.lane(("a", "b"), 0)
+    short, long = traffic.class_of(("a",), 0), traffic.class_of(("a", "b"), 0)
     traffic.start(long, 1, 100.0, 0.0)
     assert long.next_end_s() == pytest.approx(10.0)
     traffic.start(short, 2, 10.0, 2.0)  # both at 5 bytes/s for 2 s
