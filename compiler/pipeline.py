@@ -126,7 +126,7 @@ def run_passes(
     """Run all passes on the draft. Where `decided` has a pass's decision, it is applied instead of planning anew.
 
     After each pass `dump(pass name, draft)` is called, `record` simulates, and `check` verifies the programs without
-    their memory, as those of earlier passes need not fit. Returns decisions and records.
+    their memory, since the programs need not fit before the last pass. Returns decisions and records.
     """
     decisions: dict[str, Any] = {}
     records = []

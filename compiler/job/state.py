@@ -44,8 +44,8 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:
-    """Tensors by the keys of `model.state_dict()`. Those that no stage holds are the model's own; on meta they are left
-    out."""
+    """Tensors by the keys of `model.state_dict()`. A tensor that no stage holds is the model's own, and left out if on
+    meta."""
     found: dict[str, Tensor] = {}
     for _, weights, buffers in states:
         for name, tensor in (weights | buffers).items():

@@ -28,8 +28,8 @@ def states_tier(decisions: Decisions, stage: str) -> str:
 
 
 def activations_tier(decisions: Decisions, stage: str) -> str:
-    """What becomes of saved tensors: "kept", "computed again", or how many classes are kept, and the tiers of these and
-    of the stage's inputs until its backward."""
+    """What becomes of saved tensors: "kept", "computed again", or the number of classes that are kept, and the tiers
+    of these and of the stage's inputs until its backward."""
     if stage not in decisions.rematerialise:
         return "kept"
     row = decisions.activations.get(stage, Activations())

@@ -168,7 +168,7 @@ def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
 
 
 def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(bytes, source, target) of one micro-batch's messages: each device gets a value once, and sends its gradient."""
+    """(bytes, source, target) of one micro-batch's messages: each device gets a value once; the gradient goes back."""
     at = {out.name: device for spec, device in zip(specs, devices) for out in spec.outputs}
     found: dict[tuple[str, int], tuple[int, int, int]] = {}
     for spec, device in zip(specs, devices):

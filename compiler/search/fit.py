@@ -1,4 +1,4 @@
-"""Compares every memory's peak with its budget, before anything starts. What would fit, nearest.py finds."""
+"""Compares every memory's peak with its budget, before anything starts. nearest.py finds what would fit."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class LayoutEstimator:
 
     def _again(self, mesh: Mesh, held: int, smaller: float) -> float:
         """The part of the computation that is done again, since the saved tensors of `held` micro-batches do not fit
-        beside what lasts: at most a forward, a third of it."""
+        beside what lasts: at most the forward, a third of the computation."""
         parts = mesh.shards * mesh.depth
         room = min(d.budget_bytes for d in self.hardware.devices) - self.lasting_bytes / parts
         kept = self.kept_bytes * smaller / mesh.depth * held

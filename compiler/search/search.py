@@ -203,7 +203,7 @@ class Sweep(Attempts):
         return [candidate for candidate in found if candidate.is_synchronous]
 
     def like_the_best(self, count: int, cuts: Sequence[Pass], maps: Sequence[Pass]) -> None:
-        """Where the best differs from the base in more than partition and mapping, try it with other ones of these."""
+        """Where the best differs from the base in more than partition and mapping, try others, and other tiers."""
         best, usual = self.best_candidate, self.base.with_(cuts[0], maps[0])
         if best.name or best.mesh != self.base.mesh or best.with_(cuts[0], maps[0]) == usual:
             return
