@@ -75,23 +75,23 @@ def compile(
     """Plan the training of `model` on `hardware` and print the program of every device.
 
     model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
-    hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine; under torchrun those
-        of all ranks, which must all call this: the first one plans, the others carry its plan out.
+    hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
+        machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
-    param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: what
-        differs for some parameters. Those in no group are the last group, with the optimizer's own arguments.
+    param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
+        arguments for some parameters. Parameters in no group form the last one, with the optimizer's own arguments.
     loss_fn: `loss_fn(output, batch)`; default `output.loss`, or the output itself where that is a scalar.
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
     micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
-    search_s: seconds of computation after which "auto" tries nothing new; what is left is listed among the rivals.
-    dump: called as `dump(pass name, draft)` behind every pass that is run.
+    search_s: seconds of computation after which "auto" tries nothing new; candidates left are listed as rivals.
+    dump: called as `dump(pass name, draft)` after every pass.
     profile: True to time one block of each kind on this machine's own devices, in child processes, instead of computing
-        its time from the hardware's rates; what was timed before comes from a cache, whose directory may be given.
+        its time from the hardware's rates. Earlier times come from a cache; a path instead of True is its directory.
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
-        that keep something on SSD need any, and only when they run. ssd_verify: check all that is read from there
-        against what was written.
+        that keep something on SSD need any, and only when they run. ssd_verify: check all bytes read from SSD against
+        the bytes written.
     timeout_s: how long a device, or a rank of torchrun, waits for the others before it counts them as lost.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
@@ -191,7 +191,7 @@ def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
 
 
 def _check_agrees(plan: Plan, **given: Any) -> None:
-    """An argument that says something else than the plan would be ignored in silence."""
+    """Raise `PlanError` for an argument that contradicts the plan: it would be ignored in silence."""
     for name, value in given.items():
         decided = getattr(plan, name)
         if value not in ("auto", "fp32", None, decided):
@@ -201,7 +201,7 @@ def _check_agrees(plan: Plan, **given: Any) -> None:
 def _capturer(
     model: nn.Module, example_inputs: Any, loss_fn: Callable[[Any, Any], Any] | None, precision: str, kind: str
 ) -> functools._lru_cache_wrapper[OpGraph]:
-    """Number of micro-batches to the op graph of one of them; each is traced once."""
+    """A function from a number of micro-batches to the op graph of one micro-batch; it traces each number once."""
     low = PRECISIONS[precision].low_dtype
 
     @functools.cache
@@ -243,7 +243,7 @@ def _model_name(model: nn.Module) -> str:
 
 
 def load(directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path] | None = None) -> Job:
-    """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs`: others than it was made with.
+    """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs` replaces its directories.
 
     The files are read back as programs and verified before anything runs. Raises `VerifyError` with file and line where
     an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
@@ -255,7 +255,7 @@ def load(directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path]
 
 
 def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
-    """What `load` reads, verified, without the model: enough to look at and to simulate. Raises as `load` does."""
+    """The files that `load` reads, verified, without the model: enough to simulate them. Raises as `load` does."""
     folder = Folder.read(directory)
     files = open_directory(directory, folder.interface)
     programs = [file.step for file in files]

@@ -27,7 +27,7 @@ from .plan import Plan, plain_errors
 
 
 class Settings(BaseModel):
-    """What `compile` was told that no program says."""
+    """The arguments of `compile` that the programs do not contain."""
 
     model_config = ConfigDict(extra="forbid")
     optimizer: str  # OptimizerSpec as JSON
@@ -37,7 +37,7 @@ class Settings(BaseModel):
     batch: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype of every leaf of the global batch
     flags: dict[str, str] = {}  # the batch's other leaves as text
     weights: str | None = None  # directory of safetensors
-    ssd_dirs: list[str] = []  # for files, one per SSD; empty: those of the hardware document
+    ssd_dirs: list[str] = []  # one directory per SSD; empty: those of the hardware document
     ssd_verify: bool = False
     timeout_s: float = 600.0  # until a silent device counts as lost
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
@@ -54,7 +54,7 @@ class Folder:
     files: dict[int, str]
 
     def write(self, directory: str | Path) -> Path:
-        """Write all files; those of an earlier job's further devices go. Raises `OSError` where that fails."""
+        """Write all files, and delete programs of an earlier job's other devices. Raises `OSError` where that fails."""
         folder = Path(directory)
         own = {device_file_name(device) for device in self.files}
         if (folder / INTERFACE_FILE).is_file():
@@ -102,7 +102,7 @@ def _read_interface(path: Path) -> Interface:
 
 
 def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], plan: Plan) -> dict[int, str]:
-    """Device to the text of its file."""
+    """The text of each device's file, by device."""
     files = {}
     for program in draft.programs:
         stages = {stage.spec.name: stage.graph for stage in draft.stages_on(program.device)}
@@ -135,7 +135,7 @@ def _header(draft: Draft, program: Program, plan: Plan) -> Header:
 
 
 def _staleness(program: Program, plan: Plan) -> str:
-    """Of the stages that an asynchronous program updates: how many updates their forward lacks at most."""
+    """For each stage that an asynchronous program updates, the most updates that its forward lacks, as text."""
     here = dict.fromkeys(str(node.args[0]) for node in program.ops() if node.target is ops.step)
     found = [f"{stage} {plan.decisions.staleness[stage]}" for stage in here if stage in plan.decisions.staleness]
     return f", asynchronous, staleness {', '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, while large graphs are made."""
+"""Slows Python's collector of reference cycles down while large graphs are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def rare_collections() -> Iterator[None]:
     """Let Python look for garbage cycles rarely: graphs of big models are many objects, and nearly all of them stay.
 
-    A quarter of the time to plan GPT-3 175B, for 10 MB (bench/plan_time.py).
+    That saves a quarter of the time to plan GPT-3 175B and costs 10 MB (bench/plan_time.py).
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)

@@ -27,7 +27,7 @@ BETWEEN_PASSES = re.compile(r",(?![^{]*\})")  # a comma that is not inside brace
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: seconds it took, ops it added, and the programs' simulated step and peak behind it."""
+    """What one pass did: the seconds it took, the ops it added, and the programs' simulated step and peak after it."""
 
     name: str
     took_s: float
@@ -99,12 +99,12 @@ def _value(name: str, key: str, value: str, kind: type, num_devices: int) -> Any
 
 
 def pipeline_text(passes: Sequence[Pass], short: bool = False) -> str:
-    """The passes as text that `parse_pipeline` reads back. `short`: numbers without digits that say nothing."""
+    """The passes as text that `parse_pipeline` reads back. `short`: floats have six digits at most."""
     return ", ".join(pass_text(p, short) for p in passes)
 
 
 def pass_text(p: Pass, short: bool = False) -> str:
-    """The pass with those of its options that are not the default."""
+    """The pass's name, with the options that differ from their defaults."""
     changed = [(f.name, getattr(p, f.name)) for f in dataclasses.fields(p) if getattr(p, f.name) != f.default]
     options = ", ".join(f"{name}={_option_text(value, short)}" for name, value in changed)
     return f"{p.name}{{{options}}}" if options else p.name
@@ -123,10 +123,10 @@ def run_passes(
     record: bool = False,
     check: bool = True,
 ) -> tuple[dict[str, Any], list[PassRecord]]:
-    """Run all passes on the draft. Where `decided` has a pass's decision it is applied instead of planning anew.
+    """Run all passes on the draft. Where `decided` has a pass's decision, it is applied instead of planning anew.
 
-    `dump(pass name, draft)` is called behind each pass; `record` simulates behind each; `check` verifies behind each.
-    Returns decisions and records.
+    After each pass `dump(pass name, draft)` is called, `record` simulates, and `check` verifies the programs without
+    their memory, since the programs need not fit before the last pass. Returns decisions and records.
     """
     decisions: dict[str, Any] = {}
     records = []

@@ -18,7 +18,7 @@ from ..ir.errors import PlanError
 from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
-SAME_PLAN = "the same plan as "  # how the reason of such a rival begins
+SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
 PhaseName = Literal["forward", "backward"]
 
 
@@ -33,9 +33,9 @@ class Prediction(BaseModel):
     busy: dict[str, float]  # "gpu0 compute" -> share of the step
     bottleneck: str
     arena_bytes: list[int]  # per device, part of its peak
-    parts: dict[str, dict[str, int]] = {}  # of a host's memory -> bytes at its peak in a step by what they are for
-    loading_bytes: dict[str, int] = {}  # of a host's DRAM, in all while weights are loaded
-    bound_s: float = 0.0  # no plan for this machine with so many micro-batches takes less
+    parts: dict[str, dict[str, int]] = {}  # a host's memory -> purpose -> bytes at the memory's peak in a step
+    loading_bytes: dict[str, int] = {}  # a host's DRAM -> all its bytes while weights are loaded
+    bound_s: float = 0.0  # no plan for this machine with the same number of micro-batches takes less
     bound_by: str = ""
 
 
@@ -51,7 +51,7 @@ class Rival(BaseModel):
 
     @property
     def same_as(self) -> str:
-        """The candidate to whose plan this one came; empty for a plan of its own. A document says so in its reason."""
+        """The candidate to whose plan this one came, by the reason's text; empty for a rival with a plan of its own."""
         before, _, other = self.reason.partition(SAME_PLAN)
         return "" if before else other
 
@@ -73,18 +73,18 @@ class Decisions(BaseModel):
     devices: list[int]  # stage -> device of its lane; mappings only exchange equal devices
     schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages
-    activations: dict[str, Activations] = {}  # stage -> what backward finds; others find all or nothing
-    fetch: dict[str, dict[PhaseName, int]]  # swapped stage -> per phase how many parameters come one phase early
+    activations: dict[str, Activations] = {}  # stage -> saved tensors that backward finds; for others all or none
+    fetch: dict[str, dict[PhaseName, int]]  # swapped stage -> per phase the number of parameters fetched early
     sharding: Sharding | None = None
     sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
     ssd: OnSsd = OnSsd()
-    optimizer: dict[str, MemoryName]  # stage -> where its states live, and with resident weights where it is stepped
+    optimizer: dict[str, MemoryName]  # stage -> tier of its states; with resident weights it is stepped there
     staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
-    clipping: Literal["", "exact", "speculative"] = ""  # how an overlapping optimizer clips; "": it does not, or waits
+    clipping: Literal["", "exact", "speculative"] = ""  # of an overlapping optimizer; "" where it needs no norm
 
 
 class Plan(BaseModel):
-    """See the module's text. `passes` is the pipeline as text, `strategy` the name it was asked under."""
+    """See the module's docstring. `passes` is the pipeline as text, `strategy` the name that the user asked for."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -106,8 +106,8 @@ class Plan(BaseModel):
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def distinct_rivals(self) -> tuple[list[Rival], int]:
-        """The fastest first, those without a step last; and how many more come to the plan of another. Strategies with
-        a name are among the rows in any case."""
+        """Rivals, the fastest first and those without a step last, and the number of others, which came to the same
+        plan as one of these. Named strategies are always among the rivals."""
         rows = [rival for rival in self.rivals if rival.strategy or not rival.same_as]
         return sorted(rows, key=lambda r: (r.step_s is None, r.step_s)), len(self.rivals) - len(rows)
 

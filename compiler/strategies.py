@@ -1,8 +1,4 @@
-"""Strategies: a named line of text is a pipeline of passes, and a pipeline is run pass by pass.
-
-After each pass the driver verifies the programs (their memory only at the end: earlier forms are not meant to fit) and
-records the pass's time, the change in the number of ops, the simulated step and the peak memory.
-"""
+"""All passes by name, and the strategies by name: a strategy is a pipeline of passes as text."""
 
 from __future__ import annotations
 

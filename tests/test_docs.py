@@ -22,6 +22,11 @@ PAGES = [
     "docs/schedules.md",
     "docs/reservoir.md",
     "docs/many_hosts.md",
+    "docs/fleet.md",
+    "docs/asynchronous.md",
+    "docs/data.md",
+    "docs/glossary.md",
+    "bench/README.md",
 ]
 FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
 

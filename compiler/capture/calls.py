@@ -124,16 +124,16 @@ def is_random_module(module: nn.Module) -> bool:
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Shape of a matrix product in groups (mixtures of experts): torch's own rule takes bf16 only, its kernels more."""
+    """A grouped matrix product (mixtures of experts) on fake tensors: torch's own shape rule takes bf16 only."""
     return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
 
 
-# What to run on fake tensors instead, where torch's rule for fake tensors is narrower than its kernels.
+# Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
 SHAPE_RULES = {torch._grouped_mm: _grouped_mm}
 
 
 def leaf_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules that stay whole: torch.nn's own, without children or hooks, that their `repr` rebuilds."""
+    """Ids of the modules that stay whole: torch.nn's own without children or hooks, which their `repr` rebuilds."""
     rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built from it on meta
     return {id(module) for module in model.modules() if _is_leaf(module, rebuilt)}
 
@@ -161,7 +161,7 @@ def _rebuild(text: str) -> nn.Module | None:
 
 
 def _shape_of(module: nn.Module) -> tuple:
-    """What must be equal for two modules of one repr to be the same but for their weights."""
+    """The shapes and plain attributes that two modules of one repr share if they differ in nothing but weights."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors}
     plain = {k: v for k, v in module.__dict__.items() if k != "training" and not k.startswith("_")}
@@ -169,7 +169,7 @@ def _shape_of(module: nn.Module) -> tuple:
 
 
 class SourceLines:
-    """Finds the user's line: the innermost frame outside torch, Python's own library and this package."""
+    """Finds the user's line: the innermost frame outside torch, Python's own library and `compiler/`."""
 
     def __init__(self) -> None:
         here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -184,7 +184,7 @@ class _Translation:
             elif name == "wrap_with_autocast":
                 copies[node] = self._autocast_region(module, node, copies)
             elif node.target is operator.getitem and not isinstance(copies[node.args[0]], fx.Node):
-                copies[node] = copies[node.args[0]][node.args[1]]  # a result of a region, whose calls are in line now
+                copies[node] = copies[node.args[0]][node.args[1]]  # a result of a region; its calls are in line now
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = self._call(node, args, kwargs)
@@ -278,7 +278,7 @@ class _Translation:
 
 
 def _schema_aliases(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Arguments that an overload writes, and those that its results may share storage with."""
+    """Arguments that an overload writes, and arguments that its results may share storage with."""
     written: list[fx.Node] = []
     viewed: list[fx.Node] = []
     returned = {mark for result in target._schema.returns if result.alias_info for mark in result.alias_info.before_set}

@@ -26,7 +26,7 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What `trace` was asked for; see there."""
+    """The options of `trace`, whose docstring describes them."""
 
     loss_fn: LossFn | None = None
     dynamic: bool = False
@@ -47,8 +47,8 @@ class Borrowed:
     names: dict[int, list[str]] = field(default_factory=dict)  # id(fake) -> all its dotted names
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)  # id(user's tensor) -> fake
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # dotted name -> fake
-    alive: list[Any] = field(default_factory=list)  # holds what ids above refer to
-    saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # modules' attributes with fakes in
+    alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
+    saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
 
     def restart(self) -> None:
         """Forget what a run of forward has written into the modules."""
@@ -135,7 +135,7 @@ def _insert_fakes(model: nn.Module, held: Borrowed, fake_mode: FakeTensorMode, p
 
 
 def _substitute(saved: list[tuple[nn.Module, dict[str, Any]]], held: Borrowed) -> None:
-    """Parameters and buffers that modules also keep in plain attributes and lists (the RNNs' flat weights)."""
+    """Put fakes for the parameters and buffers in modules' plain attributes and lists (the RNNs' flat weights), too."""
     for module, attributes in saved:
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor):

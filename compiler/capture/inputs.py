@@ -1,8 +1,8 @@
 """Example inputs to fake tensors, and a model's output to named results with the loss first.
 
 In: the user's batch (dict, tuple or tensor; tensors real, fake, on meta, or shape descriptions) and output object.
-Out: `TraceInputs` (the batch on fake tensors, placeholder names), what of it forward gets (`forward_arguments`), and a
-dict of named output tensors.
+Out: `TraceInputs` (the batch on fake tensors, placeholder names), the part of it that forward takes
+(`forward_arguments`), and a dict of named output tensors.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Faker:
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:
-    """A list, tuple or named tuple as `like`, of these items."""
+    """A list, tuple or named tuple of the type of `like` with these items."""
     return like._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
@@ -154,11 +154,11 @@ def entry_names(model: nn.Module, count: int) -> list[str]:
 
 
 def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What forward is called with: the whole batch, or with a loss function those entries that forward takes.
+    """The arguments of forward: the whole batch, or with a loss function the entries that forward takes.
 
-    A dict's entries go by name: `loss_fn(output, batch)` alone gets those that forward does not name. A tuple's go by
-    place: forward gets the first ones, as many as it has parameters. Raises CaptureError where forward takes fewer and
-    there is no loss function, or where it is open whether an entry is for an optional parameter.
+    A dict's entries go by name: entries that forward does not name go to `loss_fn(output, batch)` alone. A tuple's go
+    by place: a forward with N parameters gets the first N. Raises CaptureError where forward takes fewer entries and
+    there is no loss function, or where it is unclear whether an entry is for an optional parameter.
     """
     if isinstance(batch, Mapping):
         named = set(inspect.signature(model.forward).parameters)
@@ -182,7 +182,7 @@ def forward_arguments(model: nn.Module, batch: Any, has_loss_fn: bool) -> tuple[
 
 
 def _positional(model: nn.Module) -> tuple[list[str], str, int]:
-    """Forward's positional parameters, the name of its `*args` (or ""), and how many have no default."""
+    """Forward's positional parameters, the name of its `*args` (or ""), and the number of those without a default."""
     parameters = inspect.signature(model.forward).parameters.values()
     fixed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     many = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
@@ -194,7 +194,7 @@ def named_outputs(
 ) -> dict[str, torch.Tensor]:
     """The model's output tensors by name, "loss" first: `loss_fn(output, batch)`, `output.loss`, or a scalar output.
 
-    Raises CaptureError when there is no scalar loss: which outputs were found and what to do.
+    Raises CaptureError when there is no scalar loss; it names the outputs that were found and says what to do.
     """
     found = _flatten_output("", output)
     if loss_fn is not None:

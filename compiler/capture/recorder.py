@@ -38,7 +38,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _DrawWatch(TorchDispatchMode):
-    """Notices whether what runs under it draws random numbers."""
+    """Notices whether the ops that run under it draw random numbers."""
 
     seen = False
 
@@ -96,7 +96,7 @@ class Recorder(GraphWriter):
             (torch.autocast, "__exit__", on_exit),
             *autocast_aliases(self.held.model, torch.autocast),
         ]
-        eager = torch.compiler.set_stance("force_eager")  # what the model compiled for itself is traced through
+        eager = torch.compiler.set_stance("force_eager")  # functions that the model compiled are traced through
         with eager, replaced(*changes), self.fake_mode, _Mode(self):
             yield
 
@@ -158,7 +158,7 @@ class Recorder(GraphWriter):
     ) -> Any:  # fmt: skip
         """Run a call on fake tensors and record it if it made or changed a tensor or a mode. Returns its result.
 
-        `run` None records a switch whose effect the caller brings about, and returns the node.
+        With `run` None it records a switch of a mode that the caller itself makes, and returns the node.
         """
         touched, self.touched = self.touched, []
         if run is None:
@@ -177,7 +177,7 @@ class Recorder(GraphWriter):
         return result
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call `func` unseen by the hooks; needing a tensor's value becomes a CaptureError."""
+        """Call `func` without the hooks. Raises CaptureError where it needs a tensor's value."""
         self.busy = True
         try:
             return func(*args, **kwargs)
@@ -261,7 +261,7 @@ class Recorder(GraphWriter):
 
 
 def _apply_of(kind: type) -> Callable[..., Any]:
-    """`kind.apply` as a function with the class's own name and home: code generators can import what it names."""
+    """`kind.apply` as a function with the name and module of the class, from which code generators import it."""
 
     def apply(*args: Any) -> Any:
         return kind.apply(*args)  # type: ignore[attr-defined]

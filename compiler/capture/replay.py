@@ -74,7 +74,7 @@ class Replay(Recorder):
         return step.meta["val"]
 
     def _next(self, call: RecordedCall) -> fx.Node | None:
-        """The recorded step that this call repeats, past steps that evaluation may leave out."""
+        """The recorded step that this call repeats; only steps that evaluation may leave out are skipped."""
         for position in range(self.position, len(self.recorded.steps)):
             step = self.recorded.steps[position]
             if step.op == call.kind and step.target == call.target:

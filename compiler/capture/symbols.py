@@ -41,7 +41,7 @@ class SizeNodes:
         self.known: dict[sympy.Basic, fx.Node] = {}
 
     def learn(self, placeholder: fx.Node, value: torch.Tensor) -> None:
-        """Remember that the placeholder's dims hold symbols, making their size nodes."""
+        """Make size nodes for the symbolic dims of a placeholder, and remember them."""
         for dim, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and size.node.expr not in self.known:
                 self.known[size.node.expr] = self.make("call_method", "size", (placeholder, dim), size)

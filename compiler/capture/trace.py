@@ -48,8 +48,8 @@ def trace(
     tracer: "recorder", "export", or "auto": the recorder, then torch.export if the recorder cannot represent a call.
     dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
     autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
-        without it may run so too, but a dtype that the model itself reads and casts back to stays what it was.
-    device_kind: "cpu" or "cuda", where the graph will run: autocast has other rules on each.
+        without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
+    device_kind: "cpu" or "cuda", where the graph will run: each has its own rules of autocast.
     param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
@@ -117,7 +117,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
 
 @contextmanager
 def _dispatch(options: TraceOptions) -> Iterator[None]:
-    """Symbolic sizes need torch's Python dispatcher, or some operators fix them silently."""
+    """Trace under autocast and, for symbolic sizes, torch's Python dispatcher: else some operators fix sizes."""
     python = enable_python_dispatcher() if options.dynamic else nullcontext()
     with python, autocast_as(options.device_kind, options.autocast):
         yield
@@ -162,7 +162,7 @@ def _align(
 
 
 def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that no output, in-place write or mode switch needs, and those of them that may be removed.
+    """Nodes that no output, in-place write or mode switch needs, and which of these nodes may be removed.
 
     A dropped random draw would shift the generator for all later ones, so unused draws stay.
     """

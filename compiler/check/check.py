@@ -1,8 +1,8 @@
 """The parity harness: the same steps by a plan and by plain PyTorch, and the largest difference between them.
 
-Compared are the loss of every step, every gradient of the first step (behind clipping), and every weight at the end.
-Plain PyTorch runs the captured op graph on one device, drawing the random numbers that the plan's stages draw, so that
-dropout agrees; and, where the model draws none, the user's own module besides.
+It compares the loss of every step, every gradient of the first step (after clipping), and every weight at the end.
+Plain PyTorch runs the captured op graph on one device and draws the random numbers that the plan's stages draw, so that
+dropout agrees. Where the model draws none, plain PyTorch also runs the user's own module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..folder import Folder
 from ..job.job import Job
 from .eager import Eager, graph_runner, module_runner
 
-# A plan adds the same terms as eager, partly in another order. Relative: loss to itself, gradients by 2-norm over all.
-# Weights by 1-norm to how far they moved: Adam turns rounding noise in a gradient that is zero by symmetry (a key's
-# bias) into a step of full size, which a maximum would show and a mean over all weights does not.
+# Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
+# of all gradients by 2-norm, of all weights by 1-norm, relative to how far they moved. Adam turns rounding noise in a
+# gradient that is zero by symmetry (a key's bias) into a full step, which a maximum would show and a mean does not.
 LIMITS = {"fp32": (1e-5, 1e-4, 2e-2), "bf16": (1e-2, 5e-2, 2e-1), "fp16": (1e-2, 5e-2, 2e-1)}
 GRADIENT_PROBE = OptimizerSpec("torch.optim:SGD", {"lr": 0.0, "momentum": 0.5})  # its first momentum is the gradient
 
@@ -64,7 +64,7 @@ class CheckReport:
 
 @dataclass
 class _Run:
-    """One side: losses of all steps, gradients of the first, weights before (of eager alone) and behind."""
+    """One side: losses of all steps, gradients of the first step, weights before (eager only) and after all steps."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -75,7 +75,8 @@ class _Run:
 def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None = None) -> CheckReport:
     """Train on `batches` by the job's programs and by plain PyTorch, from the same weights.
 
-    job: fresh, of a model with the weights of `model`; it is closed behind its steps. model: real, not changed.
+    job: a fresh job of a model with the weights of `model`; it is closed after its steps. model: not on the meta
+        device; it is not changed.
     """
     planned = _by_plan(job, batches)
     ours = copy.deepcopy(model).train()
@@ -119,7 +120,7 @@ def gradient_job(job: Job) -> Job:
 
 
 def _roomier(hardware: Hardware) -> Hardware:
-    """For a user's optimizer without states, beside which the probe's do not fit: twice of every memory."""
+    """The hardware with twice of every memory: a plan for an optimizer without states has no room for the probe's."""
     devices = [d.model_copy(update={"memory_bytes": 2 * d.memory_bytes}) for d in hardware.devices]
     hosts = [h.model_copy(update={"dram_bytes": 2 * h.dram_bytes}) for h in hardware.hosts]
     return hardware.model_copy(update={"devices": devices, "hosts": hosts})

@@ -99,7 +99,7 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
 
 
 def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = None) -> RunMicroBatch:
-    """Calls the module itself."""
+    """A function that calls the module itself."""
 
     def run(batch: Any, micro_batch: int, step: int) -> Tensor:
         with PRECISIONS[precision].autocast(next(model.parameters()).device):
@@ -116,9 +116,9 @@ def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = Non
 def graph_runner(
     model: nn.Module, plan: Plan, hardware: Hardware, example: Any, seed: int, loss_fn: LossFn | None = None
 ) -> tuple[RunMicroBatch, bool]:
-    """Runs the captured op graph of `model`, whose own parameters it uses; and whether the graph draws random numbers.
+    """A function that runs the captured op graph on `model`'s own parameters, and whether it draws random numbers.
 
-    To be made before `model` is cast to a lower precision.
+    Call this before `model` is cast to a lower precision.
     """
     low = PRECISIONS[plan.precision].low_dtype
     inputs = micro_batch_spec(example, plan.micro_batches)
@@ -140,7 +140,7 @@ def graph_runner(
 
 
 def stages_of_nodes(graph: OpGraph, plan: Plan, hardware: Hardware) -> dict[fx.Node, str]:
-    """The stage that runs each node; nodes that every stage computes anew have none, and draw nothing."""
+    """The stage that runs each node. Nodes that every stage computes anew have none; they draw no random numbers."""
     draft = Draft(graph, hardware, Options(micro_batches=plan.micro_batches, precision=plan.precision))
     passes = parse_pipeline(plan.passes, hardware.num_devices)
     next(p for p in passes if isinstance(p, Coarsen)).rewrite(draft, plan.decisions.blocks)

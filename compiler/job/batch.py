@@ -54,8 +54,8 @@ class BatchShape:
     def check(
         self, model: nn.Module, batch: Any, *, part_size: int | None = None, needed: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The batch's tensors by name. All may have `part_size` rows instead of `size`; what is not `needed` may be
-        absent.
+        """The batch's tensors by name. All may have `part_size` rows instead of `size`; tensors that are not `needed`
+        may be absent.
 
         Raises `BatchError` for other names, shapes, dtypes or flags than compiled.
         """

@@ -1,7 +1,7 @@
-"""What a job is fed: the whole of each global batch, or on a rank of torchrun only the rows that its lane takes.
+"""The batches that a job is given: whole global batches, or on a rank of torchrun only the rows of its lane.
 
-Which of the two it is, the first dimension says: with several lanes a part is shorter than the whole. A run keeps to
-the kind that it began with, so that a last batch that is too short is not taken for a part.
+The first dimension tells the two kinds apart: with several lanes a part is shorter than the whole. A run keeps to the
+kind that it began with, so that a last batch that is too short is not taken for a part.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SAMPLER = "sampler"  # its key in a checkpoint's data
 
 
 class Feed:
-    """The batches of one process. `device`: which one it runs, under torchrun; None where it hands over whole batches
-    for all devices."""
+    """The batches of one process. `device`: the device that a rank of torchrun runs; None for a process that hands over
+    whole batches for all devices."""
 
     def __init__(self, model: nn.Module, shape: BatchShape, interface: Interface, device: int | None):
         self.model, self.shape, self.interface, self.device = model, shape, interface, device
         self.lanes = max(1, len(interface.lanes))
         self.part_size = shape.size // self.lanes
         self.sampler: RankSampler | None = None
-        self._kinds: dict[str, str] = {}  # of batch, per function
+        self._kinds: dict[str, str] = {}  # function of the job -> kind of its batches
         self._resumed: Mapping[str, Any] | None = None  # the state of a sampler that is yet to be made
 
     @cached_property
@@ -47,7 +47,7 @@ class Feed:
     def read(self, function: str, batch: Any, needed: Collection[str]) -> tuple[dict[str, Tensor], str]:
         """The batch's tensors by name, and its kind; "" where nothing is needed and nothing was given.
 
-        Raises `BatchError` for anything else than was compiled, or another kind than before.
+        Raises `BatchError` for another batch than was compiled, or another kind than before.
         """
         if batch is None and self.device is not None and not needed:
             return {}, ""
@@ -73,18 +73,18 @@ class Feed:
         return leaves, kind
 
     def keep_to(self, function: str, kind: str) -> None:
-        """From now on batches are of this kind."""
+        """Require that all later batches of a function are of this kind."""
         if kind:
             self._kinds[function] = kind
 
     def forget(self) -> None:
-        """A new run may be fed the other kind."""
+        """Let a new run begin with either kind."""
         self._kinds.clear()
 
     # --- the position in the data
 
     def sample(self, dataset: Sized, shuffle: bool, seed: int, last: str, start: int | None) -> RankSampler:
-        """A sampler of this process's rows that counts what is trained; see `Job.sampler`."""
+        """A sampler of this process's rows that counts trained batches; see `Job.sampler`."""
         if not hasattr(dataset, "__len__"):
             raise PlanError(
                 f"the data set is a {type(dataset).__name__}, which has no length; a sampler reads data sets that have "
@@ -102,8 +102,8 @@ class Feed:
         return sampler
 
     def trained(self) -> None:
-        """A step is done."""
-        self._resumed = None  # a sampler made from now on is of other data
+        """Count the batch of a finished step."""
+        self._resumed = None  # a sampler made after this reads other data
         if self.sampler is not None:
             self.sampler.advance()
 
@@ -112,7 +112,7 @@ class Feed:
         return dict(data) if self.sampler is None else {SAMPLER: self.sampler.state_dict(), **data}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint's data says."""
+        """Go on at the sampler's position in a checkpoint's data."""
         self._resumed = data.get(SAMPLER)
         if self.sampler is not None and self._resumed is not None:
             self.sampler.load_state_dict(self._resumed)

@@ -1,4 +1,4 @@
-"""`Job`: a compiled training run. Nothing starts before the first step (or whatever first needs the devices)."""
+"""`Job`: a compiled training run. No device starts before the first step, or another call that needs the devices."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Outputs(dict[str, Tensor]):
 
 
 class Job:
-    """See DESIGN: `step`, `evaluate`, `explain`, `simulate`, `code`, `write`, `save`, `resume`, `sync`, `close`."""
+    """A compiled run: `step`, `evaluate`, `explain`, `simulate`, `code`, `write`, `save`, `resume`, `sync`, `close`."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Job:
         self._directory = Path(directory) if directory is not None else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._driver: Driver | None = None
-        self._broken = ""  # why the devices hold half of something
-        self._ended = False  # closed behind a step: nothing that was trained is left
+        self._broken = ""  # the error after which the devices may hold half a step
+        self._ended = False  # closed after a step: what was trained is lost
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
@@ -110,7 +110,7 @@ class Job:
     def explain(self) -> str:
         """Why this plan: stages, prediction, bounds, what would help, rivals.
 
-        What would help is planned anew, for up to half a minute, the first time that it is asked for.
+        The first call plans what would help, for up to half a minute.
         """
         if self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
@@ -121,7 +121,7 @@ class Job:
         return simulate(self.programs, self.hardware, precision=self.plan.precision)
 
     def rehearse(self, time_scale: float = 1.0) -> Timeline:
-        """One step in real time, in the processes that would run it, with waits for all that is computed or moved.
+        """One step in real time, in the processes that would run it, with waits in place of computation and transfers.
 
         Needs none of the hardware. With `time_scale` 10 everything takes ten times as long, and the result is given in
         the hardware's seconds. Raises `PlanError` for another scale than a positive number.
@@ -145,8 +145,8 @@ class Job:
         """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
-        loads nothing. Behind `close` it begins a new run, from the model's own weights. Raises `BatchError` for another
-        batch, on all ranks and before anything has run; `NonFiniteLoss` behind a whole step; `WorkerError` or
+        loads nothing. A step after `close` begins a new run, from the model's own weights. Raises `BatchError` for
+        another batch, on all ranks and before anything has run; `NonFiniteLoss` after a whole step; `WorkerError` or
         `BudgetExceeded` where the step broke off: then only `resume` or `close` is possible.
         """
         leaves = self._given("step", batch)
@@ -201,15 +201,15 @@ class Job:
         """The `batch_sampler` of a `DataLoader` that reads this process's rows of every batch; see `RankSampler`.
 
         Each `step` counts as one of its batches. `save` keeps its position, `resume` restores it, whether the sampler
-        is made before or after, on any number of ranks. `start`: begin at this position, in samples. `seed` of the
-        order: the job's own. A sampler made later takes its place. Raises `PlanError` for data sets without a length
-        and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
+        is made before or after, on any number of ranks. `start`: begin at this position, in samples. `seed`: of the
+        order; default: the job's. A sampler made later replaces this one. Raises `PlanError` for data sets without a
+        length and what `RankSampler` refuses, `CheckpointError` where the resumed run read other data.
         """
         seed = self.folder.settings.seed if seed is None else seed
         return self._feed.sample(dataset, shuffle, seed, last, start)
 
     def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
-        """The batch's tensors. Where ranks hand over one each, all raise if one of them was given a wrong one."""
+        """The batch's tensors. Where each rank hands over a batch, all ranks raise if one batch is wrong."""
         if self._feed.device is None:
             leaves, _ = self._feed.read(function, batch, ())
             self._ended &= function != "step"
@@ -280,7 +280,7 @@ class Job:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Behind an error in here the devices no longer agree on anything."""
+        """Note an error in the body: after it the devices no longer agree on anything."""
         try:
             yield
         except BaseException as error:
@@ -356,12 +356,12 @@ class Job:
         return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, found)
 
     def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
-        """Go on where `save` stood, whatever partition and devices it was saved from. Returns its `data`. With
-        `missing_ok` a script begins anew where nothing was saved yet: then nothing is done, and the result is empty.
+        """Go on from a checkpoint, whatever partition and devices it was saved from. Returns its `data`. With
+        `missing_ok`, and where nothing was saved yet, it does nothing and returns an empty dict.
 
-        Also behind an error or `close`: the devices are then started again. A checkpoint that is damaged or of another
-        model raises `CheckpointError`; where that shows only while devices read it, they need a whole one before they
-        can go on.
+        After an error or `close` it starts the devices again. A checkpoint that is damaged or of another model raises
+        `CheckpointError`; where that shows only while devices read it, they need a whole checkpoint before they can go
+        on.
         """
         if missing_ok and not self._any_has(directory):
             return {}
@@ -381,8 +381,8 @@ class Job:
         return dict(found.progress.data)
 
     def _any_has(self, directory: str | Path) -> bool:
-        """Whether a checkpoint of that name is there, seen from any rank: one that does not see it must not begin anew
-        while others go on."""
+        """Whether any rank sees a checkpoint of that name: a rank that does not see it must not begin anew while others
+        go on."""
         here = durable.locate(directory) is not None
         return any(self.driver.gather(here)) if TorchrunDriver.is_present() else here
 

@@ -1,4 +1,4 @@
-"""Before a run starts: is this machine what the plan was made for? Planning itself asks nothing of it."""
+"""Checks before a run starts that this machine is what the plan was made for. Planning itself needs none of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...ir.units import format_bytes, short_bytes
 from ...runtime.measure.detect import ram_bytes
 from ...runtime.processes.torchrun import TorchrunDriver
 
-USABLE = 0.8  # of the machine's memory, for the advice: the system and the processes themselves need some
+USABLE = 0.8  # part of the machine's memory that the advice gives: the system and the processes need the rest
 
 
 def plain_directories(ssd_dirs: Sequence[str | Path] | None) -> list[str]:
@@ -44,7 +44,7 @@ def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: S
 
 
 def own_device() -> int:
-    """The device that this process runs: under torchrun that of its rank, else the first of a host."""
+    """The device that this process runs: under torchrun its rank's device, else the first device."""
     return int(os.environ["RANK"]) if TorchrunDriver.is_present() else 0
 
 

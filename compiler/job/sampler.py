@@ -1,6 +1,6 @@
 """Which samples of a data set a rank loads: its rows of every global batch, in an order that a seed fixes.
 
-A position counts samples in the order in which one process alone would read them, epoch behind epoch. It means the same
+A position counts samples in the order in which one process alone would read them, epoch after epoch. It means the same
 on every rank, for any number of ranks and any batch, so a run goes on at the right sample wherever it is resumed.
 """
 
@@ -18,14 +18,14 @@ LASTS = ("carry", "drop", "pad")
 
 
 class SampleOrder:
-    """Each sample once an epoch; shuffled, every epoch has an order of its own."""
+    """The order of samples: each comes once an epoch. With `shuffle` every epoch has an order of its own."""
 
     def __init__(self, num_samples: int, shuffle: bool, seed: int):
         self.num_samples, self.shuffle, self.seed = num_samples, shuffle, seed
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def take(self, position: int, count: int) -> list[int]:
-        """The indices of so many samples from a position on."""
+        """The indices of `count` samples from `position` on."""
         found: list[int] = []
         while count > 0:
             epoch, first = divmod(position, self.num_samples)
@@ -47,13 +47,13 @@ class SampleOrder:
 class RankSampler(Sampler[list[int]]):
     """The rows `rows` of every global batch of `batch` samples: a `batch_sampler` for a `DataLoader`.
 
-    One pass is what is left of an epoch. `last` says what becomes of samples at its end that are fewer than a batch:
-    "carry" fills the batch with the first of the next epoch, which go missing there, so each sample comes once an
-    epoch; "drop" leaves them out; "pad" fills the batch with the first of the same epoch, which come twice.
+    One pass reads the rest of an epoch. `last` says what becomes of samples at its end that are fewer than a batch:
+    "carry" fills the batch with the first samples of the next epoch, which are left out there, so each sample comes
+    once an epoch; "drop" leaves them out; "pad" fills the batch with the epoch's first samples, which come twice.
 
-    A pass begins behind what was handed out before, or, where a `Job` counts its steps here (see `Job.sampler`), behind
-    what was trained; always with the next epoch where this one has been read to its end, as loaders read ahead.
-    torchdata's `StatefulDataLoader` saves and restores a pass itself.
+    A pass begins after the samples that were handed out before, or, where a `Job` counts its steps here (see
+    `Job.sampler`), after those that were trained. After an epoch was read to its end a pass begins with the next epoch,
+    as loaders read ahead of training. torchdata's `StatefulDataLoader` saves and restores a pass itself.
 
     Raises `PlanError` for an empty data set, rows outside the batch, or a drop that leaves no batch.
     """
@@ -82,13 +82,13 @@ class RankSampler(Sampler[list[int]]):
             raise PlanError(f"rows={rows}; allowed are rows in one piece between 0 and {batch}, the batch")
         self.num_samples, self.batch, self.rows, self.last = num_samples, batch, rows, last
         self.order = SampleOrder(num_samples, shuffle, seed)
-        self.counts_steps = False  # whether a job counts what was trained; else each pass what it hands out
+        self.counts_steps = False  # whether a job counts trained batches; if not, a pass counts those it hands out
         self._position = 0
-        self._begin = 0  # behind the last pass that was read to its end, also where its last batches are yet to train
+        self._begin = 0  # the end of the last pass that was read to its end, though perhaps not yet trained
 
     @property
     def position(self) -> int:
-        """Samples of all ranks behind which the next step, or pass, goes on."""
+        """The number of samples of all ranks before the next step, or pass."""
         return self._position
 
     @property
@@ -101,18 +101,18 @@ class RankSampler(Sampler[list[int]]):
         self._position = self.next_position(self._position)
 
     def next_position(self, position: int) -> int:
-        """The position behind the batch at a position, where the next batch begins."""
+        """The position after the batch at `position`, where the next batch begins."""
         end = (position // self.num_samples + 1) * self.num_samples
         after = position + self.batch
         return self._begin_of_batch(min(after, end) if self.last == "pad" else after)
 
     def _begin_of_batch(self, position: int) -> int:
-        """Where the next batch begins: where what is left of an epoch is dropped, with the next one."""
+        """Where the batch from `position` on begins: with the next epoch if the rest of this one is dropped."""
         left = -position % self.num_samples or self.num_samples
         return position + left if self.last == "drop" and left < self.batch else position
 
     def at(self, position: int) -> list[int]:
-        """This rank's samples of the batch at a position."""
+        """This rank's samples of the batch at `position`."""
         first, count = position + self.rows.start, len(self.rows)
         begin = position - position % self.num_samples
         if self.last == "pad" and first + count > begin + self.num_samples:
@@ -124,7 +124,7 @@ class RankSampler(Sampler[list[int]]):
         return EpochRest(self, max(self._position, self._begin))
 
     def __len__(self) -> int:
-        """Batches in the next pass."""
+        """The number of batches in the next pass."""
         position = max(self._position, self._begin)
         left = (position // self.num_samples + 1) * self.num_samples - position
         return left // self.batch if self.last == "drop" else -(-left // self.batch)
@@ -138,9 +138,9 @@ class RankSampler(Sampler[list[int]]):
         return {"position": position, "epoch": epoch, **fixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a sampler of the same data stood, whatever its rows and batch.
+        """Go on at the position of a sampler of the same data, whatever its rows and batch.
 
-        Raises `CheckpointError` where it read other data, or the same in another order.
+        Raises `CheckpointError` where that sampler read other data, or the same data in another order.
         """
         now = self.state_at(0, 0)
         for key in now:
@@ -154,17 +154,17 @@ class RankSampler(Sampler[list[int]]):
         self._position = self._begin = self._begin_of_batch(int(state["position"]))
 
     def handed_out(self, position: int) -> None:
-        """A pass is at a position."""
+        """Note that a pass has handed out the samples before `position`."""
         if not self.counts_steps:
             self._position = position
 
     def passed(self, position: int) -> None:
-        """A pass has ended; the next one begins there."""
+        """Note that a pass has ended at `position`, where the next one begins."""
         self._begin = max(self._begin, position)
 
 
 class EpochRest(Iterator[list[int]]):
-    """One pass over what is left of an epoch; with a state of its own, as loaders read ahead of what is trained."""
+    """One pass over the rest of an epoch. It has a state of its own, as loaders read ahead of training."""
 
     def __init__(self, sampler: RankSampler, position: int):
         self.sampler, self.position = sampler, position
@@ -188,6 +188,6 @@ class EpochRest(Iterator[list[int]]):
 
 
 def lane_rows(batch: int, lanes: int, lane: int) -> range:
-    """The rows of a global batch that one of several lanes computes: its micro-batches lie one behind the other."""
+    """The rows of a global batch that one of several lanes computes: the micro-batches of a lane are neighbours."""
     each = batch // lanes
     return range(lane * each, (lane + 1) * each)

@@ -1,6 +1,6 @@
-"""What the devices hold, moved to where a user wants it: a state dict, the user's own model, a checkpoint, and back.
+"""Moves what the devices hold to a state dict, the user's own model or a checkpoint, and from a checkpoint back.
 
-In: a driver whose devices are up. Stages travel one at a time, so that no more than one is in memory for it.
+In: a driver whose devices are up. Stages travel one at a time, so that this takes the memory of one stage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
 
 
 def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StagePart:
-    """What persists of a stage: its first device's, or put together where its devices have a shard each."""
+    """What persists of a stage: the copy of its first device, or its devices' shards put together."""
     args = {"stage": spec.name, "optimizer": with_optimizer}
     if spec.name not in driver.setup.spread:
         return unpack_state(*driver.call("stage_state", driver.setup.stage_devices[spec.name], args))
@@ -44,7 +44,8 @@ def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) ->
 
 
 def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held]) -> dict[str, Tensor]:
-    """The keys of `model.state_dict()`; what no stage holds keeps the model's own value, unless that is on meta."""
+    """Tensors by the keys of `model.state_dict()`. A tensor that no stage holds is the model's own, and left out if on
+    meta."""
     found: dict[str, Tensor] = {}
     for _, weights, buffers in states:
         for name, tensor in (weights | buffers).items():
@@ -60,7 +61,7 @@ def state_dict_of(model: nn.Module, ties: Mapping[str, str], states: Iterable[He
 def sync_model(model: nn.Module, ties: Mapping[str, str], states: Iterable[Held], source: WeightSource | None) -> None:
     """Copy the trained values into the model, in place; tensors on meta are replaced, tied ones by one tensor.
 
-    What no stage holds stays as it is; on meta it comes from `source`.
+    A tensor that no stage holds stays as it is; on meta it comes from `source`.
     """
     for _, weights, buffers in states:
         for name, tensor in (weights | buffers).items():
@@ -94,7 +95,7 @@ def _get(model: nn.Module, name: str) -> Tensor:
 def save_checkpoint(
     driver: Driver, interface: Interface, ties: Mapping[str, str], directory: str | Path, data: Mapping[str, Any]
 ) -> Path:
-    """Every device writes its stages, the first one the manifest. An older checkpoint stays until this is complete."""
+    """Every device writes its stages, device 0 the manifest. An older checkpoint stays until this one is complete."""
     trained = sum(spec.trained_params for spec in interface.stages.values())
     need_bytes = int((4 + interface.state_bytes_per_param) * trained)
     begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
@@ -156,7 +157,7 @@ def require_one_checkpoint(driver: Driver, found: Checkpoint) -> None:
 
 
 def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:
-    """Every device takes its stages and counters from the checkpoint. Behind an error they hold a mixture."""
+    """Every device takes its stages and counters from the checkpoint. After an error they hold a mixture."""
     progress = found.progress
     for stage, devices in driver.setup.stage_holders.items():
         args = {

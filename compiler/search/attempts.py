@@ -1,7 +1,7 @@
 """Candidates tried one by one: a `Trial` of each, and the best so far.
 
-A candidate whose lower bound is no better than the best is not compiled, nor one that comes to the same programs as
-another. What is left when time is up is listed as such.
+A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
+another. Candidates left when time is up are listed as such.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wishes:
     dump: DumpPrograms | None = None
     decided: Plan | None = None
     search_s: float = SEARCH_S
-    beyond_dram_bytes: int = 0  # of what lasts between steps, what devices and DRAM cannot hold at least
+    beyond_dram_bytes: int = 0  # lasting bytes that devices and DRAM cannot hold, at least
 
 
 @dataclass
@@ -52,14 +52,14 @@ class SearchResult:
 
 
 class Attempts:
-    """What was tried so far of what `wishes` leave open."""
+    """The trials so far of what `wishes` leave open."""
 
     def __init__(self, trace: Trace, hardware: Hardware, wishes: Wishes):
         self.trace, self.hardware, self.wishes = trace, hardware, wishes
         self.best: CompiledCandidate | None = None
         self.trials: list[Trial] = []
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
-        self.seen: dict[tuple[int, Any], Trial] = {}  # what came to which programs
+        self.seen: dict[tuple[int, Any], Trial] = {}  # (micro-batches, what decides the programs) -> its trial
         self.done: set[tuple[int, Candidate]] = set()
         self.until_s = time.process_time() + wishes.search_s
         self.has_ssds = any(host.ssds for host in hardware.hosts)
@@ -85,7 +85,7 @@ class Attempts:
         return PLAIN if self.best is None else self.best.candidate
 
     def look(self, count: int, candidates: Iterable[Candidate]) -> None:
-        """Try each that was not tried yet."""
+        """Try each candidate that was not tried with `count` micro-batches before."""
         for candidate in candidates:
             if (count, candidate) not in self.done:
                 self.done.add((count, candidate))
@@ -117,12 +117,12 @@ class Attempts:
         return found
 
     def keep(self, compiled: CompiledCandidate) -> None:
-        """The faster of the two; of equals the earlier one."""
+        """Make this the best if it is faster; of equals the earlier one stays."""
         if self.best is None or compiled.step_s < self.best.step_s:
             self.best = compiled
 
     def result(self) -> SearchResult:
-        """The best one, proven, and why the others are not it. Whoever cannot be proven makes room for the next."""
+        """The best candidate, proven, and why the others lost. One that cannot be proven makes room for the next."""
         while self.best is not None:
             try:
                 best = prove(self.best)
@@ -133,7 +133,7 @@ class Attempts:
         raise nearest_miss(errors_of(self.trials))
 
     def refuse(self, error: DoesNotFit) -> None:
-        """The best cannot run; make the next one."""
+        """Record that the best candidate cannot run, and compile the next one."""
         assert self.best is not None
         failed, self.best = self.best.name, None
         alike = [t for t in self.trials if t.name == failed or t.reason == SamePlan(failed)]
@@ -144,12 +144,12 @@ class Attempts:
             self.attempt(row.count, row.candidate)
 
     def fastest(self) -> list[Trial]:
-        """What was simulated, but for named candidates, the fastest first."""
+        """The trials that were simulated, without named candidates, the fastest first."""
         rows = [t for t in self.trials if t.step_s is not None and not t.candidate.name]
         return sorted(rows, key=lambda t: t.step_s or 0.0)
 
     @property
     def lacks_host_memory(self) -> bool:
-        """Whether a candidate came as far as to lack DRAM, or SSDs."""
+        """Whether a candidate failed for lack of DRAM, or of SSDs, and not of a device's memory."""
         errors = errors_of(self.trials)
         return any(isinstance(error, DoesNotFit) and tier_of(error.memory) != ops.DEVICE for error in errors)

@@ -1,12 +1,12 @@
-"""Lower bounds of a step, before any program exists: what no schedule of these stages on these devices can beat.
+"""Lower bounds of a step, before any program exists: seconds that no schedule of these stages on these devices beats.
 
 - A device: the forwards that must come before its first stage, all it computes itself, and the backwards that must
   come after.
-- A link: the weights that cannot stay on their devices come once for the forward and, but for one stage a device, once
-  more for the backward; their gradients leave (Mobius eq. 1); what stages send each other is added.
-- The host's optimizer: all parameters of stages that are stepped in DRAM.
-- Its SSDs: what DRAM cannot hold of weights and states is read, and if it is trained written, once a step at least.
-- The network of a host: of what devices in several lanes gather and add up, the part that is not there (MiCS 2.3).
+- A link: weights that cannot stay on their devices come once for the forward and, but for one stage a device, once
+  more for the backward; their gradients leave (Mobius eq. 1). Messages between stages are added.
+- A host's optimizer: all parameters of stages that are stepped in DRAM.
+- A host's SSDs: weights and states that DRAM cannot hold are read at least once a step, and written if trained.
+- A host's network: the part of gathered weights and summed gradients that is on other hosts (MiCS 2.3).
 
 Where lanes share a machine, a lane has its part of it; lanes that share stages each move a piece of them.
 """
@@ -33,13 +33,13 @@ class Bound:
 
 
 def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False) -> Bound:
-    """For stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what lies on SSD
-    ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: a part of each backward may come behind
-    all that waits for the other."""
+    """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
+    lies on SSD ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
+    come after all that waits for the other half."""
     specs = [stage.spec for stage in draft.stages]
     loads = _compute(draft, specs, split)
     lanes = draft.mesh.lanes
-    if not lanes or are_alike(draft.machine, lanes):  # else the first lane's part may not be what others have
+    if not lanes or are_alike(draft.machine, lanes):  # else other lanes may have other parts than the first
         loads += _traffic(draft, specs, swap, tier)
     loads += [*_between_hosts(draft, specs), *_inside_a_host(draft, specs)]
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
@@ -74,8 +74,8 @@ def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
 
 def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
     hardware, shards = draft.lane_hardware, draft.mesh.shards
-    moved: dict[str, float] = defaultdict(float)  # link to bytes
-    swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host to stages that lie there
+    moved: dict[str, float] = defaultdict(float)  # link -> bytes
+    swapped: dict[int, list[StageSpec]] = defaultdict(list)  # host -> stages in its DRAM
 
     def move(source: str, target: str, amount: float) -> None:
         for link in hardware.path(source, target) if amount else ():
@@ -102,7 +102,7 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 
 
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
-    """Reads and writes of a host's SSDs take turns."""
+    """The bound of a host's SSDs, whose reads and writes take turns."""
     lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in specs]
     frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.mesh.shards
     whole = sum(map(sum, lasts)) // draft.mesh.shards
@@ -120,13 +120,13 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 
 
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
-    """What a device holds at the end of a step if nothing is swapped."""
+    """The bytes that a device holds at the end of a step if nothing is swapped."""
     each = draft.options.optimizer_bytes_per_param
     return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.mesh.shards)
 
 
 def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
-    """What collectives over lanes send from host to host: shards of weights once at least, sums of gradients."""
+    """The bounds of collectives over lanes between hosts: they send shards of weights at least once, and gradients."""
     network, lanes, shards = draft.machine.network, draft.mesh.lanes, draft.mesh.shards
     if network is None or not lanes:
         return []
@@ -147,7 +147,7 @@ def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
 
 
 def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
-    """What goes round rings of devices that share stages, where these are all on one host: of the first such host."""
+    """The bounds of rings of devices that share stages, where a ring is on one host; of the first such host."""
     hardware, lanes, shards = draft.machine, draft.mesh.lanes, draft.mesh.shards
     moved: dict[str, float] = defaultdict(float)  # link to bytes
     first: int | None = None
@@ -168,7 +168,7 @@ def _inside_a_host(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
 
 
 def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(bytes, source, target) of the values of one micro-batch that travel, once a device; gradients come back."""
+    """(bytes, source, target) of one micro-batch's messages: each device gets a value once; the gradient goes back."""
     at = {out.name: device for spec, device in zip(specs, devices) for out in spec.outputs}
     found: dict[tuple[str, int], tuple[int, int, int]] = {}
     for spec, device in zip(specs, devices):
@@ -182,16 +182,16 @@ def _messages(specs: Sequence[StageSpec], devices: Sequence[int]) -> list[tuple[
 
 
 def device_seconds(hardware: Hardware, measured: bool, seconds: Callable[[Device], float]) -> list[float]:
-    """Per device; asked once for equal ones, unless times were `measured`, which are known by a device's name."""
+    """Seconds per device; of equal devices one is asked, unless times are `measured`, which go by a device's name."""
     groups = [[d] for d in range(hardware.num_devices)] if measured else equal_devices(hardware)
     found = {d: took_s for members in groups for took_s in [seconds(hardware.devices[members[0]])] for d in members}
     return [found[d] for d in range(hardware.num_devices)]
 
 
 def machine_bound(draft: Draft) -> Bound:
-    """What no plan for this machine and number of micro-batches undercuts: the computation of all blocks, split over
-    all devices without a rest, or one micro-batch through all of them on the fastest; of what devices and DRAM together
-    cannot hold, the way from SSD and back."""
+    """The bound of any plan for this machine and number of micro-batches: the computation of all blocks, divided among
+    all devices without a rest; one micro-batch through all blocks on the fastest device; or the way from SSD and back
+    of the bytes that devices and DRAM together cannot hold."""
     hardware, precision = draft.machine, draft.options.precision
     count = draft.options.micro_batches * max(1, len(draft.mesh.lanes))
     per_device = device_seconds(
@@ -211,7 +211,7 @@ def machine_bound(draft: Draft) -> Bound:
 
 
 def _machine_disks(draft: Draft) -> list[Bound]:
-    """What neither devices nor DRAM have room for is read and, as far as it is trained, written."""
+    """The bound of SSDs: bytes that fit neither devices nor DRAM are read and, as far as they are trained, written."""
     hardware, ties, width = draft.machine, draft.graph.ties(), draft.options.optimizer_bytes_per_param
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:

@@ -1,4 +1,4 @@
-"""What is worth a try: numbers of micro-batches and stages, orders of unequal devices, and pipelines of passes."""
+"""What the search tries: numbers of micro-batches and stages, orders of unequal devices, and pipelines of passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..pipeline import parse_pipeline, pass_text, pipeline_text
 from ..strategies import PASSES, STRATEGIES
 from .layouts import shared_stages
 
-FEW_BLOCKS = 32  # up to this many, or eight a device, stages of every size are worth a try
+FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages of every size
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
@@ -47,15 +47,15 @@ P = TypeVar("P", bound=Pass)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline of passes that the search may try. `name`: of a strategy, or the text that the user gave; others are
-    made of `PLAIN` by exchanging passes."""
+    """A pipeline of passes that the search may try. `name`: of a strategy, or the text that the user gave; empty for
+    candidates that are made from `PLAIN` by exchanging passes."""
 
     passes: tuple[Pass, ...]
     name: str = ""
 
     @staticmethod
     def of(text: str, num_devices: int) -> Candidate:
-        """Of a strategy's name or a pipeline's text. Raises `PassError` as `parse_pipeline` does."""
+        """The candidate of a strategy's name or a pipeline's text. Raises `PassError` as `parse_pipeline` does."""
         return Candidate(parse_pipeline(text, num_devices), text)
 
     def find(self, kind: type[P]) -> P | None:
@@ -94,30 +94,30 @@ class Candidate:
         return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
 
     def with_(self, *passes: Pass) -> Candidate:
-        """The same with each of these in place of the one that decides what it does."""
+        """The same candidate with each of `passes` in place of the pass that makes the same decision."""
         by_decision = {p.decides: p for p in passes}
         return Candidate(tuple(by_decision.get(p.decides, p) for p in self.passes))
 
     def ending(self, *passes: Pass) -> Candidate:
-        """The same with these behind its schedule."""
+        """The same candidate with `passes` after its schedule."""
         head = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Schedule))
         return Candidate((*self.passes[:head], *passes))
 
     def on(self, mesh: Mesh) -> Candidate:
-        """The same on each lane of a mesh."""
+        """The same candidate on each lane of a mesh."""
         coarsen, *after = self.passes
         found = Candidate((coarsen, mesh, *after))
         return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
 
     def swapped(self, swap: bool) -> Candidate:
-        """The same with weights that come from DRAM though they could stay, or not; of shared stages with all computed
-        again, or not."""
+        """The same candidate. `swap`: weights come from DRAM though they could stay; of shared stages, all are computed
+        again."""
         if self.is_shared:
             return self.with_(InsertRemat(always=swap))
         return self.ending(*tiers(self.moves_activations, self.uses_ssd, swap))
 
     def holding(self, hold: bool) -> Candidate:
-        """The same with shared stages that stay whole for all micro-batches as far as there is room, or not."""
+        """The same candidate. `hold`: shared stages stay whole for all micro-batches as far as there is room."""
         shard = self.find(InsertShard)
         return self if shard is None else self.with_(dataclasses.replace(shard, hold=hold))
 
@@ -128,7 +128,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """For the table of rivals: what is usual is left out."""
+        """The candidate's name in the table of rivals, which leaves out what is usual."""
         if self.name:
             return self.name
         mesh, fetch, remat, shard = self.mesh, self.find(InsertFetch), self.find(InsertRemat), self.find(InsertShard)
@@ -143,14 +143,14 @@ class Candidate:
         return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
 
     def title(self, count: int) -> str:
-        """Of a trial with this number of micro-batches."""
+        """The name of a trial with `count` micro-batches."""
         return f"{self.label}, {count} micro-batches"
 
 
 def tiers(activations: bool, reservoir: bool, swap: bool = False) -> tuple[Pass, ...]:
-    """Passes behind the schedule, of stages that no other lane shares. `activations`: each class of them is kept, moved
-    or computed again; `reservoir`: what DRAM cannot hold lies on SSD, and the optimizer runs under the backward pass;
-    `swap`: weights come from DRAM though they could stay."""
+    """The passes after the schedule, for stages that no other lane shares. `activations`: each class of them is kept,
+    moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD, and the optimizer runs under the backward
+    pass; `swap`: weights come from DRAM though they could stay."""
     saved: Pass = InsertRemat(swap=swap)
     if activations:
         saved = ChooseActivations(swap=swap, tier="auto" if reservoir else "none")
@@ -159,7 +159,7 @@ def tiers(activations: bool, reservoir: bool, swap: bool = False) -> tuple[Pass,
 
 
 def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
-    """Passes behind the schedule, of stages that lanes share."""
+    """The passes after the schedule, for stages that lanes share."""
     if reservoir:
         return InsertRemat(), InsertShard(tier=ops.SSD), InsertSsd(), OverlapOptimizer()
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
@@ -170,8 +170,8 @@ RESERVOIR = PLAIN.ending(*tiers(activations=True, reservoir=True))
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:
-    """Divisors of the batch: as many as devices first (Mobius 3.1: M = N), then up to four times as many; and those
-    beyond, whose smaller micro-batches may fit where none of these does."""
+    """Divisors of the batch: the one nearest to the number N of devices (Mobius 3.1: M = N), then those up to 4 N; and
+    larger ones in a second list, whose smaller micro-batches may fit where none of the first do."""
     devices = hardware.num_devices
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     near = min(divisors, key=lambda m: (abs(m - devices), m))
@@ -180,9 +180,9 @@ def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], 
 
 
 def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
-    """The fewest stages that fit and one block a stage; of small models also what lies between.
+    """The fewest stages that fit and one block a stage; of small models also numbers in between.
 
-    The smaller the stages, the less of the first fetch and the last offload has nothing to hide under.
+    The smaller the stages, the shorter are the first fetch and the last offload, which nothing hides.
     """
     devices, blocks = draft.lane_hardware.num_devices, len(draft.blocks)
     try:
@@ -196,8 +196,8 @@ def stage_counts(draft: Draft, inputs_leave: bool = False) -> list[int]:
 
 
 def device_orders(hardware: Hardware) -> list[str]:
-    """Orders of the devices for a contiguous partition that differ in more than equal devices; the first is as
-    numbered. Of many: by speed and by memory, both ways."""
+    """Orders of the devices for a contiguous partition that differ in more than equal devices: as numbered, by speed
+    and by memory, both ways, and of up to four devices others, `MOST_ORDERS` in all."""
     count = hardware.num_devices
     kind = {device: i for i, members in enumerate(equal_devices(hardware)) for device in members}
     numbered = tuple(range(count))
@@ -221,8 +221,8 @@ def scouts(draft: Draft, base: Candidate = PLAIN) -> list[Candidate]:
 
 
 def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
-    """Cheap candidates for a mesh of several lanes: the fewest stages, or where lanes share them so many that one is a
-    small part of a device; a pipeline by 1F1B, a single device stage by stage, which gathers or fetches each once."""
+    """Cheap candidates for a mesh of several lanes: the fewest stages or, where lanes share stages, enough that each is
+    small; a pipeline runs by 1F1B, a single device stage by stage, so that it gathers or fetches each once."""
     fewest, blocks = stage_counts(draft, base.moves_activations)[0], len(draft.blocks)
     schedule = Schedule1F1B() if mesh.depth > 1 else SchedulePipeline()
     if mesh.shards > 1:
@@ -234,8 +234,8 @@ def lane_scouts(draft: Draft, base: Candidate, mesh: Mesh) -> list[Candidate]:
 
 
 def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
-    """Every registered partitioner; balanced ones also in other orders of unequal devices. Of stages that lanes share
-    only cuts in order: what comes from where is not as the others reckon."""
+    """Every registered partitioner; balanced ones also in other orders of unequal devices. For stages that lanes share
+    only those that cut in order: the others count transfers that shared stages do not make."""
     for kind in PASSES.values():
         if not issubclass(kind, Partition) or kind is PartitionBalanced or (base.is_shared and kind not in IN_ORDER):
             continue
@@ -248,8 +248,8 @@ def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
 
 
 def fewer(hardware: Hardware) -> list[str]:
-    """Orders of half of the devices, a quarter and so on, in turn under each root complex: as buffers of states in DRAM
-    belong to devices, fewer of these need less of it, and disks are no faster for more."""
+    """Orders of half of the devices, a quarter and so on, in turn under each root complex: each device has buffers of
+    states in DRAM, so fewer devices need less DRAM, and disks are no faster with more devices."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index, device in enumerate(hardware.devices):
         groups.setdefault((device.host, device.root_complex), []).append(index)
@@ -263,7 +263,7 @@ def balanced(count: int, base: Candidate, order: str = "") -> PartitionBalanced:
 
 
 def more_of_mip(draft: Draft) -> list[PartitionMip]:
-    """Partitions of `partition-mip` into other numbers of stages, whose predicted steps come next."""
+    """Partitions of `partition-mip` into other numbers of stages, those whose predicted steps are the next best."""
     try:
         found = candidates(draft, PartitionMip(deadline_s=MIP_S))[1 : 1 + MORE_OF_MIP]
     except (DoesNotFit, PassError, PlanError):
@@ -272,7 +272,7 @@ def more_of_mip(draft: Draft) -> list[PartitionMip]:
 
 
 def mappings(hardware: Hardware) -> list[Mapping]:
-    """Every registered mapping; first the one that promises most: cross where devices share several root complexes."""
+    """Every registered mapping, the most promising one first: cross where devices share several root complexes."""
     homes = {(device.host, device.root_complex) for device in hardware.devices}
     first = MapCross if len(homes) > 1 and hardware.num_devices > 2 else MapRoundRobin
     found = [kind() for kind in PASSES.values() if issubclass(kind, Mapping)]
@@ -280,6 +280,6 @@ def mappings(hardware: Hardware) -> list[Mapping]:
 
 
 def schedules(num_devices: int = 2) -> list[Schedule]:
-    """Those that train as plain PyTorch does; on a single device only such as need no other to differ from these."""
+    """Schedules that train as plain PyTorch does. One device has only two of them: there the others equal these."""
     found = [kind() for kind in PASSES.values() if issubclass(kind, Schedule) and kind.synchronous]
     return found if num_devices > 1 else [p for p in found if isinstance(p, SchedulePipeline | Schedule1F1B)]

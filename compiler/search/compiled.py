@@ -52,7 +52,7 @@ class CompiledCandidate:
     records: list[PassRecord]
     timeline: Timeline
     evaluation: list[Program] = field(default_factory=list)
-    no_evaluation: str | None = None  # why there are no programs for it
+    no_evaluation: str | None = None  # why there are no evaluation programs
 
     @property
     def step_s(self) -> float:
@@ -85,7 +85,7 @@ class PlacedCandidate:
         return json.dumps(placed, default=str), self.todo
 
     def bound(self) -> Bound:
-        """What the simulated step will at least be."""
+        """A lower bound of the simulated step."""
         swap = any(p.swap for p in self.todo if isinstance(p, InsertRemat | ChooseActivations | InsertFetch))
         split = any(p.splits_backward for p in self.todo if isinstance(p, Schedule))
         return lower_bound(self.draft, swap, self.tier, split)
@@ -124,15 +124,15 @@ class CandidateCompiler:
 
     @property
     def base(self) -> Draft:
-        """The model as layers."""
+        """The draft after `coarsen`: the model as layers."""
         return self._prefix((Coarsen(),)).draft
 
     def lane(self, mesh: Mesh | None) -> Draft:
-        """The model as layers and what a lane has of the machine. Raises `PassError` where lanes cannot be made."""
+        """The same draft with a lane's part of the machine. Raises `PassError` where lanes cannot be made."""
         return self._prefix((Coarsen(), *([mesh] if mesh else []))).draft
 
     def place(self, candidate: Candidate) -> PlacedCandidate:
-        """Run its passes up to its mapping. Raises `DoesNotFit` and `PassError` as they do."""
+        """Run a candidate's passes up to its mapping. Raises `DoesNotFit` and `PassError` as the passes do."""
         passes = candidate.passes
         check_contracts(passes)
         require_complete(passes)
@@ -148,7 +148,7 @@ class CandidateCompiler:
         return placed
 
     def _prefix(self, passes: tuple[Pass, ...]) -> Prefix:
-        """A draft behind these passes, each of which is run once."""
+        """The draft after these passes, which run once for all candidates that begin with them."""
         if not passes:
             return Prefix(Draft(self.graph, self.hardware, self.options), {}, [])
         if passes not in self._known:
@@ -181,7 +181,7 @@ class CandidateCompiler:
 
 
 def _copy(draft: Draft) -> Draft:
-    """A draft that goes on from here by itself; programs do not exist yet."""
+    """A copy of a draft without programs, which later passes may change."""
     assert not draft.programs
     return dataclasses.replace(draft, notes=dict(draft.notes))
 

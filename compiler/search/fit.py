@@ -1,4 +1,4 @@
-"""Will it fit: every memory's peak against its budget, before anything starts. What would: see nearest.py."""
+"""Compares every memory's peak with its budget, before anything starts. nearest.py finds what would fit."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _budget_bytes(hardware: Hardware, memory: str) -> int:
 def check_lasting(draft: Draft) -> None:
     """Raise `DoesNotFit` where what stages keep across steps exceeds their hosts' DRAM, before any program exists.
 
-    A lower bound, for stages of one device each, or its part of them where lanes share them, and plans without SSDs: a
-    device whose stages do not fit together has all of them in DRAM.
+    It is a lower bound for plans without SSDs whose stages have one device each (of shared stages, a device counts its
+    part): a device whose stages do not fit together has all of them in DRAM.
     """
     hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))

@@ -1,8 +1,8 @@
-"""What the programs of a host need of its DRAM and its SSDs, by what it is for; in a step, and while weights load.
+"""Bytes of a host's DRAM and SSDs that its programs need, by purpose, in a step and while weights load.
 
-Loading goes stage by stage. Beside what lasts, and what a GPU's pinned arena takes from the start, there is then one
-stage in fp32 as its source gives it, once more in the process of its device if that is another one, and the buffer in
-which a stage's file is laid out.
+Loading goes stage by stage. Beside what lasts, and what a GPU's pinned arena takes from the start, DRAM then holds one
+stage in fp32 as its source gives it, a second copy in the process of its device if that is another one, and the buffer
+in which a stage's file is laid out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PASSING = "gradients on their way"
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of one memory at its peak in a step, by what they are for, and in all while weights are loaded."""
+    """Bytes of one memory at its peak in a step, by purpose, and all its bytes while weights are loaded."""
 
     memory: str
     parts: dict[str, int]
@@ -38,7 +38,7 @@ class MemoryNeed:
 
 
 def tier_of(memory: str) -> str:
-    """Which memory of a host "dram0" or "ssd0" is; every other name is one of a device's."""
+    """The tier of a memory by its name: "dram0", "ssd0", or any other name for a device's memory."""
     return next((tier for tier in (ops.DRAM, ops.SSD) if memory.startswith(tier)), ops.DEVICE)
 
 
@@ -48,7 +48,7 @@ def host_of(memory: str) -> int:
 
 
 def host_needs(programs: Sequence[Program], hardware: Hardware) -> list[MemoryNeed]:
-    """Of each host's DRAM, and of its SSDs where its programs keep anything there; the devices' peaks added up."""
+    """The need of each host's DRAM, and of SSDs where its programs use them, with the devices' peaks added up."""
     by_host: dict[int, list[tuple[Program, MemoryProfile]]] = defaultdict(list)
     for program in programs:
         by_host[hardware.devices[program.device].host].append((program, profile_memory(program)))

@@ -1,10 +1,10 @@
-"""Layouts of a machine worth a try: how many devices share each stage, how many make a pipeline; the rest are replicas.
+"""Layouts of a machine to try: how many devices share each stage, and how many make a pipeline; the rest are replicas.
 
-N devices have as many layouts as pairs of divisors. Of a small machine all are looked at, of a large one those whose
-groups are natural units: a device or a few, the devices of a root complex, of a host, of a few hosts, one of each host,
-all. Each has a lower bound, and an estimate by which they are put in order: computation with the bubble of its
+N devices have a layout for each pair of divisors. On a small machine the search looks at all, on a large one at those
+whose groups are natural units: a device or a few, the devices of a root complex, of a host, of a few hosts, one of each
+host, all. Each layout has a lower bound, and an estimate that puts layouts in order: computation with the bubble of its
 pipeline, gathers and sums over the links they cross, and the way to DRAM where states do not fit (MiCS 3.2: the fewer
-share, the less goes between hosts, as long as the states fit).
+devices share, the less goes between hosts, as long as the states fit).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
 
-SHARED_STAGES = 32  # of a lane that shares them: enough that each is a small part of a device
+SHARED_STAGES = 32  # stages of a lane that shares them: enough that each is a small part of a device
 MOST_TURNS = 1024  # stages times micro-batches of a lane
-NOT_UNDER = 0.1  # of transfers that could lie under computation, what does not
+NOT_UNDER = 0.1  # the share of transfers that does not run under computation although it could
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """Of a layout with a number of micro-batches: what no plan undercuts, and a guess of the step. Seconds."""
+    """The lower bound and the estimated step, in seconds, of a layout with `count` micro-batches."""
 
     mesh: Mesh
     count: int
@@ -38,7 +38,7 @@ class LayoutEstimate:
 
 
 def layouts(hardware: Hardware, most_depth: int) -> list[Mesh]:
-    """Layouts of several lanes that divide the devices; none of one device. `most_depth`: so many blocks there are."""
+    """Layouts of several lanes that divide the devices; one device has none. `most_depth`: the number of blocks."""
     count = hardware.num_devices
     sizes = _sizes(hardware)
     found = []
@@ -64,18 +64,18 @@ def _sizes(hardware: Hardware) -> list[int]:
 
 
 def _on_one_host(hardware: Hardware, each: int) -> bool:
-    """Whether neighbours in the machine's order, so many at a time, are on one host."""
+    """Whether every `each` neighbours in the machine's order are on one host."""
     hosts = [device.host for device in hardware.devices]
     return all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
 
 
 def shared_stages(mesh: Mesh) -> int:
-    """Of a lane whose stages others share, as many as `SHARED_STAGES` or a few more, the same number on each device."""
+    """The number of stages of a lane that shares them: `SHARED_STAGES`, rounded up to equal numbers per device."""
     return -(-SHARED_STAGES // mesh.depth) * mesh.depth
 
 
 class LayoutEstimator:
-    """What a model takes of a machine's devices, as far as it depends on no layout. `draft`: with blocks."""
+    """What a model takes of a machine's devices, as far as no layout changes it. `draft` has blocks."""
 
     def __init__(self, draft: Draft):
         self.draft, self.hardware = draft, draft.machine
@@ -90,7 +90,7 @@ class LayoutEstimator:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Per device, one micro-batch through all blocks, forward and backward."""
+        """Seconds per device of one micro-batch through all blocks, forward and backward."""
         blocks, precision = self.draft.blocks, self.draft.options.precision
         measured = any(block.seconds for block in blocks)
         return device_seconds(
@@ -98,12 +98,12 @@ class LayoutEstimator:
         )
 
     def stages(self, mesh: Mesh) -> int:
-        """Of a lane: one a device, more where several share them, so that one is a small part of a device."""
+        """The number of stages of a lane: one a device, or where lanes share them enough that each is a small part."""
         return min(len(self.draft.blocks), shared_stages(mesh) if mesh.shards > 1 else mesh.depth)
 
     def estimate(self, mesh: Mesh, count: int) -> LayoutEstimate | None:
-        """With `count` micro-batches, of which those of the draft may be a divisor; None where the lanes cannot share
-        them out, or a lane would be longer than what is planned in a second or two."""
+        """The estimate with `count` micro-batches, perhaps not the draft's number. None where `count` does not divide
+        among the lanes, or where a lane has more turns than are planned in a second or two."""
         lanes = mesh.plan(self.draft).lanes
         if count % len(lanes):
             return None
@@ -126,20 +126,20 @@ class LayoutEstimator:
 
     def _again(self, mesh: Mesh, held: int, smaller: float) -> float:
         """The part of the computation that is done again, since the saved tensors of `held` micro-batches do not fit
-        beside what lasts: at most a forward, a third of it."""
+        beside what lasts: at most the forward, a third of the computation."""
         parts = mesh.shards * mesh.depth
         room = min(d.budget_bytes for d in self.hardware.devices) - self.lasting_bytes / parts
         kept = self.kept_bytes * smaller / mesh.depth * held
         return min(1.0, max(0.0, 1 - room / kept)) / 3 if kept else 0.0
 
     def _from_dram_s(self, replicas: float) -> float:
-        """All weights once into the devices of every replica, over all root complexes."""
+        """Seconds to move all weights once to the devices of every replica, over all root complexes."""
         hosts = self.hardware.hosts
         rate = sum(complex_.bandwidth_down for host in hosts for complex_ in host.root_complexes)
         return replicas * self.weight_bytes / rate
 
     def _gathers_s(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> float:
-        """Of weights for forward and backward, and the scattered sum of gradients."""
+        """Seconds to gather weights for forward and backward, and to sum and scatter gradients."""
         members = [lane[0] for lane in lanes[: mesh.shards]]
         each_bytes = (2 * self.weight_bytes + self.grad_bytes) / mesh.depth
         return self._ring_s(members, each_bytes, 3 * self.stages(mesh) / mesh.depth)
@@ -150,7 +150,7 @@ class LayoutEstimator:
         return self._ring_s(members, each_bytes, 2 * self.stages(mesh) / mesh.depth)
 
     def _ring_s(self, members: Sequence[int], num_bytes: float, times: float) -> float:
-        """Bytes round a ring so many times, while all other devices of a host do the same in rings of theirs."""
+        """Seconds for bytes in `times` turns of a ring, while a host's other devices do the same in other rings."""
         if len(members) == 1:
             return 0.0
         devices, network = self.hardware.devices, self.hardware.network
@@ -169,15 +169,15 @@ class LayoutEstimator:
 
 
 def estimates(draft: Draft, counts: Sequence[int]) -> list[LayoutEstimate]:
-    """What layouts of a draft with blocks promise with these numbers of micro-batches, the best first."""
+    """The estimates of a draft's layouts with these numbers of micro-batches, the best first. The draft has blocks."""
     estimator, meshes = LayoutEstimator(draft), layouts(draft.machine, len(draft.blocks))
     rows = [estimator.estimate(mesh, count) for count in counts for mesh in meshes]
     return sorted((row for row in rows if row is not None), key=lambda row: row.estimate_s)
 
 
 def varied(rows: Sequence[LayoutEstimate], most: int) -> list[LayoutEstimate]:
-    """The best, and the best of every depth and of every number of shards before more of those; each layout once, with
-    the number of micro-batches that suits it."""
+    """`most` layouts, the best first: the three best, the best of every depth and of every number of shards, and others
+    as far as there is room; each once, with the number of micro-batches that suits it."""
     best = list({row.mesh: row for row in reversed(rows)}.values())[::-1]
     best.sort(key=lambda row: row.estimate_s)
     first: dict[tuple[str, int], LayoutEstimate] = {}

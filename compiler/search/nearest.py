@@ -1,6 +1,6 @@
-"""Nothing fits: what is the nearest thing that does? Found by trying, so that following the advice works.
+"""Finds the nearest plan that fits where none does. It was tried, so that following the advice works.
 
-In order of what it costs the user: another strategy, more and smaller micro-batches, more memory.
+The order is that of the user's cost: another strategy, more and smaller micro-batches, more memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STOCK_BYTES = int(parse_bytes(STOCK_SSD["size_bytes"]) * 0.9)  # what a disk add
 
 @dataclass(frozen=True)
 class Nearest:
-    """`change`: arguments of `compile`, or of `Hardware.with_`, with which it fits, as `step_s` seconds a step."""
+    """The model fits with `change`, arguments of `compile` or of `Hardware.with_`, and then takes `step_s` a step."""
 
     change: dict[str, Any]
     step_s: float
@@ -81,7 +81,7 @@ def _searched(trace: Trace, hardware: Hardware, wishes: Wishes, change: dict[str
 
 
 def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
-    """Devices grow by what is missing until something fits with boundless DRAM, which then shrinks to what it needs."""
+    """Add missing bytes to devices until a plan fits with boundless DRAM, then give DRAM what that plan needs."""
     wider = hardware.with_(dram=BOUNDLESS_BYTES)
     change: dict[str, Any] = {}
     for _ in range(TRIES):
@@ -100,7 +100,7 @@ def _more_memory(trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | 
 
 
 def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Nearest | None:
-    """More SSDs, or where these are not short more DRAM beside them, by what is missing until something fits."""
+    """Add SSDs, or DRAM where DRAM is short, by the missing bytes until a plan fits."""
     change: dict[str, Any] = {}
     tried: CompiledCandidate | PenstockError = miss
     for _ in range(TRIES):
@@ -121,11 +121,11 @@ def _grown(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -
 
 
 def _dram_needs(compiled: CompiledCandidate) -> dict[int, int]:
-    """Bytes by host."""
+    """Bytes of DRAM that the programs need, by host."""
     needs = host_needs(*shown(compiled.draft.programs, compiled.draft.machine))
     return {host_of(need.memory): need.peak_bytes for need in needs if tier_of(need.memory) == ops.DRAM}
 
 
 def _dram_bytes(compiled: CompiledCandidate, hardware: Hardware) -> int:
-    """What every host must have for it."""
+    """Bytes of DRAM that every host must have for this candidate."""
     return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(compiled).items())

@@ -1,11 +1,11 @@
-"""From (graph, hardware, wishes) to the plan that the simulator likes best, with the rivals and why they lost.
+"""From (graph, hardware, wishes) to the candidate with the fastest simulated step, with the rivals and why they lost.
 
-The search goes down by coordinates. Scouts show which number of micro-batches promises most; there every strategy,
-partitioner and mapping is tried, then schedules and tiers of the best; if the winner does better with another number of
-micro-batches, that one is swept as well. What became of each candidate: `attempts.py`.
+The search takes one coordinate after the other. Scouts, which are cheap candidates, show which number of micro-batches
+promises most. With that number every strategy, partitioner and mapping is tried, then schedules and tiers of the best.
+If the winner is faster with another number, that one is swept as well. `attempts.py` has what became of each candidate.
 
-Where scouts lack DRAM and there are SSDs, all candidates are such that use them. Where DRAM holds everything, the best
-is also tried with activations that move, and with an optimizer under the backward pass.
+Where scouts lack DRAM and there are SSDs, all candidates use SSDs. Where DRAM holds everything, the best is also tried
+with activations that move, and with an optimizer under the backward pass.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best.
@@ -44,8 +44,8 @@ from .layouts import LayoutEstimate, estimates, varied
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
 LEADERS = 3  # partitions whose schedules and tiers are tried
-MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # of a fleet, with some number of micro-batches: that are looked at, that are swept
-LAYOUTS_SHARE = 0.6  # of the time, for the former
+MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
+LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
 
 
 def search(trace: Trace, hardware: Hardware, wishes: Wishes) -> SearchResult:
@@ -74,14 +74,14 @@ class Sweep(Attempts):
             self.usual, self.last_resort = [wishes.micro_batches], []
 
     def one(self, candidate: Candidate) -> None:
-        """What the user asked for: only the number of micro-batches is open."""
+        """Try the candidate that the user asked for: only the number of micro-batches is open."""
         for i, count in enumerate((*self.usual, *self.last_resort)):
             if self.best is not None and (i >= len(self.usual) or self.is_large(count)):
                 return
             self.look(count, [candidate])
 
     def everything(self) -> None:
-        """See the module's text."""
+        """Search as the module's docstring says."""
         if self.hardware.num_devices > WRITTEN_OUT:
             self.fleet()
             return
@@ -98,7 +98,8 @@ class Sweep(Attempts):
         self.best_of_counts()
 
     def best_of_counts(self) -> None:
-        """Everything with the best's number of micro-batches, and the best with others, until none of these is it."""
+        """Sweep the best candidate's number of micro-batches and try it with others, until it has been swept with its
+        own number."""
         swept: set[int] = set()
         while self.best is not None and self.best.count not in swept:
             swept.add(self.best.count)
@@ -107,8 +108,8 @@ class Sweep(Attempts):
                 self.look(other, [self.best_candidate])
 
     def fleet(self) -> None:
-        """Of many devices: first which layout and how many micro-batches, then everything with the best of these. A
-        layout whose lower bound is no better than the best is not looked at."""
+        """Search for many devices: first layouts and numbers of micro-batches, then everything with the best of these.
+        A layout whose lower bound is no better than the best is not looked at."""
         for base in self.bases():
             begin_s, until_s = time.process_time(), self.until_s
             self.until_s = begin_s + LAYOUTS_SHARE * (until_s - begin_s)
@@ -126,7 +127,7 @@ class Sweep(Attempts):
             self.sweep(self.fastest_here()[0].count)
 
     def look_at(self, row: LayoutEstimate, base: Candidate) -> None:
-        """Scouts of a layout with several lanes."""
+        """Try scouts of a layout with several lanes."""
         candidate = base.on(row.mesh)
         if self.best is not None and row.bound_s >= self.best.step_s:
             self.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
@@ -145,7 +146,7 @@ class Sweep(Attempts):
             self.look(row.count, [first[0].with_(IN_ORDER[0]()).swapped(True)])
 
     def hybrids(self, count: int) -> None:
-        """Of a few devices every layout of several lanes, with this number of micro-batches."""
+        """For few devices, try layouts of several lanes with `count` micro-batches; sweep the one that is best."""
         if self.base.mesh is not None or self.hardware.num_devices == 1:
             return
         for row in estimates(self.compiler(count).base, [count]):
@@ -157,13 +158,13 @@ class Sweep(Attempts):
             self.base = before
 
     def bases(self) -> list[Candidate]:
-        """What all candidates are like; the next where nothing of the one before fits."""
+        """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
             return [PLAIN]
         return [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
 
     def scout(self) -> None:
-        """Every number of micro-batches that promises something; if nothing fits, others until something does."""
+        """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
             if count in counts or self.best is None:
@@ -174,9 +175,9 @@ class Sweep(Attempts):
         return self.usual[:1] if self.is_large(self.usual[0]) else self.usual
 
     def sweep(self, count: int) -> None:
-        """Everything with this number of micro-batches, in order of what may not be left out when time is short: the
-        named strategies, every partitioner, every mapping, schedules and tiers; then what is between. Where the base
-        has a layout of several lanes, of that alone."""
+        """Try everything with `count` micro-batches, first what may not be left out when time is short: the named
+        strategies, every partitioner, every mapping, schedules and tiers; then combinations of these. Where the base
+        has a layout of several lanes, candidates have that one."""
         lane = self.compiler(count).lane(self.base.mesh)
         cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
         usual = [self.base.with_(cut, maps[0]) for cut in cuts]
@@ -202,7 +203,7 @@ class Sweep(Attempts):
         return [candidate for candidate in found if candidate.is_synchronous]
 
     def like_the_best(self, count: int, cuts: Sequence[Pass], maps: Sequence[Pass]) -> None:
-        """Where the best differs from the base in more than partition and mapping, others of these with it."""
+        """Where the best differs from the base in more than partition and mapping, try others, and other tiers."""
         best, usual = self.best_candidate, self.base.with_(cuts[0], maps[0])
         if best.name or best.mesh != self.base.mesh or best.with_(cuts[0], maps[0]) == usual:
             return
@@ -211,9 +212,9 @@ class Sweep(Attempts):
         self.look(count, self.other_tiers(self.best_candidate))
 
     def other_tiers(self, candidate: Candidate) -> list[Candidate]:
-        """The same with and without activations that move, and an optimizer under the backward pass. Only where there
-        are SSDs: elsewhere few gain by it, and each takes as long as another partition. Shared stages are all computed
-        again, or not."""
+        """The same candidate with and without activations that move, and an optimizer under the backward pass. Without
+        SSDs there are none: few gain by it, and each takes as long as another partition. For shared stages: the same
+        with all computed again, and not."""
         if candidate.is_shared:
             return [candidate.swapped(swap) for swap in (True, False)]
         fetch = candidate.find(InsertFetch)
@@ -223,21 +224,21 @@ class Sweep(Attempts):
         return [candidate.ending(*tiers(moved, reservoir, fetch.swap)) for moved, reservoir in both]
 
     def leaders(self, count: int) -> list[Trial]:
-        """The fastest so far, of each partition its best mapping."""
-        best: dict[float, Trial] = {}  # of those that come to the same plan one
+        """The fastest trials so far, each partition with its best mapping."""
+        best: dict[float, Trial] = {}  # one of those that come to the same plan, and so to the same step
         for row in (t for t in self.fastest_here() if t.count == count):
             if row.candidate.partition not in [leader.candidate.partition for leader in best.values()]:
                 best.setdefault(row.step_s or 0.0, row)
         return list(best.values())[:LEADERS]
 
     def fastest_here(self) -> list[Trial]:
-        """Those of the base's layout."""
+        """The fastest trials of the base's layout."""
         return [t for t in self.fastest() if t.candidate.mesh == self.base.mesh]
 
 
 def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> CompiledCandidate | PenstockError:
-    """Of what `search` would try, what needs the least memory on devices: small micro-batches, many stages, and of
-    models that are not large stages of single operators."""
+    """Try the candidates of `search` that need the least memory on devices: small micro-batches, many stages, and, for
+    models that are not large, stages of single operators."""
     usual, last_resort = micro_batch_counts(wishes.batch_size, hardware)
     is_large = len(trace(wishes.micro_batches or usual[0]).nodes) > LARGE_GRAPH_NODES
     counts = [*usual, *last_resort] if is_large else [max(usual + last_resort)]

@@ -1,4 +1,4 @@
-"""What became of a candidate: its step, or why there is none; and how that is said of it among the plan's rivals."""
+"""What became of a candidate: its step, or why it has none; and the text of this among the plan's rivals."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def errors_of(trials: Sequence[Trial]) -> list[PenstockError]:
 
 
 def nearest_miss(errors: Sequence[PenstockError]) -> PenstockError:
-    """The miss by the fewest bytes, or the first one that is not about memory. A plan that lacks DRAM has passed every
-    device, and no other plan needs much less: what a worse cut lacks on a device would mislead. Likewise one that lacks
-    SSDs has come further than one that lacks DRAM."""
+    """The error with the fewest missing bytes, or the first one that is not about memory. A plan that lacks DRAM fits
+    every device, and no other plan needs much less DRAM, so the bytes that a worse cut lacks on a device would mislead.
+    Likewise a plan that lacks SSDs has come further than one that lacks DRAM."""
     if not errors:
         return PlanError("no candidate could be built for this model and hardware")
     short = [error for error in errors if isinstance(error, DoesNotFit)]
@@ -100,7 +100,7 @@ def nearest_miss(errors: Sequence[PenstockError]) -> PenstockError:
 
 
 def smallest_step(errors: Sequence[PenstockError], memory_bytes: int) -> PenstockError:
-    """The miss that asks for the least; one that cannot say how much is taken to ask for an eighth of the memory."""
+    """The error with the fewest missing bytes; one without that number counts as an eighth of the memory."""
     found = nearest_miss(errors)
     vague = [e for e in errors if isinstance(e, DoesNotFit) and e.memory in ("", ops.DEVICE) and not e.missing_bytes]
     if not isinstance(found, DoesNotFit) or tier_of(found.memory) != ops.DEVICE:

@@ -1,7 +1,7 @@
 """What would help: the same model planned again for machines that have more of one thing.
 
 Each machine gets the chosen pipeline, and the same pipeline with partition-balanced in a few sizes and another mapping:
-a quick look that takes seconds. Nothing here says that an even better plan does not exist, so a gain is a lower bound.
+a quick look that takes seconds. An even better plan may exist, so a gain is a lower bound.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ HELP_S = 25.0  # of computation for all machines together; each gets its share, 
 
 @dataclass(frozen=True)
 class Change:
-    """More of one thing. `machine`: with it; None where there cannot be more. `faster`: what works faster, if that is
-    all that changes."""
+    """A `machine` with more of one thing; None where there cannot be more. `faster`: the part that works faster, if
+    that is all that changes."""
 
     text: str
     machine: Hardware | None
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Help:
-    """`step_s` on the changed machine, the plan's own where nothing better was found; None with a `reason`."""
+    """`step_s` on the changed machine, the plan's own where nothing better was found; None where `reason` says why."""
 
     change: str
     step_s: float | None
@@ -95,7 +95,7 @@ def _planned(change: str, trace: Trace, machine: Hardware, wishes: Wishes, plan:
 
 
 def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]:
-    """The chosen pipeline first, then those like it, with as many stages as this machine wants."""
+    """The chosen pipeline, then pipelines like it with other partitions, mappings and numbers of stages."""
     chosen = Candidate.of(plan.passes, attempts.hardware.num_devices)
     yield chosen
     mesh = chosen.mesh
@@ -107,7 +107,7 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
     yield usual
     try:
         lane = attempts.compiler(count).lane(mesh)
-    except PassError:  # the lanes of this machine cannot share out so many micro-batches
+    except PassError:  # the micro-batches do not divide among this machine's lanes
         return
     if mesh is not None:
         yield from lane_scouts(lane, base, mesh)
@@ -155,7 +155,7 @@ def faster_links(hardware: Hardware) -> Hardware:
 
 
 def _one_more_device(hardware: Hardware) -> Hardware:
-    """Another one like the last, under the root complex of its host with the fewest."""
+    """One more device like the last, under the root complex of its host with the fewest devices."""
     like = hardware.devices[-1]
     names = {device.name for device in hardware.devices}
     stem = like.name.rstrip("0123456789")
@@ -167,7 +167,7 @@ def _one_more_device(hardware: Hardware) -> Hardware:
 
 
 def _twice_the_hosts(hardware: Hardware) -> Hardware:
-    """All of them once more, with their devices."""
+    """All hosts once more, with their devices."""
     count, names = len(hardware.hosts), {device.name for device in hardware.devices}
     devices = []
     for number, device in enumerate(hardware.devices):
@@ -178,7 +178,7 @@ def _twice_the_hosts(hardware: Hardware) -> Hardware:
 
 
 def _one_more_ssd(hardware: Hardware) -> Hardware:
-    """In every host that has one, like its last."""
+    """One more SSD like the last in every host that has one."""
     more = [
         [*host.ssds, host.ssds[-1].model_copy(update={"directory": None})] if host.ssds else []
         for host in hardware.hosts
@@ -193,7 +193,7 @@ def _faster_disks(host: Host) -> Host:
 
 
 def _one_more_root_complex(hardware: Hardware) -> Hardware | None:
-    """On the host whose complexes are shared by most, its devices spread evenly; None where each has its own."""
+    """One more on the host with the most devices a complex, its devices spread evenly; None where each has its own."""
     sizes = [sum(device.host == i for device in hardware.devices) for i in range(len(hardware.hosts))]
     shares = [size / len(host.root_complexes) for size, host in zip(sizes, hardware.hosts)]
     at = shares.index(max(shares))
@@ -207,7 +207,7 @@ def _one_more_root_complex(hardware: Hardware) -> Hardware | None:
 
 
 def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Device]:
-    """Neighbours stay under one root complex."""
+    """The devices of a host spread over `count` root complexes, so that neighbours stay together."""
     place = iter(range(size))
     return [
         device.model_copy(update={"root_complex": next(place) * count // size}) if device.host == at else device
@@ -227,6 +227,6 @@ def _scaled(part: Part, *names: str) -> Part:
 
 
 def _with(hardware: Hardware, **changes: Any) -> Hardware:
-    """A new document: what a Hardware remembers of its links must not come along."""
+    """A new document, since a `Hardware` caches its links, which must not come along."""
     fields = {name: getattr(hardware, name) for name in type(hardware).model_fields}
     return Hardware.model_validate({**fields, **changes})
