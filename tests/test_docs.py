@@ -24,7 +24,6 @@ PAGES = [
     "docs/many_hosts.md",
     "docs/fleet.md",
     "docs/asynchronous.md",
-    "docs/data.md",
     "docs/glossary.md",
     "bench/README.md",
 ]
