@@ -190,6 +190,21 @@ def test_gpus_are_described_with_their_slots_and_datasheets(three_gpus: None) ->
     assert "guessed for NVIDIA Unheard Of" in hardware.source
 
 
+def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has its own rates, the host their sums; the first one reports the link."""
+    rates = {"fp32": 1e11, "bf16": 2e11, "fp16": 1e10, "memory": 10e9, "copy_latency_s": 1e-6, "op_overhead_s": 2e-6}
+    first = rates | {"copy": 4e9, "adamw": 1e8, "link": 1e9, "link_latency_s": 3e-5, "disks": []}
+    second = rates | {"memory": 11e9, "copy": 5e9, "adamw": 2e8, "link": 2e9, "link_latency_s": 4e-5, "disks": []}
+    document = {"devices": [{"threads": 1}, {"threads": 1}], "hosts": [{"ssds": []}]}
+    monkeypatch.setattr(detect, "run_children", lambda module, arguments, threads: [first, second])
+    detect._measure_cpus(document, [])
+    assert [device["memory_bandwidth"] for device in document["devices"]] == [10e9, 11e9]
+    (host,) = document["hosts"]
+    assert (host["dram_bandwidth"], host["optimizer_params_per_s"]) == (18e9, pytest.approx(3e8))
+    assert host["root_complexes"] == [{"bandwidth_up": 9e9, "bandwidth_down": 9e9}]
+    assert (host["nvlink_bandwidth"], host["nvlink_latency_s"]) == (1e9, 3e-5)
+
+
 def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
     figures = {"fp32": 30e12, "fp16": 60e12, "bf16": 61e12, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
