@@ -4,7 +4,7 @@ Each row has the figure, its target, what was measured and whether that is ok (n
 of torch and the command. Rows are printed, and appended to bench/results/gpu-DATE.jsonl as they come. Every section
 runs in a process of its own, so that a crash or a hang of one costs no other.
 
-Nothing need be installed: from a clone of any name this works with Python 3.10+ and, beside PyTorch 2.11+ (which brings
+Nothing need be installed: from a clone of any name this works with Python 3.10+ and, beside PyTorch 2.13+ (which brings
 networkx, sympy and typing-extensions), the packages numpy, psutil, pyyaml, safetensors, pydantic and what pydantic
 needs: pydantic-core, annotated-types, typing-inspection. Not needed: transformers, rich, typer, nvidia-ml-py. Packages
 that the machine lacks may lie in a folder that PYTHONPATH names (pip install --target FOLDER --no-index *.whl).
