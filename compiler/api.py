@@ -36,7 +36,7 @@ from .job.together import planned_once
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Trace, Wishes
-from .search.candidates import Candidate
+from .search.candidate import Candidate
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
 from .search.prediction import make_plan

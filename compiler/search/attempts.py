@@ -18,7 +18,7 @@ from ...ir.machine.hardware import Hardware
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
-from .candidates import PLAIN, Candidate
+from .candidate import PLAIN, Candidate
 from .compiled import CandidateCompiler, CompiledCandidate, DumpPrograms, prove
 from .host_memory import tier_of
 from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss

@@ -1,28 +1,18 @@
-"""What the search tries: numbers of micro-batches and stages, orders of unequal devices, and pipelines of passes."""
+"""What is worth a try: numbers of micro-batches and stages, orders of unequal devices, partitions and mappings."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
-from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.graph.coarsen import Coarsen
 from ...passes.mapping.map_cross import MapCross
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping, equal_devices
-from ...passes.memory.choose_activations import ChooseActivations
-from ...passes.memory.insert_fetch import InsertFetch
-from ...passes.memory.insert_remat import InsertRemat
-from ...passes.memory.insert_ssd import InsertSsd
-from ...passes.optimizer.insert_optimizer import InsertOptimizer
-from ...passes.optimizer.overlap_optimizer import OverlapOptimizer
 from ...passes.partition.partition import Partition
 from ...passes.partition.partition_balanced import PartitionBalanced
 from ...passes.partition.partition_max_stage import PartitionMaxStage
@@ -31,142 +21,15 @@ from ...passes.partition_mip.partition_mip import PartitionMip, candidates
 from ...passes.schedule.schedule import Schedule
 from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
-from ...passes.sharding.insert_shard import InsertShard
-from ...passes.sharding.insert_two_hop import AUTO, InsertTwoHop
 from ...passes.sharding.mesh import Mesh
-from ..pipeline import parse_pipeline, pass_text, pipeline_text
-from ..strategies import PASSES, STRATEGIES
+from ..strategies import PASSES
+from .candidate import PLAIN, Candidate
 from .layouts import shared_stages
 
 FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages of every size
 MOST_ORDERS = 6  # of unequal devices
 MORE_OF_MIP, MIP_S = 3, 2.0  # other numbers of stages that are simulated too, and seconds to find them
 IN_ORDER = (PartitionMinStage, PartitionMaxStage)
-P = TypeVar("P", bound=Pass)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A pipeline of passes that the search may try. `name`: of a strategy, or the text that the user gave; empty for
-    candidates that are made from `PLAIN` by exchanging passes."""
-
-    passes: tuple[Pass, ...]
-    name: str = ""
-
-    @staticmethod
-    def of(text: str, num_devices: int) -> Candidate:
-        """The candidate of a strategy's name or a pipeline's text. Raises `PassError` as `parse_pipeline` does."""
-        return Candidate(parse_pipeline(text, num_devices), text)
-
-    def find(self, kind: type[P]) -> P | None:
-        """Its pass of this kind."""
-        return next((p for p in self.passes if isinstance(p, kind)), None)
-
-    @property
-    def mesh(self) -> Mesh | None:
-        return self.find(Mesh)
-
-    @property
-    def partition(self) -> Partition | None:
-        return self.find(Partition)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several devices share each stage."""
-        return self.mesh is not None and self.mesh.shards > 1
-
-    @property
-    def is_slow(self) -> bool:
-        return any(p.slow for p in self.passes)
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether it trains as plain PyTorch does with the whole batch."""
-        return all(p.synchronous for p in self.passes)
-
-    @property
-    def uses_ssd(self) -> bool:
-        return self.find(InsertSsd) is not None
-
-    @property
-    def moves_activations(self) -> bool:
-        """Whether saved tensors may leave their device; shared stages that use SSDs are planned as if they did."""
-        return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
-
-    def with_(self, *passes: Pass) -> Candidate:
-        """The same candidate with each of `passes` in place of the pass that makes the same decision."""
-        by_decision = {p.decides: p for p in passes}
-        return Candidate(tuple(by_decision.get(p.decides, p) for p in self.passes))
-
-    def ending(self, *passes: Pass) -> Candidate:
-        """The same candidate with `passes` after its schedule."""
-        head = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Schedule))
-        return Candidate((*self.passes[:head], *passes))
-
-    def on(self, mesh: Mesh) -> Candidate:
-        """The same candidate on each lane of a mesh."""
-        coarsen, *after = self.passes
-        found = Candidate((coarsen, mesh, *after))
-        return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
-
-    def swapped(self, swap: bool) -> Candidate:
-        """The same candidate. `swap`: weights come from DRAM though they could stay; of shared stages, all are computed
-        again."""
-        if self.is_shared:
-            return self.with_(InsertRemat(always=swap))
-        return self.ending(*tiers(self.moves_activations, self.uses_ssd, swap))
-
-    def holding(self, hold: bool) -> Candidate:
-        """The same candidate. `hold`: shared stages stay whole for all micro-batches as far as there is room."""
-        shard = self.find(InsertShard)
-        return self if shard is None else self.with_(dataclasses.replace(shard, hold=hold))
-
-    @property
-    def text(self) -> str:
-        """The pipeline, as `parse_pipeline` reads it."""
-        return STRATEGIES.get(self.name, self.name) or pipeline_text(self.passes, short=True)
-
-    @property
-    def label(self) -> str:
-        """The candidate's name in the table of rivals, which leaves out what is usual."""
-        if self.name:
-            return self.name
-        mesh, fetch, remat, shard = self.mesh, self.find(InsertFetch), self.find(InsertRemat), self.find(InsertShard)
-        on_one = mesh is not None and mesh.depth == 1
-        parts = [pass_text(p, short=True) for p in self.passes if isinstance(p, Mesh | Partition)]
-        parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
-        parts += [p.name for p in self.passes if isinstance(p, Schedule) and not isinstance(p, SchedulePipeline)]
-        parts += ["swapped"] if fetch is not None and fetch.swap else []
-        parts += ["all computed again"] if remat is not None and remat.always else []
-        parts += ["activations chosen"] if self.moves_activations else []
-        parts += ["none held"] if shard is not None and not shard.hold else []
-        return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
-
-    def title(self, count: int) -> str:
-        """The name of a trial with `count` micro-batches."""
-        return f"{self.label}, {count} micro-batches"
-
-
-def tiers(activations: bool, reservoir: bool, swap: bool = False) -> tuple[Pass, ...]:
-    """The passes after the schedule, for stages that no other lane shares. `activations`: each class of them is kept,
-    moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD, and the optimizer runs under the backward
-    pass; `swap`: weights come from DRAM though they could stay."""
-    saved: Pass = InsertRemat(swap=swap)
-    if activations:
-        saved = ChooseActivations(swap=swap, tier="auto" if reservoir else "none")
-    update = (InsertSsd(), OverlapOptimizer()) if reservoir else (InsertOptimizer(),)
-    return saved, InsertFetch(swap=swap), *update
-
-
-def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
-    """The passes after the schedule, for stages that lanes share."""
-    if reservoir:
-        return InsertRemat(), InsertShard(tier=ops.SSD), InsertSsd(), OverlapOptimizer()
-    return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
-
-
-PLAIN = Candidate((Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *tiers(False, False)))
-RESERVOIR = PLAIN.ending(*tiers(activations=True, reservoir=True))
 
 
 def micro_batch_counts(batch_size: int, hardware: Hardware) -> tuple[list[int], list[int]]:

@@ -34,7 +34,7 @@ from ...passes.sharding.mesh import Mesh
 from ...runtime.simulate import Timeline, simulate
 from ..pipeline import PassRecord, require_complete, run_passes
 from .bounds import Bound, lower_bound
-from .candidates import Candidate
+from .candidate import Candidate
 from .fit import check_fit, check_lasting
 from .host_memory import evaluation_lacks
 

@@ -25,20 +25,8 @@ from ...passes.base import Pass
 from ...passes.memory.insert_fetch import InsertFetch
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
-from .candidates import (
-    IN_ORDER,
-    PLAIN,
-    RESERVOIR,
-    Candidate,
-    lane_scouts,
-    mappings,
-    micro_batch_counts,
-    more_of_mip,
-    partitions,
-    schedules,
-    scouts,
-    tiers,
-)
+from .candidate import PLAIN, RESERVOIR, Candidate, tiers
+from .candidates import IN_ORDER, lane_scouts, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, varied
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step

@@ -10,7 +10,7 @@ from ...ir import ops
 from ...ir.errors import DoesNotFit, PenstockError, PlanError
 from ...ir.units import format_bytes, format_seconds
 from ..plan import SAME_PLAN, Rival
-from .candidates import Candidate
+from .candidate import Candidate
 from .host_memory import tier_of
 
 

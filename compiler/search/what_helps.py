@@ -22,17 +22,8 @@ from ...passes.schedule.schedule import Schedule
 from ..plan import Plan
 from ..profile.profile import for_machines_like
 from .attempts import Attempts, Trace, Wishes
-from .candidates import (
-    PLAIN,
-    Candidate,
-    balanced,
-    device_orders,
-    lane_scouts,
-    mappings,
-    micro_batch_counts,
-    stage_counts,
-    tiers,
-)
+from .candidate import PLAIN, Candidate, tiers
+from .candidates import balanced, device_orders, lane_scouts, mappings, micro_batch_counts, stage_counts
 from .trial import why_not
 
 Part = TypeVar("Part", bound=MachinePart)

@@ -11,7 +11,8 @@ import torch
 import penstock
 from penstock.compiler.pipeline import parse_pipeline, require_complete
 from penstock.compiler.report.explain import explain
-from penstock.compiler.search.candidates import Candidate, schedules
+from penstock.compiler.search.candidate import Candidate
+from penstock.compiler.search.candidates import schedules
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import PassError, PlanError
 from penstock.passes.draft import Draft

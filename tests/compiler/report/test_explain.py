@@ -13,7 +13,7 @@ import penstock
 from penstock.cli.tables import plan_tables
 from penstock.compiler.plan import Rival
 from penstock.compiler.report.explain import CLIPPING, explain
-from penstock.compiler.search.candidates import RESERVOIR
+from penstock.compiler.search.candidate import RESERVOIR
 from penstock.compiler.search.what_helps import changed_machines
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.units import format_bytes, format_seconds

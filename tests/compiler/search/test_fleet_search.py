@@ -17,7 +17,7 @@ from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.pipeline import pass_text
 from penstock.compiler.plan import Plan
-from penstock.compiler.search.candidates import Candidate
+from penstock.compiler.search.candidate import Candidate
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError

@@ -14,7 +14,8 @@ from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.bounds import machine_bound
-from penstock.compiler.search.candidates import PLAIN, RESERVOIR, Candidate, fewer, mappings, partitions, scouts
+from penstock.compiler.search.candidate import PLAIN, RESERVOIR, Candidate
+from penstock.compiler.search.candidates import fewer, mappings, partitions, scouts
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.fit import check_fit, check_lasting, check_states_fit
 from penstock.compiler.search.host_memory import host_needs

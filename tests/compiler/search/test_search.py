@@ -13,9 +13,8 @@ from penstock.compiler.plan import Plan
 from penstock.compiler.search import attempts, compiled
 from penstock.compiler.search.attempts import Wishes
 from penstock.compiler.search.bounds import machine_bound
+from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.candidates import (
-    PLAIN,
-    Candidate,
     device_orders,
     mappings,
     micro_batch_counts,
