@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from .costs import CostModel, costs_of
-from .engine import simulate
-from .stragglers import Straggler, find_stragglers
-from .timeline import Span, Timeline
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .costs import CostModel, costs_of
+    from .engine import simulate
+    from .stragglers import Straggler, find_stragglers
+    from .timeline import Span, Timeline
 
 __all__ = ["CostModel", "Span", "Straggler", "Timeline", "costs_of", "find_stragglers", "simulate"]
+
+# Imported at first use: a worker records spans and simulates nothing.
+_HOMES = {
+    "CostModel": ".costs", "Span": ".timeline", "Straggler": ".stragglers", "Timeline": ".timeline",
+    "costs_of": ".costs", "find_stragglers": ".stragglers", "simulate": ".engine",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name], __name__), name)
