@@ -31,13 +31,13 @@ from ..compiler.job.sampler import RankSampler
 from ..compiler.models.named import NamedModel, find_model
 from ..ir.errors import CheckpointError, PenstockError, PlanError
 from ..ir.units import format_seconds
+from ..runtime.processes.interrupt import ECHO_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.state.checkpoint import find_latest
 from .data import Codec, Rows, classes_of, evaluation_batches, labelled_rows, read_samples, stream_rows
 from .options import TrainOptions
 from .progress import StepScreen, memory_text
 
-ECHO_S = 2.0  # how long after the terminal's signal torchrun's own may follow
 SCHEDULES = ("constant", "linear", "cosine")
 
 

@@ -20,6 +20,7 @@ from ...ir.program import Program, place_of
 from ...runtime.device.file import device_file_name
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.driver import Driver, loaded_names
+from ...runtime.processes.interrupt import finishing
 from ...runtime.processes.local import start_driver
 from ...runtime.processes.rehearse import rehearse
 from ...runtime.processes.setup import RunSetup
@@ -99,7 +100,7 @@ class Job:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._driver: Driver | None = None
         self._broken = ""  # the error after which the devices may hold half a step
-        self._ended = False  # closed after a step: what was trained is lost
+        self._closed = False
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
@@ -145,24 +146,31 @@ class Job:
         """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
-        loads nothing. A step after `close` begins a new run, from the model's own weights. Raises `BatchError` for
-        another batch, on all ranks and before anything has run; `NonFiniteLoss` after a whole step; `WorkerError` or
-        `BudgetExceeded` where the step broke off: then only `resume` or `close` is possible.
+        loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`
+        after a whole step; `WorkerError` or `BudgetExceeded` where the step broke off: then only `resume` or `close` is
+        possible. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C
+        breaks the step off. Raises `PlanError` after `close`.
         """
         leaves = self._given("step", batch)
         driver = self.driver
-        with self._breaking():
-            result = driver.step(leaves)
-        loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
-        self.step_count += 1
-        self._feed.trained()
-        self.last = self._report(float(loss), result.report)
-        if self.folder.settings.stop_on_nan and not math.isfinite(float(loss)) and not self.last.skipped:
+        with finishing("step"):
+            with self._breaking():
+                result = driver.step(leaves)
+            loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
+            self.step_count += 1
+            self._feed.trained()
+            self.last = self._report(float(loss), result.report)
+            self._require_finite(float(loss))
+            driver.stop_if_interrupted()
+        return loss
+
+    def _require_finite(self, loss: float) -> None:
+        assert self.last is not None
+        if self.folder.settings.stop_on_nan and not math.isfinite(loss) and not self.last.skipped:
             raise NonFiniteLoss(
-                f"the loss of step {self.step_count} is {float(loss)}; the weights have taken that step, the last "
+                f"the loss of step {self.step_count} is {loss}; the weights have taken that step, the last "
                 "checkpoint has not. Lower the learning rate, set max_grad_norm, or compile with stop_on_nan=False"
             )
-        return loss
 
     def evaluate(self, batch: Any) -> Outputs:
         """Forward only, in evaluation mode: the loss and the model's outputs, for the whole batch."""
@@ -173,8 +181,10 @@ class Job:
             )
         leaves = self._given("evaluate", batch)
         driver = self.driver
-        with self._breaking():
-            result = driver.evaluate(leaves)
+        with finishing("evaluate"):
+            with self._breaking():
+                result = driver.evaluate(leaves)
+            driver.stop_if_interrupted()
         return Outputs({name: _joined(values) for name, values in result.values.items() if values})
 
     @property
@@ -211,10 +221,7 @@ class Job:
     def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
         """The batch's tensors. Where each rank hands over a batch, all ranks raise if one batch is wrong."""
         if self._feed.device is None:
-            leaves, _ = self._feed.read(function, batch, ())
-            self._ended &= function != "step"
-            return leaves
-        self._ended &= function != "step"
+            return self._feed.read(function, batch, ())[0]
         driver, refused = self.driver, None
         leaves, kind = {}, ""
         try:
@@ -227,7 +234,9 @@ class Job:
 
     def timeline(self) -> Timeline:
         """The last step as measured."""
-        return self.driver.timeline()
+        driver = self.driver
+        with finishing("timeline"):
+            return driver.timeline()
 
     def stragglers(self) -> list[Straggler]:
         """The devices that held up the last step, the costliest first: slower than their equals, or than the plan lets
@@ -238,17 +247,18 @@ class Job:
     def driver(self) -> Driver:
         """The running devices; at the first use they are started and given their weights.
 
-        Raises `WorkerError` where they broke off, `PlanError` where a run was ended by `close`.
+        Raises `WorkerError` where they broke off, `PlanError` after `close`.
         """
         if self._broken or (self._driver is not None and self._driver.closed):
             raise WorkerError(
                 f"the devices broke off and may hold half a step ({self._broken or 'they were stopped'}). Go on from a "
-                "checkpoint with job.resume(directory), or start anew behind job.close()"
+                "checkpoint with job.resume(directory), or begin anew with penstock.compile(..., plan=job.plan)"
             )
-        if self._ended:
+        if self._closed:
             raise PlanError(
-                "the job was closed, and what it had trained went with its devices: read, evaluate and save before "
-                "job.close(); go on from a checkpoint with job.resume(directory), or start anew with job.step(batch)"
+                "the job was closed, and what it had trained went with its devices: step, read, evaluate and save "
+                "before job.close(); go on from a checkpoint with job.resume(directory), or begin anew with "
+                "penstock.compile(..., plan=job.plan)"
             )
         if self._driver is None:
             driver = self._start()
@@ -325,26 +335,42 @@ class Job:
 
     def states(self) -> Iterator[Held]:
         """One stage at a time: its spec, weights (fp32) and buffers."""
+        found = self._states()
+        while True:
+            with finishing("states"):
+                held = next(found, None)
+            if held is None:
+                return
+            yield held
+
+    def _states(self) -> Iterator[Held]:
+        """As `states`; the devices are started before the first is asked for."""
         return stage_states(self.driver, self.folder.interface)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
-        return state_dict_of(self.model, self._ties, self.states())
+        states = self._states()
+        with finishing("state_dict"):
+            return state_dict_of(self.model, self._ties, states)
 
     def sync(self) -> None:
         """Give the user's own model the trained weights and buffers, in place; a meta model becomes real."""
-        sync_model(self.model, self._ties, self.states(), self._source() if self._has_source() else None)
+        states, source = self._states(), self._source() if self._has_source() else None
+        with finishing("sync"):
+            sync_model(self.model, self._ties, states, source)
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Weights as safetensors that `from_pretrained` loads, one stage in memory at a time.
 
         Under torchrun the first rank writes; the others take part.
         """
-        if self.driver.is_main:
-            source = self._source() if self._has_source() else None
-            return pretrained.save_pretrained(directory, self.states(), self.model, source=source)
-        for _ in self.states():
-            pass
+        states = self._states()
+        source = self._source() if self.driver.is_main and self._has_source() else None
+        with finishing("save_pretrained"):
+            if self.driver.is_main:
+                return pretrained.save_pretrained(directory, states, self.model, source=source)
+            for _ in states:
+                pass
         return Path(directory)
 
     def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
@@ -352,8 +378,9 @@ class Job:
 
         Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
         """
-        found = self._feed.state(data or {})
-        return save_checkpoint(self.driver, self.folder.interface, self._ties, directory, found)
+        driver, found = self.driver, self._feed.state(data or {})
+        with finishing("save"):
+            return save_checkpoint(driver, self.folder.interface, self._ties, directory, found)
 
     def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint, whatever partition and devices it was saved from. Returns its `data`. With
@@ -371,13 +398,13 @@ class Job:
             self.close()
         if self._driver is None:
             self._driver = self._start()
-        self._broken, self._ended = "", False
-        with self._breaking():
+        self._broken, self._closed = "", False
+        with finishing("resume"), self._breaking():
             require_one_checkpoint(self._driver, found)
             load_checkpoint(self._driver, self.folder.interface, found, directory)
-        restore_rng_state(dict(found.progress.rng))
-        self.step_count = found.progress.step
-        self._feed.load(found.progress.data)
+            restore_rng_state(dict(found.progress.rng))
+            self.step_count = found.progress.step
+            self._feed.load(found.progress.data)
         return dict(found.progress.data)
 
     def _any_has(self, directory: str | Path) -> bool:
@@ -389,11 +416,11 @@ class Job:
     def close(self) -> None:
         """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
 
-        A later `step` begins a new run from the model's own weights, `resume` goes on from a checkpoint.
+        Afterwards only `resume` starts the devices again, to go on from a checkpoint.
         """
         driver, self._driver = self._driver, None
+        self._closed = True
         if driver is not None:
-            self._ended = self._ended or self.step_count > 0
             driver.close()
         self._broken = ""
         self._feed.forget()

@@ -102,6 +102,9 @@ class Driver:
         """The plain `value` of every process that runs the script."""
         return [value]
 
+    def stop_if_interrupted(self) -> None:
+        """Raise KeyboardInterrupt if the last run's ranks agreed on it, because one of them had got a Ctrl-C."""
+
     def load_stage(self, stage: str, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set a stage's weights and buffers on all devices that hold the stage."""
         tensors = {f"weights/{name}": t for name, t in weights.items()}

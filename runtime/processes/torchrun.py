@@ -28,6 +28,7 @@ from ..simulate import Span
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver
+from .interrupt import RankInterrupt
 from .position import describe_position
 from .ranks import Failure, Ranks, Told
 from .setup import RunSetup
@@ -57,7 +58,7 @@ class TorchrunDriver(Driver):
                 f"there are {devices} in all"
             )
         self._session: DeviceSession | None = None
-        self._busy = self._failing = False
+        self._busy = self._failing = self._stops = False
         self._stuck: threading.Timer | None = None
         self.ranks = Ranks(
             connect_store(setup.timeout_s),
@@ -70,6 +71,7 @@ class TorchrunDriver(Driver):
             alarm=self._hear,
         )
         self._signal_before = _take_sigterm(self._on_sigterm)
+        self._interrupt = RankInterrupt()
         atexit.register(self._at_exit)
         try:
             with self._together():
@@ -201,8 +203,10 @@ class TorchrunDriver(Driver):
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}
             mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
+            rows = self.ranks.exchange({**mine, "interrupted": self._interrupt.is_noted})
+            self._stops = any(row["interrupted"] for row in rows)
             results = []
-            for rank, other in enumerate(self.ranks.exchange(mine)):
+            for rank, other in enumerate(rows):
                 given = {key: torch.tensor(number) for key, number in other["scalars"].items()}
                 given |= self._spread(tensors, other["tensors"], rank)
                 values: dict[str, list[Tensor]] = {}
@@ -211,6 +215,10 @@ class TorchrunDriver(Driver):
                         values.setdefault(key.rpartition(" ")[0], []).append(given[key])
                 results.append(own if rank == self.rank else StepResult(values, other["report"]))
         return results
+
+    def stop_if_interrupted(self) -> None:
+        if self._stops:
+            self._interrupt.stop()
 
     def _spans(self) -> list[Span]:
         """The spans of all ranks, moved to rank 0's clock by the offset that the first rank of each host measured."""
@@ -319,6 +327,7 @@ class TorchrunDriver(Driver):
         if self.closed:
             return
         self.closed = True
+        self._interrupt.end()
         self.ranks.leave(_what_ended(sys.exc_info()[1]))  # the error that leaves a `with` of this driver, if any
         atexit.unregister(self._at_exit)
         if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:

@@ -109,7 +109,7 @@ def send_signal_soon(number: int) -> None:
 
 
 def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: list[float]) -> None:
-    position = job.resume(options.folder / "checkpoint")["next"] if options.resume else 0
+    position = job.resume(options.folder / "checkpoint")["next"] if options.resume else job.step_count
     for step in range(position, options.steps):
         batch = batch_of(step)
         if step == FAULT_STEP:
@@ -118,6 +118,8 @@ def train(job: penstock.Job, options: argparse.Namespace, fault: str, losses: li
                 send_signal_soon(signal.SIGKILL)
             if fault == "stop":
                 send_signal_soon(signal.SIGSTOP)
+            if fault == "interrupt":
+                send_signal_soon(signal.SIGINT)
             if fault == "raise":
                 raise ValueError("no such column")
             if fault == "uneven":
@@ -167,7 +169,12 @@ def main() -> None:
             if fault == "slowed":  # its generated file calls this
                 usual = torch.tanh
                 torch.tanh = lambda x: (time.sleep(0.01), usual(x))[1]  # type: ignore[assignment]
-            train(job, options, fault, found["losses"])  # type: ignore[arg-type]
+            try:
+                train(job, options, fault, found["losses"])  # type: ignore[arg-type]
+            except KeyboardInterrupt:
+                found |= {"interrupted after": job.step_count}
+                job.save(options.folder / "checkpoint", data={"next": job.step_count})
+                train(job, options, "", found["losses"])  # type: ignore[arg-type]
             if options.fault == "slowed":
                 found["stragglers"] = [str(row) for row in job.stragglers()]
             if options.fault == "none":

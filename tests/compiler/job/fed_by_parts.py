@@ -117,7 +117,8 @@ def main(folder: Path, steps: int, words: list[str]) -> None:
         found |= {"weights": weights(job), "evaluated": float(job.evaluate(part)["loss"])}
         if "again" in words:
             job.close()
-            found |= {"again": train_on_whole_batches(job, Samples(), steps), "weights again": weights(job)}
+            with compiled(world, strategy) as job:
+                found |= {"again": train_on_whole_batches(job, Samples(), steps), "weights again": weights(job)}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 

@@ -332,8 +332,9 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
-    """The script needs no `if __name__ == "__main__"`: workers never run it."""
+def test_a_second_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
+    """A step that takes an hour is not waited for. The script needs no `if __name__ == "__main__"`: workers never run
+    it."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     with subprocess.Popen(
@@ -343,6 +344,9 @@ def test_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
         pids = [int(word) for word in process.stdout.readline().split()[1:]]
         assert len(pids) == 2
         time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        process.stderr.readline()
+        assert process.stderr.readline() == "`step` is finished first; once more breaks it off\n"
         process.send_signal(signal.SIGINT)
         process.wait(STOP_S)
         said = process.stderr.read()

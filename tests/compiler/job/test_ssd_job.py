@@ -176,12 +176,13 @@ def test_sync_and_save_pretrained_give_what_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_start_again_behind_close(tmp_path: Path) -> None:
+def test_close_leaves_nothing_on_disk_and_another_job_begins_anew(tmp_path: Path) -> None:
     disks = directories(tmp_path)
     job, batch = job_of("gpt2", on_ssd(), disks)
     first = trained(job, batch, 2)
     job.close()
     assert not list(disks[0].iterdir())
+    job, batch = job_of("gpt2", on_ssd(), disks)
     assert_same(trained(job, batch, 2), first)
     job.close()
 
