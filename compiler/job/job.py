@@ -223,7 +223,8 @@ class Job:
         if self._feed.device is None:
             return self._feed.read(function, batch, ())[0]
         driver, refused = self.driver, None
-        leaves, kind = {}, ""
+        leaves: dict[str, Tensor] = {}
+        kind = ""
         try:
             leaves, kind = self._feed.read(function, batch, driver.inputs.get(function, ()))
         except BatchError as error:
