@@ -23,8 +23,8 @@ MAY_IMPORT = {
 ORDER = {
     "ir": ("errors", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
-        "modules", "model_names", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate",
-        "measure", "processes",
+        "modules", "model_names", "scratch", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device",
+        "emulate", "measure", "processes",
     ),
     "passes": (
         "decisions", "draft", "base", "alike", "phases", "stage_time", "graph", "mapping", "partition",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
+from ...runtime import scratch
 from ...runtime.device.file import device_file_name
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.driver import Driver, loaded_names
@@ -97,7 +97,7 @@ class Job:
         self._help_finder = help_finder
         self._helps: list[Help] | None = None
         self._directory = Path(directory) if directory is not None else None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
@@ -127,7 +127,7 @@ class Job:
         Needs none of the hardware. With `time_scale` 10 everything takes ten times as long, and the result is given in
         the hardware's seconds. Raises `PlanError` for another scale than a positive number.
         """
-        with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        with scratch.temporary("rehearsal") as directory:
             return rehearse(self._setup(self.folder.write(directory)), time_scale)
 
     def code(self, device: int = 0) -> str:
@@ -280,8 +280,8 @@ class Job:
         try:
             require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
             if self._directory is None:
-                self._scratch = tempfile.TemporaryDirectory(prefix="penstock-")
-                self._directory = self.folder.write(self._scratch.name)
+                self._scratch = scratch.temporary("job")
+                self._directory = self.folder.write(self._scratch.path)
         except HardwareError as error:
             refused = error
         except OSError as error:
@@ -426,7 +426,7 @@ class Job:
         self._broken = ""
         self._feed.forget()
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._scratch.remove()
             self._scratch, self._directory = None, None
 
     def __enter__(self) -> Job:

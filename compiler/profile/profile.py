@@ -10,7 +10,6 @@ import json
 import platform
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...passes.graph.blocks import Block
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
 from ...passes.stage_time import TurnSeconds, roofline
+from ...runtime import scratch
 from ...runtime.device.file import INTERFACE_FILE
 from ...runtime.measure.blocks import ROWS_FILE, STAGE_S
 from ...runtime.measure.detect import known_part, run_children, usable_cores
@@ -217,9 +217,9 @@ def run_on_this_machine(
     names = {sample.stage.spec.name: sample.hash for sample in wanted}
     threads, world = part.devices[0].threads, part.together
     device = "cpu" if part.kind == "cpu" else f"cuda:{part.number}"
-    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as folder:
+    with scratch.temporary("profile") as folder:
         write_samples(folder, wanted)
-        ranks = [[folder, device, precision, str(rank), str(world), str(threads)] for rank in range(world)]
+        ranks = [[str(folder), device, precision, str(rank), str(world), str(threads)] for rank in range(world)]
         reports = run_children(
             "blocks",
             ranks,

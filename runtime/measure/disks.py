@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import HardwareError
-from ..ssd import scratch
+from ..ssd.directory import check_directory
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder, free_space
 
@@ -35,7 +35,7 @@ def disk_directories(places: Iterable[str | Path] | None = None) -> list[str]:
     for place in _places() if places is None else places:
         directory = Path(place).resolve()
         try:
-            disk = disk_of(scratch.check_directory(directory).st_dev)
+            disk = disk_of(check_directory(directory).st_dev)
             if disk not in found and is_usable(directory):
                 found[disk] = str(directory)
         except (HardwareError, OSError):

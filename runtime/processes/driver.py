@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -18,17 +19,22 @@ from ...ir.errors import PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, place_of
 from ..device.session import DeviceSession, StepResult
+from ..scratch import Keeper
 from ..simulate import Span, Timeline
 from .commands import COMMANDS, Answer, Tensors, unpack_result
 from .setup import RunSetup
 
 
 class Driver:
-    """The common part of all drivers. Only one thread at a time may use a driver."""
+    """The common part of all drivers. Only one thread at a time may use a driver.
+
+    `keeper` removes what the script's process and its workers leave on disks if they are killed.
+    """
 
     def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
+        self.keeper = Keeper([tempfile.gettempdir(), *setup.all_ssd_dirs])
 
     # --- what a kind of driver provides
 
@@ -164,6 +170,7 @@ class InProcessDriver(Driver):
         if not self.closed:
             self.closed = True
             self.session.close()
+            self.keeper.close()
 
 
 def loaded_names(program: Program) -> set[str]:

@@ -2,21 +2,19 @@
 
 When one worker fails or vanishes, all are stopped at once and the error says which device, line and micro-batch failed.
 Each worker has a session of its own, so that Ctrl-C reaches only this process, which then stops the workers. If this
-process is killed, the workers see their channels close and end by themselves.
+process is killed, the workers see their channels close and end by themselves, and the keeper removes their files.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,11 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
+from .. import scratch
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.turn_server import TurnServer
+from ..scratch import Scratch
 from .commands import Answer, Tensors
 from .driver import Driver, InProcessDriver, result_of
 from .position import describe_position
@@ -105,11 +105,14 @@ class LocalWorkers(Driver):
                 f"the plan is for {len(hosts)} hosts: start the script with torchrun --nnodes={len(hosts)}, one "
                 "process per device"
             )
-        self.scratch = tempfile.mkdtemp(prefix="penstock-")
+        self._folder = scratch.temporary("workers")
+        self.scratch = str(self._folder.path)
         self.workers: list[Worker] = []
         self.link_server: LinkServer | None = None
         self._servers: list[LinkServer | TurnServer] = []
-        self._stop = weakref.finalize(self, _stop_all, os.getpid(), self.workers, self._servers, self.scratch)
+        self._stop = weakref.finalize(
+            self, _stop_all, os.getpid(), self.workers, self._servers, self._folder, setup.all_ssd_dirs
+        )
         try:
             for device in range(setup.interface.world_size):
                 self.workers.append(self._start(device))
@@ -137,7 +140,7 @@ class LocalWorkers(Driver):
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.worker", *arguments],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self.keeper.handle],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -280,6 +283,7 @@ class LocalWorkers(Driver):
     def _abandon(self) -> None:
         self.closed = True
         self._stop()
+        self.keeper.close()
 
     def close(self) -> None:
         if self.closed:
@@ -333,16 +337,23 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         return  # the caller looks at `poll`
 
 
-def _stop_all(owner: int, workers: Iterable[Worker], servers: Iterable[LinkServer | TurnServer], scratch: str) -> None:
-    """Kill the workers, close the servers and remove the scratch directory. Also runs when the interpreter ends, but
+def _stop_all(
+    owner: int,
+    workers: Iterable[Worker],
+    servers: Iterable[LinkServer | TurnServer],
+    folder: Scratch,
+    ssd_dirs: Sequence[str],
+) -> None:
+    """Kill the workers, close the servers and remove the files of all of them. Also runs when the interpreter ends, but
     not in forks of this process."""
     if os.getpid() != owner:
         return
     for worker in workers:
         worker.process.kill()
     for worker in workers:
-        worker.process.wait()
+        _wait(worker.process, CLOSE_S)  # one that the kernel cannot end now ends as soon as it can
         worker.channel.close()
     for server in servers:
         server.close()
-    shutil.rmtree(scratch, ignore_errors=True)
+    folder.remove()
+    scratch.remove_left(ssd_dirs)

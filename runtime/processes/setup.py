@@ -128,6 +128,12 @@ class RunSetup:
         """The directories for a host's files, one per SSD."""
         return list(self.ssd_dirs) or self.hardware.ssd_directories(host)
 
+    @property
+    def all_ssd_dirs(self) -> list[str]:
+        """The directories for files of all hosts, each once."""
+        hosts = range(len(self.hardware.hosts))
+        return list(dict.fromkeys(directory for host in hosts for directory in self.ssd_dirs_of(host)))
+
     @cached_property
     def shared_transfers(self) -> SharedTransfers:
         """The transfers that share throttled links."""

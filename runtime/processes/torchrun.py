@@ -334,6 +334,7 @@ class TorchrunDriver(Driver):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._session is not None:
             self._session.close()
+        self.keeper.close()
 
 
 def _what_ended(error: BaseException | None) -> str:

@@ -10,7 +10,6 @@ import argparse
 import mmap
 import os
 import select
-import shutil
 import socket
 import struct
 import sys
@@ -107,13 +106,13 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
             return
 
 
-def watch_driver(channel: socket.socket, parent: int, scratch: str) -> None:
-    """End this process as soon as the driver is gone, even while the main thread waits for a peer."""
+def watch_driver(channel: socket.socket, parent: int) -> None:
+    """End this process as soon as the driver is gone, even while the main thread waits for a peer. The driver's keeper
+    then removes this process's files."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP | select.POLLHUP)
     while os.getppid() == parent and not poll.poll(PARENT_CHECK_MS):
         pass
-    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 
@@ -125,8 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     channel = socket.socket(fileno=args.channel)
     board = open_board(args.board)
-    scratch = os.path.dirname(os.path.abspath(args.board))
-    threading.Thread(target=watch_driver, args=(channel, args.parent, scratch), daemon=True).start()
+    threading.Thread(target=watch_driver, args=(channel, args.parent), daemon=True).start()
     sys.setswitchinterval(SWITCH_S)
     serve(channel, board)
     sys.stdout.flush()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ...ir.errors import DoesNotFit, HardwareError, SsdError
 from ...ir.units import format_bytes
-from . import scratch
+from ..scratch import Scratch
 from .checksums import PageSums
 from .direct_io import ALIGN_BYTES, Engine, Piece, RingEngine, ThreadEngine
+from .directory import check_directory, make_folder, no_direct, open_direct
 from .file import FolderTraffic, SsdFile, Stripe
-from .scratch import Scratch
 
 ENGINES = ("auto", "io_uring", "threads")
 
@@ -25,8 +25,8 @@ ENGINES = ("auto", "io_uring", "threads")
 class SsdFolder:
     """Makes `SsdFile`s striped over `directories`, one per SSD, each in a folder `penstock-ID-OWNER` with mode 0700.
 
-    At the start, folders that crashed processes of this user left there are removed; those of live jobs stay. Its own
-    folders are removed by `close`, and at the latest when the process ends normally. `verify` keeps checksums of what
+    At the start, folders that ended processes of this user left there are removed; see `scratch`. Its own folders are
+    removed by `close`, and at the latest when the process ends normally. `verify` keeps checksums of what
     is written (4 bytes per 4096) and compares at each read. `engine` "auto" takes io_uring if it works and `verify` is
     off, else threads; afterwards `engine` is the one that was taken and `engine_note` why it is not io_uring.
 
@@ -51,8 +51,7 @@ class SsdFolder:
         self._descriptors: list[int] = []
         try:
             for directory in self.directories:
-                scratch.remove_left(directory)
-                self._folders.append(scratch.make(directory, owner))
+                self._folders.append(make_folder(directory, owner))
             made, self.engine_note = make_engine(engine, [folder.path for folder in self._folders], verify)
         except BaseException:
             _remove(os.getpid(), None, self._folders, self._descriptors)
@@ -90,7 +89,7 @@ class SsdFolder:
         try:
             for folder, size_bytes in zip(self._folders, sizes, strict=True):
                 path = folder.path / file_name
-                stripes.append(Stripe(scratch.open_direct(path), str(path)))
+                stripes.append(Stripe(open_direct(path), str(path)))
                 self._allocate(name, stripes[-1], size_bytes)
         except BaseException:
             for stripe in stripes:
@@ -143,7 +142,7 @@ def different(directories: Sequence[str | Path]) -> tuple[Path, ...]:
         raise HardwareError("ssd directories: none given. Name at least one directory on an SSD.")
     seen: dict[tuple[int, int], Path] = {}
     for directory in (Path(directory) for directory in directories):
-        found = scratch.check_directory(directory)
+        found = check_directory(directory)
         first = seen.setdefault((found.st_dev, found.st_ino), directory)
         if first is not directory:
             raise HardwareError(
@@ -159,7 +158,7 @@ def make_engine(wanted: str, folders: Sequence[Path], verify: bool) -> tuple[Eng
         try:
             probe(threads, folder)
         except SsdError as error:
-            raise scratch.no_direct(folder.parent, str(error)) from error
+            raise no_direct(folder.parent, str(error)) from error
     if wanted == "threads":
         return threads, "threads were asked for"
     if wanted == "auto" and verify:
@@ -190,7 +189,7 @@ def ring_engine(folders: Sequence[Path]) -> RingEngine:
 def probe(engine: Engine, folder: Path) -> None:
     """Write a page past the page cache and read it back. Raises `SsdError`, or `HardwareError` if no file opens."""
     path = folder / "probe"
-    descriptor = scratch.open_direct(path)
+    descriptor = open_direct(path)
     try:
         memory = memoryview(mmap.mmap(-1, ALIGN_BYTES))
         memory[:] = written = secrets.token_bytes(ALIGN_BYTES)

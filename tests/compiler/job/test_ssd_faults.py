@@ -20,8 +20,9 @@ from penstock.ir.errors import HardwareError, NonFiniteLoss, PlanError, SsdError
 from penstock.runtime.measure.detect import ram_bytes
 from penstock.runtime.processes.driver import InProcessDriver
 from penstock.runtime.processes.local import LocalWorkers
-from penstock.runtime.ssd import scratch
+from penstock.runtime.ssd import folder as ssd_folder
 from penstock.runtime.ssd.direct_io import Engine
+from penstock.runtime.ssd.directory import no_direct
 from penstock.tests.compiler.eager_baseline import optimizer_states
 from penstock.tests.compiler.job.ssd_jobs import (
     CROSSED,
@@ -208,7 +209,7 @@ def test_two_jobs_share_a_directory(tmp_path: Path) -> None:
 
 
 def no_direct_files(path: Path) -> int:
-    raise scratch.no_direct(path.parent.parent, os.strerror(errno.EINVAL))
+    raise no_direct(path.parent.parent, os.strerror(errno.EINVAL))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_directories_that_cannot_be_used(
     elif place in ("buffered", "closed"):
         directory.mkdir()
     if place == "buffered":
-        monkeypatch.setattr(scratch, "open_direct", no_direct_files)
+        monkeypatch.setattr(ssd_folder, "open_direct", no_direct_files)
     if place == "closed":
         directory.chmod(0o500)
         if os.access(directory, os.W_OK):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from penstock.runtime.scratch import MARKER
 from penstock.tests.compiler.job.ssd_jobs import in_dram, job_of, left_by, on_ssd
 from penstock.tests.runtime.ssd.on_disk import directories
 
@@ -53,7 +54,7 @@ for _ in sys.stdin:
 
 def poison(disk: Path) -> int:
     """Fill what a killed run left on SSD with other bytes; returns how many files there were."""
-    left = [path for path in disk.rglob("*") if path.is_file()]
+    left = [path for path in disk.rglob("*") if path.is_file() and path.name != MARKER]
     for path in left:
         with open(path, "r+b") as file:
             file.write(os.urandom(path.stat().st_size))
@@ -99,7 +100,8 @@ class KilledRuns:
     def kill(self) -> None:
         child, self.child = self.child, None
         if child is not None:
-            os.kill(child, signal.SIGKILL)
+            for process in (*psutil.Process(child).children(), psutil.Process(child)):  # its keeper goes first
+                process.kill()
 
     def __enter__(self) -> KilledRuns:
         return self

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.ssd import scratch
 from penstock.runtime.ssd.direct_io import Engine, RingEngine, ThreadEngine
+from penstock.runtime.ssd.directory import file_systems
 
 PAGE = 4096
 
 
 def directories(parent: Path, count: int = 1) -> list[Path]:
     """`count` new directories in `parent`. Skips the test where that is not on a disk with O_DIRECT."""
-    if scratch.file_systems().get(parent.stat().st_dev) in ("tmpfs", "ramfs"):
+    if file_systems().get(parent.stat().st_dev) in ("tmpfs", "ramfs"):
         pytest.skip("the folder of temporary files lies in memory; name another with --basetemp")
     found = [parent / f"disk{number}" for number in range(count)]
     for directory in found:
