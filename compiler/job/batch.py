@@ -11,6 +11,7 @@ from torch import nn
 
 from ...ir.errors import BatchError, PlanError
 from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+from .plain_tensor import plain_tensor
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ class BatchShape:
         """The batch's tensors by name. All may have `part_size` rows instead of `size`; tensors that are not `needed`
         may be absent.
 
-        Raises `BatchError` for other names, shapes, dtypes or flags than compiled.
+        Raises `BatchError` for other names, shapes, dtypes or flags than compiled, and what `plain_tensor` refuses.
         """
         found, flags = flatten(model, batch)
+        found = {name: plain_tensor(name, value) for name, value in found.items()}
         missing = [name for name in (self.leaves if needed is None else needed) if name not in found]
         if missing:
             raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")

@@ -36,6 +36,7 @@ from ..report.explain import explain
 from ..search.what_helps import Help
 from .batch import BatchShape
 from .feed import Feed
+from .one_call import OneCall, one_call
 from .preflight import own_device, require_machine
 from .sampler import RankSampler
 from .state import (
@@ -76,7 +77,11 @@ class Outputs(dict[str, Tensor]):
 
 
 class Job:
-    """A compiled run: `step`, `evaluate`, `explain`, `simulate`, `code`, `write`, `save`, `resume`, `sync`, `close`."""
+    """A compiled run: `step`, `evaluate`, `explain`, `simulate`, `code`, `write`, `save`, `resume`, `sync`, `close`.
+
+    Calls that need the devices may come from any thread, one after another; `calls` refuses one while another is under
+    way.
+    """
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Job:
         self._directory = Path(directory) if directory is not None else None
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None
+        self.calls = OneCall()
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
@@ -142,6 +148,7 @@ class Job:
 
     # --- running
 
+    @one_call
     def step(self, batch: Any) -> Tensor:
         """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
 
@@ -172,6 +179,7 @@ class Job:
                 "checkpoint has not. Lower the learning rate, set max_grad_norm, or compile with stop_on_nan=False"
             )
 
+    @one_call
     def evaluate(self, batch: Any) -> Outputs:
         """Forward only, in evaluation mode: the loss and the model's outputs, for the whole batch."""
         if self.folder.settings.evaluation is not None:
@@ -233,6 +241,7 @@ class Job:
         self._feed.keep_to(function, kind)
         return leaves
 
+    @one_call
     def timeline(self) -> Timeline:
         """The last step as measured."""
         driver = self.driver
@@ -336,30 +345,34 @@ class Job:
 
     def states(self) -> Iterator[Held]:
         """One stage at a time: its spec, weights (fp32) and buffers."""
-        found = self._states()
-        while True:
-            with finishing("states"):
-                held = next(found, None)
-            if held is None:
-                return
-            yield held
+        with self.calls.serving("states"):
+            found = self._states()
+            while True:
+                with finishing("states"):
+                    held = next(found, None)
+                if held is None:
+                    return
+                yield held
 
     def _states(self) -> Iterator[Held]:
         """As `states`; the devices are started before the first is asked for."""
         return stage_states(self.driver, self.folder.interface)
 
+    @one_call
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
         states = self._states()
         with finishing("state_dict"):
             return state_dict_of(self.model, self._ties, states)
 
+    @one_call
     def sync(self) -> None:
         """Give the user's own model the trained weights and buffers, in place; a meta model becomes real."""
         states, source = self._states(), self._source() if self._has_source() else None
         with finishing("sync"):
             sync_model(self.model, self._ties, states, source)
 
+    @one_call
     def save_pretrained(self, directory: str | Path) -> Path:
         """Weights as safetensors that `from_pretrained` loads, one stage in memory at a time.
 
@@ -374,6 +387,7 @@ class Job:
                 pass
         return Path(directory)
 
+    @one_call
     def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
         """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` and the position of `sampler`.
 
@@ -383,6 +397,7 @@ class Job:
         with finishing("save"):
             return save_checkpoint(driver, self.folder.interface, self._ties, directory, found)
 
+    @one_call
     def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
         """Go on from a checkpoint, whatever partition and devices it was saved from. Returns its `data`. With
         `missing_ok`, and where nothing was saved yet, it does nothing and returns an empty dict.
@@ -396,7 +411,7 @@ class Job:
         found = open_checkpoint(directory)
         found.require(*self.folder.interface.stages.values())
         if self._broken or (self._driver is not None and self._driver.closed):
-            self.close()
+            self._close()
         if self._driver is None:
             self._driver = self._start()
         self._broken, self._closed = "", False
@@ -414,11 +429,15 @@ class Job:
         here = durable.locate(directory) is not None
         return any(self.driver.gather(here)) if TorchrunDriver.is_present() else here
 
+    @one_call
     def close(self) -> None:
         """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
 
         Afterwards only `resume` starts the devices again, to go on from a checkpoint.
         """
+        self._close()
+
+    def _close(self) -> None:
         driver, self._driver = self._driver, None
         self._closed = True
         if driver is not None:

@@ -36,7 +36,7 @@ class Transfers(Issuing):
         rows = self.interface.batch[name].shape[0]
         piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # `batch` holds the rows of this lane
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
-            return Handle(Box(None, piece))
+            return Handle(Box(None, piece.cpu()))
 
         def run() -> list[Any]:
             host = piece if piece.is_cuda else piece.pin_memory()

@@ -1,0 +1,50 @@
+"""A job serves one call at a time: a second one, from another thread or a signal handler, is refused at once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ...ir.errors import PlanError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OneCall:
+    """Knows the call that is under way. Calls may come from any thread, one after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = ""
+
+    @contextmanager
+    def serving(self, call: str) -> Iterator[None]:
+        """Wraps a call. Raises `PlanError` if another one is under way: the two would take each other's answers from
+        the devices, or wait for ever."""
+        here = threading.current_thread().name
+        if not self._lock.acquire(blocking=False):
+            raise PlanError(
+                f"job.{call} was called in thread {here} while {self._under_way} is under way; a job serves one call "
+                "at a time. Make the calls one after another, from any thread; a signal handler or hook only notes "
+                "what to do after the call"
+            )
+        self._under_way = f"job.{call} in thread {here}"
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of an object with a `OneCall` named `calls`, served alone."""
+
+    @functools.wraps(method)
+    def served(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.calls.serving(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return served
