@@ -23,8 +23,8 @@ def plain_tensor(name: str, value: Any) -> Tensor:
     if fault:
         raise BatchError(f"batch[{name!r}] {fault}; {advice}. Nothing has run")
     with torch._C.DisableTorchFunctionSubclass():
-        value = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        return value.clone() if value.is_inference() else value  # autograd saves no inference tensors
+        plain: Tensor = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        return plain.clone() if plain.is_inference() else plain  # autograd saves no inference tensors
 
 
 def _fault(value: Tensor) -> tuple[str, str]:
