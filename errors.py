@@ -1,4 +1,4 @@
-"""Every error that a user of Penstock can meet: `from penstock.errors import DoesNotFit`."""
+"""Every error and warning that a user of Penstock can meet: `from penstock.errors import DoesNotFit`."""
 
 from .ir.errors import (
     BatchError,
@@ -12,6 +12,7 @@ from .ir.errors import (
     PenstockError,
     PlanError,
     SsdError,
+    StaleModelWarning,
     VerifyError,
     WorkerError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "PenstockError",
     "PlanError",
     "SsdError",
+    "StaleModelWarning",
     "VerifyError",
     "WorkerError",
 ]

@@ -42,6 +42,7 @@ from .search.nearest import with_nearest
 from .search.prediction import make_plan
 from .search.search import search
 from .search.what_helps import Help, what_helps
+from .stale import unmarked
 
 LEAST_TIMEOUT_S = 1.0
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
@@ -207,7 +208,8 @@ def _capturer(
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
-        return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+        with unmarked(model):
+            return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
 
     return capture
 

@@ -87,6 +87,10 @@ class SsdError(PenstockError):
         self.errno = errno
 
 
+class StaleModelWarning(UserWarning):
+    """The user's model was used, saved or copied while the devices of its job held newer weights than it."""
+
+
 class WorkerError(PenstockError):
     """A worker process failed or vanished; every other worker has been stopped.
 

@@ -31,7 +31,7 @@ ORDER = {
         "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "strategies", "plan", "pipeline", "folder", "models", "capture", "profile", "search",
+        "garbage", "stale", "strategies", "plan", "pipeline", "folder", "models", "capture", "profile", "search",
         "report", "job", "check", "api",
     ),
 }  # fmt: skip

@@ -24,6 +24,7 @@ from ...runtime.processes.commands import split
 from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
+from ..stale import unmark
 from .eager import Eager, graph_runner, module_runner
 
 # Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
@@ -104,6 +105,7 @@ def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
         return _Run(losses, gradients, {}, _trained(job.state_dict(), job.model))
     finally:
         job.close()
+        unmark(job.model)  # it is compared as it was before training
 
 
 def gradient_job(job: Job) -> Job:

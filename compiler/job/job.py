@@ -34,6 +34,7 @@ from ..folder import Folder
 from ..pipeline import PassRecord
 from ..report.explain import explain
 from ..search.what_helps import Help
+from ..stale import Staleness, mark, tell_if_marked, unmark, unmarked
 from .batch import BatchShape
 from .feed import Feed
 from .one_call import OneCall, one_call
@@ -107,6 +108,7 @@ class Job:
         self.calls = OneCall()
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
+        self._stale: Staleness | None = None  # since the model's weights are older than those of the devices
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
@@ -165,6 +167,7 @@ class Job:
                 result = driver.step(leaves)
             loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
             self.step_count += 1
+            self._mark()
             self._feed.trained()
             self.last = self._report(float(loss), result.report)
             self._require_finite(float(loss))
@@ -272,6 +275,7 @@ class Job:
             )
         if self._driver is None:
             driver = self._start()
+            tell_if_marked(self.model)
             try:
                 source = self._source()
                 for spec in self.folder.interface.stages.values():
@@ -324,7 +328,8 @@ class Job:
     def _source(self) -> WeightSource:
         directory = self.folder.settings.weights
         if directory is not None:
-            found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
+            with unmarked(self.model):
+                found = open_directory(directory, self.model, missing_ok=True, seed=self.folder.settings.seed)
             for what, names in (
                 ("absent and start from their initialiser", found.fresh_names),
                 ("not used", found.unexpected_keys),
@@ -362,15 +367,26 @@ class Job:
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights and buffers under the model's own names, tied names included."""
         states = self._states()
-        with finishing("state_dict"):
+        with finishing("state_dict"), unmarked(self.model):
             return state_dict_of(self.model, self._ties, states)
 
     @one_call
     def sync(self) -> None:
-        """Give the user's own model the trained weights and buffers, in place; a meta model becomes real."""
+        """Give the user's own model the trained weights and buffers, in place; a meta model becomes real.
+
+        From the first step to this call the model has the weights from before; whoever then uses, copies or saves it is
+        told by a `StaleModelWarning`.
+        """
         states, source = self._states(), self._source() if self._has_source() else None
         with finishing("sync"):
             sync_model(self.model, self._ties, states, source)
+            unmark(self.model)
+            self._stale = None
+
+    def _mark(self) -> None:
+        if self._stale is None:
+            self._stale = mark(self.model)
+        self._stale.closed = False
 
     @one_call
     def save_pretrained(self, directory: str | Path) -> Path:
@@ -420,6 +436,7 @@ class Job:
             load_checkpoint(self._driver, self.folder.interface, found, directory)
             restore_rng_state(dict(found.progress.rng))
             self.step_count = found.progress.step
+            self._mark()
             self._feed.load(found.progress.data)
         return dict(found.progress.data)
 
@@ -440,6 +457,8 @@ class Job:
     def _close(self) -> None:
         driver, self._driver = self._driver, None
         self._closed = True
+        if self._stale is not None:
+            self._stale.closed = True
         if driver is not None:
             driver.close()
         self._broken = ""

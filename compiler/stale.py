@@ -1,0 +1,113 @@
+"""Marks on the user's model while the devices of its job hold newer weights: the first use of the old ones warns.
+
+A mark is a hook on the model and on every module in it that has children, before its forward and before its state dict
+is read. It holds neither the job nor the model. A copy or a pickle of the model, which takes the old weights as well,
+gets a hook that does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..ir.errors import StaleModelWarning
+
+LIBRARIES = ("torch", "transformers", "peft", "copy", str(__package__))
+
+
+@dataclass
+class Staleness:
+    """The time from a step to the next `sync`, on one model: it is warned of once."""
+
+    model: str
+    told: bool = False
+    closed: bool = False
+
+    def tell(self) -> None:
+        if self.told:
+            return
+        self.told = True
+        there = (
+            "its job was closed before job.sync(), which would have brought what was trained here"
+            if self.closed
+            else "what was trained is on the devices, and job.sync() brings it here; job.evaluate(batch), "
+            "job.state_dict() and job.save_pretrained(directory) need no sync"
+        )
+        text = f"this {self.model} still has the weights from before training: {there}"
+        warnings.warn(text, StaleModelWarning, stacklevel=_level_of_user())
+
+
+class _Mark:
+    def __init__(self, staleness: Staleness):
+        self.staleness = staleness
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self.staleness.tell()
+
+
+class _ForwardMark(_Mark):
+    def __reduce__(self) -> Any:
+        self.staleness.tell()
+        return getattr, ({}, "get")  # called with a module and its arguments, it returns the arguments
+
+
+class _StateMark(_Mark):
+    def __reduce__(self) -> Any:
+        return type, (slice(None),)  # called with three arguments, it makes a slice that nobody reads
+
+
+def mark(model: nn.Module) -> Staleness:
+    """Mark the model as stale. Marks of an earlier job that was closed make room."""
+    unmark(model)
+    staleness = Staleness(type(model).__name__)
+    for module in (m for m in model.modules() if m is model or any(True for _ in m.children())):
+        module.register_forward_pre_hook(_ForwardMark(staleness))
+        module.register_state_dict_pre_hook(_StateMark(staleness))
+    return staleness
+
+
+def unmark(model: nn.Module) -> None:
+    for hooks, key in _marks(model):
+        del hooks[key]
+
+
+def tell_if_marked(model: nn.Module) -> None:
+    """Warn where another job's devices, not stopped yet, have newer weights than the model."""
+    for hooks, key in _marks(model):
+        if not hooks[key].staleness.closed:
+            hooks[key].staleness.tell()
+
+
+@contextmanager
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """The model without its marks while the body reads or runs it."""
+    taken = [(hooks, key, hooks[key]) for hooks, key in _marks(model)]
+    unmark(model)
+    try:
+        yield
+    finally:
+        for hooks, key, found in taken:
+            hooks[key] = found
+
+
+def _marks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
+    every = (hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._state_dict_pre_hooks))
+    return [(hooks, key) for hooks in every for key, hook in hooks.items() if isinstance(hook, _Mark)]
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` for `tell` with which a warning names the script's line, behind those of libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_library(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in LIBRARIES)
