@@ -22,7 +22,7 @@ LIBRARIES = ("torch", "transformers", "peft", "copy", str(__package__))
 
 
 @dataclass
-class Staleness:
+class Unsynced:
     """The time from a step to the next `sync`, on one model: it is warned of once."""
 
     model: str
@@ -44,16 +44,16 @@ class Staleness:
 
 
 class _Mark:
-    def __init__(self, staleness: Staleness):
-        self.staleness = staleness
+    def __init__(self, unsynced: Unsynced):
+        self.unsynced = unsynced
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        self.staleness.tell()
+        self.unsynced.tell()
 
 
 class _ForwardMark(_Mark):
     def __reduce__(self) -> Any:
-        self.staleness.tell()
+        self.unsynced.tell()
         return getattr, ({}, "get")  # called with a module and its arguments, it returns the arguments
 
 
@@ -62,14 +62,14 @@ class _StateMark(_Mark):
         return type, (slice(None),)  # called with three arguments, it makes a slice that nobody reads
 
 
-def mark(model: nn.Module) -> Staleness:
+def mark(model: nn.Module) -> Unsynced:
     """Mark the model as stale. Marks of an earlier job that was closed make room."""
     unmark(model)
-    staleness = Staleness(type(model).__name__)
+    unsynced = Unsynced(type(model).__name__)
     for module in (m for m in model.modules() if m is model or any(True for _ in m.children())):
-        module.register_forward_pre_hook(_ForwardMark(staleness))
-        module.register_state_dict_pre_hook(_StateMark(staleness))
-    return staleness
+        module.register_forward_pre_hook(_ForwardMark(unsynced))
+        module.register_state_dict_pre_hook(_StateMark(unsynced))
+    return unsynced
 
 
 def unmark(model: nn.Module) -> None:
@@ -80,8 +80,8 @@ def unmark(model: nn.Module) -> None:
 def tell_if_marked(model: nn.Module) -> None:
     """Warn where another job's devices, not stopped yet, have newer weights than the model."""
     for hooks, key in _marks(model):
-        if not hooks[key].staleness.closed:
-            hooks[key].staleness.tell()
+        if not hooks[key].unsynced.closed:
+            hooks[key].unsynced.tell()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from ..folder import Folder
 from ..pipeline import PassRecord
 from ..report.explain import explain
 from ..search.what_helps import Help
-from ..stale import Staleness, mark, tell_if_marked, unmark, unmarked
+from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from .batch import BatchShape
 from .feed import Feed
 from .one_call import OneCall, one_call
@@ -108,7 +108,7 @@ class Job:
         self.calls = OneCall()
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
-        self._stale: Staleness | None = None  # since the model's weights are older than those of the devices
+        self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
