@@ -17,13 +17,14 @@ from torch import nn
 
 from ..codegen.file import Header, write_directory, write_file
 from ..ir import ops
+from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..runtime.device.file import INTERFACE_FILE, device_file_name
-from .plan import Plan, plain_errors
+from .plan import Plan
 
 
 class Settings(BaseModel):
@@ -86,7 +87,9 @@ class Folder:
                 raise PlanError(f"{folder} lacks {path.name}, the program of device {device}")
             files[device] = path.read_text(encoding="utf-8")
         try:
-            settings = Settings.model_validate_json((folder / "settings.json").read_text())
+            settings = Settings.model_validate(read_json(folder / "settings.json"))
+        except Unreadable as error:
+            raise PlanError(f"{folder / 'settings.json'}: {error}") from error
         except pydantic.ValidationError as error:
             raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
         return Folder(
@@ -96,8 +99,8 @@ class Folder:
 
 def _read_interface(path: Path) -> Interface:
     try:
-        return Interface.from_json(path.read_text())
-    except (ValueError, KeyError, TypeError) as error:
+        return Interface.from_json(read_text(path))
+    except Unreadable as error:
         raise PlanError(f"{path}: not the interface of a job: {error}") from error
 
 

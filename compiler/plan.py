@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
@@ -118,9 +119,9 @@ class Plan(BaseModel):
     def load(path: str | Path) -> Plan:
         """Raises `PlanError` naming the key that is missing, unknown or wrong."""
         try:
-            return Plan.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise PlanError(f"plan {path}: {error.strerror}") from error
+            return Plan.model_validate(read_json(path))
+        except Unreadable as error:
+            raise PlanError(f"plan {path}: {error}") from error
         except pydantic.ValidationError as error:
             raise PlanError(f"plan {path}: {plain_errors(error)}") from error
 
@@ -131,11 +132,3 @@ class Plan(BaseModel):
         if isinstance(given, (str, Path)):
             return Plan.load(given)
         raise PlanError(f"plan must be a Plan or the path of one; found {type(given).__name__}")
-
-
-def plain_errors(error: pydantic.ValidationError) -> str:
-    rows = []
-    for row in error.errors():
-        where = ".".join(str(part) for part in row["loc"]) or "the document"
-        rows.append(f"{where}: {row['msg']}, found {row.get('input')!r:.80}")
-    return "; ".join(rows)

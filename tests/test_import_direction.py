@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 # The folders and files of a room, lowest first: each may import itself and those before it.
 ORDER = {
-    "ir": ("errors", "units", "precision", "machine", "ops", "calls", "program", "verify"),
+    "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
         "modules", "model_names", "scratch", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device",
         "emulate", "measure", "processes",

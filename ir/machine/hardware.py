@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from .. import units
+from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
@@ -54,17 +55,6 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 def _for_every_dtype(value: object) -> object:
     return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once in a mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [(key.value, key.start_mark) for key, _ in node.value]
-        for index, (key, mark) in enumerate(keys):
-            if key in [earlier for earlier, _ in keys[:index]]:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
-        return super().construct_mapping(node, deep)
 
 
 class MachinePart(BaseModel):
@@ -316,13 +306,9 @@ class Hardware(MachinePart):
     def load(cls, path: str | Path) -> Hardware:
         """Read a YAML or JSON document. Raises HardwareError naming the file, and the line or key at fault."""
         try:
-            document = yaml.load(Path(path).read_text(), Loader=_StrictLoader)
-        except (OSError, UnicodeDecodeError) as error:
+            document = read_yaml(path)
+        except Unreadable as error:
             raise HardwareError(f"cannot read the hardware document {path}: {error}") from error
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise HardwareError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from error
         if not isinstance(document, dict):
             keys = ", ".join(cls.model_fields)
             raise HardwareError(f"{path}: found a {type(document).__name__}, allowed: a mapping with the keys {keys}")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+import pydantic
+import torch
 from torch import Tensor
 
 from .. import ops
+from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
 from ..precision import MASTER_BYTES
-from .stage import PAGE, STATE_ROOM, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned
+from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
+
+PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MOST = 1 << 20  # devices, micro-batches, stages
+MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -114,24 +123,64 @@ class Interface:
 
     @staticmethod
     def from_json(text: str) -> Interface:
-        raw = json.loads(text)
+        """The interface that `to_json` wrote. Raises `Unreadable` for text that is none.
 
-        def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-            return tuple(TensorSpec(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+        What is used as more than a value is checked: names of stages become names of files, dtypes are looked up in
+        torch, numbers of devices are counted up to.
+        """
+        try:
+            found = _document().validate_json(text, strict=True)
+        except pydantic.ValidationError as error:
+            raise Unreadable(plain_errors(error)) from error
+        wrong = next(_contradictions(found), None)
+        if wrong is not None:
+            raise Unreadable(wrong)
+        return found
 
-        def params(rows: list[dict[str, Any]]) -> tuple[ParamSpec, ...]:
-            return tuple(ParamSpec(**{**row, "shape": tuple(row["shape"])}) for row in rows)
 
-        for stage in raw["stages"].values():
-            for key in ("inputs", "outputs", "extra_outputs"):
-                stage[key] = tensors(stage[key])
-            for key in ("params", "buffers"):
-                stage[key] = params(stage[key])
-            for key in ("seconds", "taking"):
-                stage[key] = tuple((name, *parts) for name, *parts in stage[key])
-            stage["saved"] = tuple(SavedSpec(**{**row, "calls": tuple(row["calls"])}) for row in stage["saved"])
-        raw["stages"] = {name: StageSpec(**stage) for name, stage in raw["stages"].items()}
-        raw["batch"] = {name: tensors([row])[0] for name, row in raw["batch"].items()}
-        raw["lanes"] = tuple(tuple(lane) for lane in raw["lanes"])
-        raw["groups"] = {name: tuple((d, s, p) for d, s, p in rows) for name, rows in raw["groups"].items()}
-        return Interface(**raw)
+@functools.cache
+def _document() -> pydantic.TypeAdapter[Interface]:
+    return pydantic.TypeAdapter(Interface)
+
+
+def _contradictions(interface: Interface) -> Iterator[str]:
+    """What cannot be in one interface."""
+    counts = {
+        "num_devices": interface.num_devices,
+        "micro_batches": interface.micro_batches,
+        "shards": interface.shards,
+    }
+    yield from (f"{name} is {count}" for name, count in counts.items() if not 0 < count <= MOST)
+    if len(interface.stages) > MOST:
+        yield f"it has {len(interface.stages)} stages"
+    for name, spec in interface.stages.items():
+        if spec.name != name or not PLAIN_NAME.fullmatch(name):
+            yield f"stage {name!r:.60} is called {spec.name!r:.60}"
+        if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
+            yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
+        rows = (*spec.inputs, *spec.outputs, *spec.extra_outputs, *spec.params, *spec.buffers)
+        yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
+        numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
+        if not all(0 <= number < math.inf for number in numbers):
+            yield f"stage {name} has a cost below 0 or without end"
+    yield from (f"the batch's {found}" for found in _wrong_rows(interface.batch.values()))
+    places = range(interface.num_devices)
+    for group, members in interface.groups.items():
+        if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):
+            yield f"group {group!r:.60} has a member of no stage, or none of the {interface.num_devices} devices"
+    lanes = interface.lanes
+    members = [device for lane in lanes for device in lane]
+    if lanes and sorted(members) != list(range(interface.world_size)):
+        yield f"the lanes are not {len(lanes)} times {interface.num_devices} different devices"
+    if max(1, len(lanes)) % interface.shards:
+        yield f"{len(lanes)} lanes cannot be cut into groups of {interface.shards}"
+    if interface.states.keys() - interface.stages.keys() or not 0 <= interface.state_bytes_per_param < math.inf:
+        yield "it counts optimizer states that no stage has"
+
+
+def _wrong_rows(rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:
+    for row in rows:
+        if not isinstance(getattr(torch, row.dtype, None), torch.dtype):
+            yield f"{row.name!r:.60} has the dtype {row.dtype!r:.60}"
+        elif any(size < 0 for size in row.shape) or math.prod(size for size in row.shape if size) > MOST_ELEMENTS:
+            yield f"{row.name!r:.60} has the shape {list(row.shape)!s:.60}"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...ir.documents import Unreadable, read_text
 from ...ir.errors import VerifyError
 from ...ir.program import Interface, Program, StageSpec, parse_program
 
@@ -68,8 +69,8 @@ def _interface(path: Path) -> Interface:
     if not path.is_file():
         raise VerifyError(f"{path.parent} holds no {path.name}: it is not a directory that a job has written")
     try:
-        return Interface.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Interface.from_json(read_text(path))
+    except Unreadable as error:
         raise VerifyError(f"{path}: not an interface: {error}") from error
 
 

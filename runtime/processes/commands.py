@@ -89,7 +89,7 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """Finish a checkpoint. `shards` are the records of `write_shard`, `progress` is a `RunPosition` as plain JSON."""
     shards = [_shard_record(row) for row in args["shards"]]
-    progress = RunPosition(**decode(args["progress"]))
+    progress = RunPosition(**decode(args["progress"], "progress"))
     path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
     return {"path": str(path)}, {}
 

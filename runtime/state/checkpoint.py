@@ -25,12 +25,14 @@ from ...ir.program import StageSpec
 from . import durable
 from .durable import abort
 from .manifest import (
+    KINDS,
     MANIFEST,
     RunPosition,
     ShardRecord,
     TensorRecord,
     build_manifest,
     damaged,
+    position_in,
     read_manifest,
     tensor_key,
 )
@@ -150,24 +152,21 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        manifest = read_manifest(path)
-        self.progress = RunPosition(**{name: decode(manifest[name]) for name in RunPosition.__dataclass_fields__})
-        self.ties: dict[str, str] = manifest["ties"]
-        self.fingerprint: str = manifest["fingerprint"]
-        self._tensors: dict[str, dict[str, dict[str, dict[str, Any]]]] = manifest["tensors"]
-        self._scalars: dict[str, dict[str, Any]] = manifest["scalars"]
-        self._shards: list[dict[str, Any]] = manifest["shards"]
+        self._manifest = read_manifest(path)
+        self.progress = position_in(self._manifest, path / MANIFEST)
+        self.ties = self._manifest.ties
+        self.fingerprint = self._manifest.fingerprint
         self._files: dict[str, TensorFile] = {}
-        for shard in self._shards:
-            found = (path / shard["file"]).stat().st_size if (path / shard["file"]).is_file() else None
-            if found != shard["bytes"]:
-                what = "is missing" if found is None else f"has {found} bytes, not the {shard['bytes']} written"
-                raise damaged(path / shard["file"], what)
+        for shard in self._manifest.shards:
+            found = (path / shard.file).stat().st_size if (path / shard.file).is_file() else None
+            if found != shard.bytes:
+                what = "is missing" if found is None else f"has {found} bytes, not the {shard.bytes} written"
+                raise damaged(path / shard.file, what)
 
     @property
     def names(self) -> list[str]:
         """The names of the checkpoint's parameters; tied parameters have one name."""
-        return list(self._tensors["weights"])
+        return list(self._manifest.tensors.weights)
 
     def read(self, spec: StageSpec) -> SavedStage:
         """Read the state of a stage of any partition, and check each tensor against its sha256.
@@ -188,9 +187,12 @@ class Checkpoint:
         for param in spec.params:
             canonical = self._canonical(param.name)
             states: dict[str, Any] = {
-                state: take("optimizer", param.name, state) for state in self._tensors["optimizer"].get(canonical, {})
+                state: take("optimizer", param.name, state)
+                for state in self._manifest.tensors.optimizer.get(canonical, {})
             }
-            states |= {state: decode(value) for state, value in self._scalars.get(canonical, {}).items()}
+            where = f"{self.path / MANIFEST}: optimizer state of {canonical}"
+            scalars = self._manifest.scalars.get(canonical, {})
+            states |= {state: decode(value, where) for state, value in scalars.items()}
             if states:
                 optimizer[param.name] = states
         weights = {param.name: take("weights", param.name) for param in spec.params}
@@ -202,11 +204,11 @@ class Checkpoint:
         for spec in specs:
             for kind, rows in (("weights", spec.params), ("buffers", spec.buffers)):
                 for row in rows:
-                    found = self._tensors[kind].get(self._canonical(row.name))
+                    found = self._manifest.tensors.of_kind(kind).get(self._canonical(row.name))
                     if found is None:
                         wrong.append(f"{row.name} (not there)")
-                    elif tuple(found[""]["shape"]) != row.shape:
-                        wrong.append(f"{row.name} (here {found['']['shape']}, in the model {list(row.shape)})")
+                    elif tuple(found[""].shape) != row.shape:
+                        wrong.append(f"{row.name} (here {found[''].shape}, in the model {list(row.shape)})")
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise CheckpointError(
@@ -217,13 +219,13 @@ class Checkpoint:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer, one at a time; tied ones once."""
         for kind in ("weights", "buffers"):
-            for name in self._tensors[kind]:
+            for name in self._manifest.tensors.of_kind(kind):
                 yield name, self._read(kind, name, "")
 
     def verify(self) -> None:
         """Read every tensor and compare its sha256. Raises `CheckpointError` naming the first file that differs."""
-        for kind, names in self._tensors.items():
-            for name, states in names.items():
+        for kind in KINDS:
+            for name, states in self._manifest.tensors.of_kind(kind).items():
                 for state in states:
                     self._read(kind, name, state)
 
@@ -231,14 +233,14 @@ class Checkpoint:
         return self.ties.get(name, name)
 
     def _read(self, kind: str, name: str, state: str) -> Tensor:
-        row = self._tensors[kind][name][state]
-        file = self._shards[row["shard"]]["file"]
+        row = self._manifest.tensors.of_kind(kind)[name][state]
+        file = self._manifest.shards[row.shard].file
         if file not in self._files:
             self._files[file] = TensorFile(self.path / file)
         entry = self._files[file].entries.get(tensor_key(kind, name, state))
-        if entry is None or entry.code != row["dtype"] or list(entry.shape) != row["shape"]:
+        if entry is None or entry.code != row.dtype or list(entry.shape) != row.shape:
             raise damaged(self.path / file, f"its header no longer describes {name!r} as it was written")
-        return self._files[file].read(tensor_key(kind, name, state), row["sha256"])
+        return self._files[file].read(tensor_key(kind, name, state), row.sha256)
 
 
 def open_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
@@ -266,7 +268,7 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
     if root.is_dir():
         places += [durable.locate(root / name) for name in durable.names_in(root)]
     found = [place for place in places if place is not None and (place / MANIFEST).is_file()]
-    return max(found, key=lambda place: int(read_manifest(place)["step"]), default=None)
+    return max(found, key=lambda place: read_manifest(place).step, default=None)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -1,24 +1,35 @@
 """The manifest of a checkpoint: the file of each tensor, and every scalar of the run.
 
 The manifest is JSON that contains its own sha256. Each tensor's row has the tensor's sha256, so that reading a part of
-a checkpoint checks exactly that part.
+a checkpoint checks exactly that part. Whoever altered a manifest could have signed it anew, so it is also read against
+a schema: files lie in the checkpoint's own directory, every tensor has a digest, every index is in range.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...ir.documents import Unreadable, plain_errors, read_json
 from ...ir.errors import CheckpointError
-from .plain_json import encode
+from .plain_json import decode, encode
+from .rng_state import require_rng_state
+from .tensor_file import CODES
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _FORMAT = "penstock checkpoint"
+KINDS = ("weights", "buffers", "optimizer")  # of tensors
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,73 @@ class ShardRecord:
     scalars: Mapping[str, Mapping[str, Any]]
 
 
+class ManifestPart(BaseModel):
+    """Common rules: no key beyond those listed, and no value of another type than listed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ShardRow(ManifestPart):
+    """One file. Its name is plain: it lies in the checkpoint's directory itself."""
+
+    stage: str
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")]
+    bytes: Count
+
+
+class TensorRow(ManifestPart):
+    """One tensor: the index of its file, and what it must be."""
+
+    shard: Count
+    dtype: str
+    shape: list[Count]
+    sha256: Digest
+
+
+class TensorRows(ManifestPart):
+    """The rows by name and by state; weights and buffers have the one state ""."""
+
+    weights: dict[str, dict[Literal[""], TensorRow]]
+    buffers: dict[str, dict[Literal[""], TensorRow]]
+    optimizer: dict[str, dict[str, TensorRow]]
+
+    def of_kind(self, kind: str) -> Mapping[str, Mapping[str, TensorRow]]:
+        """The rows of "weights", "buffers" or "optimizer"."""
+        found: Mapping[str, Mapping[str, TensorRow]] = getattr(self, kind)
+        return found
+
+
+class Manifest(ManifestPart):
+    """The whole document. `RunPosition`'s fields are as `plain_json` writes them."""
+
+    format: Literal["penstock checkpoint"]
+    version: Literal[1]
+    step: Count
+    seed: int
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    loss_scale: dict[str, Any]
+    data: dict[str, Any]
+    rng: dict[str, Any]
+    ties: dict[str, str]
+    shards: list[ShardRow]
+    tensors: TensorRows
+    scalars: dict[str, dict[str, Any]]
+    fingerprint: Digest
+    sha256: Digest
+
+    @pydantic.model_validator(mode="after")
+    def _in_range(self) -> Manifest:
+        for kind in KINDS:
+            for name, states in self.tensors.of_kind(kind).items():
+                if kind != "optimizer" and not states:
+                    raise ValueError(f"{kind} {name!r} has no row")
+                for row in states.values():
+                    if row.shard >= len(self.shards) or row.dtype not in CODES:
+                        raise ValueError(f"{kind} {name!r} names file {row.shard} of {len(self.shards)}, {row.dtype}")
+        return self
+
+
 def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str]) -> dict[str, Any]:
     """Build the manifest of these shards, as `read_manifest` returns it."""
     manifest: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
@@ -79,22 +157,46 @@ def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties:
     return manifest
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """Read the manifest in the directory `path`. Raises `CheckpointError` if it is missing, damaged or altered."""
     file = path / MANIFEST
+    if not file.exists():
+        raise CheckpointError(f"{file}: is missing; {path} is no checkpoint.")
     try:
-        manifest = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); {path} is no checkpoint.") from error
-    except ValueError as error:
-        raise damaged(file, f"is no JSON ({error})") from error
+        manifest = read_json(file)
+    except Unreadable as error:
+        raise damaged(file, str(error)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise damaged(file, "is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise CheckpointError(f"{file}: has version {manifest.get('version')}; this Penstock reads version {VERSION}.")
     if manifest.get("sha256") != _own_digest(manifest):
         raise damaged(file, "was altered after writing")
-    return manifest
+    try:
+        return Manifest.model_validate(manifest)
+    except pydantic.ValidationError as error:
+        raise damaged(file, f"is not what Penstock writes: {plain_errors(error)}") from error
+
+
+def position_in(manifest: Manifest, file: Path) -> RunPosition:
+    """The state of the run in a manifest. Raises `CheckpointError` for values that no run has."""
+    names = RunPosition.__dataclass_fields__
+    found = {name: decode(getattr(manifest, name), f"{file}: {name}") for name in names}
+    for name in names.keys() - {"step", "seed"}:
+        if not isinstance(found[name], dict):
+            raise damaged(file, f"has {name} that is no mapping")
+    require_rng_state(found["rng"], str(file))
+    scale = found["loss_scale"].get("state")
+    if scale is not None and not _is_scale(scale):
+        raise damaged(file, f"has the loss scale {scale!r:.60}")
+    return RunPosition(**found)
+
+
+def _is_scale(state: Any) -> bool:
+    """Whether this is a factor and a number of good steps."""
+    if not (isinstance(state, list) and len(state) == 2 and type(state[0]) in (int, float) and type(state[1]) is int):
+        return False
+    return 0 < state[0] < math.inf and state[1] >= 0
 
 
 def tensor_key(kind: str, name: str, state: str) -> str:
@@ -109,7 +211,7 @@ def damaged(file: Path, what: str) -> CheckpointError:
 
 def _gathered(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The place of each tensor and the scalars, over all shards. A buffer of several stages is read from the first."""
-    tensors: dict[str, Any] = {"weights": {}, "buffers": {}, "optimizer": {}}
+    tensors: dict[str, Any] = {kind: {} for kind in KINDS}
     scalars: dict[str, Any] = {}
     for index, shard in enumerate(shards):
         for row in shard.tensors:

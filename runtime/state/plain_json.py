@@ -40,23 +40,37 @@ def encode(value: Any, where: str) -> Any:
     raise _refused(value, where)
 
 
-def decode(value: Any) -> Any:
-    """The reverse of `encode`."""
+def decode(value: Any, where: str) -> Any:
+    """The reverse of `encode`. Raises `CheckpointError` naming `where` for what `encode` does not write."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, where) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(_MARK)
-    if kind is None:
-        return {key: decode(item) for key, item in value.items()}
-    if kind == "tensor":
-        dtype, data = CODES[value["dtype"]], bytearray.fromhex(value["hex"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(value["shape"])
-    items = [decode(item) for item in value["items"]]
-    if kind == "tuple":
-        return tuple(items)
-    return Counter(dict(items)) if kind == "counter" else dict(items)
+    if _MARK not in value:
+        return {key: decode(item, where) for key, item in value.items()}
+    kind = value[_MARK]
+    try:
+        if kind == "tensor":
+            return _tensor(value["dtype"], value["shape"], value["hex"])
+        items = [decode(item, where) for item in value["items"]]
+        if kind == "tuple":
+            return tuple(items)
+        if kind in ("dict", "counter"):
+            found = {key: item for key, item in items}
+            return Counter(found) if kind == "counter" else found
+    except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{where}: a {kind!r} that cannot be read ({type(error).__name__}: {error})") from error
+    raise CheckpointError(f"{where}: an object of unknown kind {kind!r}")
+
+
+def _tensor(code: str, shape: list[int], text: str) -> torch.Tensor:
+    if len(text) > 2 * _MAX_TENSOR_BYTES:
+        raise ValueError(f"{len(text) // 2} bytes")
+    dtype, data = CODES[code], bytearray.fromhex(text)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"shape {shape}")
+    return flat.reshape(shape)
 
 
 def _refused(value: Any, where: str) -> CheckpointError:

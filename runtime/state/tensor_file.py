@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ...ir.documents import Unreadable, opened, parse_json
 from ...ir.errors import CheckpointError
 
 CODES = {
@@ -145,12 +146,14 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with opened(path) as file:
                 self.bytes = os.fstat(file.fileno()).st_size
                 raw, start = self._read_header(file)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
-        self.metadata: dict[str, str] = raw.pop("__metadata__", {})
+        except Unreadable as error:
+            raise CheckpointError(f"{path}: {error}.") from error
+        self.metadata = self._metadata(raw.pop("__metadata__", {}))
         self.entries = {name: self._entry(name, row, start) for name, row in raw.items()}
         end = max([start, *(entry.end for entry in self.entries.values())])
         if end != self.bytes:
@@ -168,11 +171,11 @@ class TensorFile:
         tensor = torch.empty(entry.shape, dtype=CODES[entry.code])
         data, seen = _bytes_of(tensor), hashlib.sha256()
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with opened(self.path) as file:
                 file.seek(entry.begin)
                 done = 0
                 while done < len(data):
-                    count = file.readinto(data[done : done + _CHUNK_BYTES])
+                    count = file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
                     if not count:
                         raise CheckpointError(f"{self.path}: truncated inside {name!r}. {_RESTORE}")
                     if digest is not None:
@@ -191,22 +194,30 @@ class TensorFile:
         if not 2 <= length <= min(_MAX_HEADER_BYTES, self.bytes - 8):
             raise CheckpointError(f"{bad}: its first 8 bytes are no header length for {self.bytes} bytes.")
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{bad}: its header is no JSON ({error}).") from error
+            header = parse_json(file.read(length))
+        except Unreadable as error:
+            raise CheckpointError(f"{bad}: its header {error}.") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{bad}: its header is no JSON object.")
         return header, 8 + length
 
+    def _metadata(self, found: Any) -> dict[str, str]:
+        if not isinstance(found, dict) or any(not isinstance(value, str) for value in found.values()):
+            raise CheckpointError(f"{self.path}: its __metadata__ is no mapping of texts.")
+        return found
+
     def _entry(self, name: str, row: Any, start: int) -> Entry:
         try:
             begin, end = row["data_offsets"]
-            entry = Entry(str(row["dtype"]), tuple(int(n) for n in row["shape"]), start + begin, start + end)
+            entry = Entry(str(row["dtype"]), tuple(row["shape"]), start + begin, start + end)
+            if any(type(n) is not int for n in (*entry.shape, begin, end)):
+                raise ValueError("a size is no whole number")
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{self.path}: damaged header at {name!r} ({error!r}).") from error
         itemsize = CODES[entry.code].itemsize if entry.code in CODES else None
         wanted = None if itemsize is None else math.prod(entry.shape) * itemsize
-        if not start <= entry.begin <= entry.end or min(entry.shape, default=0) < 0:
+        sizes = math.prod(n for n in entry.shape if n)  # torch multiplies them in 64 bits, also beside a zero
+        if not start <= entry.begin <= entry.end or min(entry.shape, default=0) < 0 or sizes >= 2**60:
             raise CheckpointError(f"{self.path}: damaged header at {name!r}: {row}.")
         if wanted is not None and wanted != entry.end - entry.begin:
             raise CheckpointError(f"{self.path}: damaged header at {name!r}: {row} should span {wanted} bytes.")

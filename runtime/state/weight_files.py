@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ...ir.documents import Unreadable, is_inside, read_json
 from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
 from .stored import Converted, Stored, in_model_terms
@@ -55,10 +55,7 @@ def open_files(directory: Path) -> dict[str, Stored]:
     if (directory / SINGLE_FILE).is_file():
         names: Iterable[str] = [SINGLE_FILE]
     elif index.is_file():
-        try:
-            names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: no index of safetensors files ({error!r}).") from error
+        names = _names_in(index)
     else:
         there = sorted(p.name for p in directory.iterdir())[:20] if directory.is_dir() else "no such directory"
         raise CheckpointError(
@@ -67,6 +64,21 @@ def open_files(directory: Path) -> dict[str, Stored]:
         )
     files = [TensorFile(directory / name) for name in names]
     return {key: Stored(file, key) for file in files for key in file.entries}
+
+
+def _names_in(index: Path) -> list[str]:
+    """The files that an index names, all of them in its directory. Links may lead out of it, as those of a cache do."""
+    try:
+        document = read_json(index)
+        names = {str(name) for name in document["weight_map"].values()}
+    except Unreadable as error:
+        raise CheckpointError(f"{index}: {error}.") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no index of safetensors files ({error!r}).") from error
+    outside = sorted(name for name in names if not (is_inside(name) and name.endswith(".safetensors")))
+    if outside:
+        raise CheckpointError(f"{index}: names {outside[0]!r:.80}, which is no safetensors file in its directory.")
+    return sorted(names)
 
 
 def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | None) -> Match:
