@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pydantic
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import nn
 
 from ..codegen.file import Header, write_directory, write_file
@@ -20,6 +22,7 @@ from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
+from ..ir.precision import PRECISIONS
 from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
@@ -27,20 +30,36 @@ from ..runtime.device.file import INTERFACE_FILE, device_file_name
 from .plan import Plan
 
 
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError("not the name of a dtype of torch")
+    return name
+
+
+def _precision(name: str) -> str:
+    if name not in PRECISIONS:
+        raise ValueError(f"allowed are {', '.join(PRECISIONS)}")
+    return name
+
+
+Size = Annotated[int, Field(gt=0, lt=1 << 40)]
+BatchRow = tuple[str, Annotated[tuple[Size, ...], Field(min_length=1)], Annotated[str, AfterValidator(_dtype)]]
+
+
 class Settings(BaseModel):
     """The arguments of `compile` that the programs do not contain."""
 
     model_config = ConfigDict(extra="forbid")
     optimizer: str  # OptimizerSpec as JSON
-    precision: str
+    precision: Annotated[str, AfterValidator(_precision)]
     seed: int
     stop_on_nan: bool = True
-    batch: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype of every leaf of the global batch
+    batch: Annotated[list[BatchRow], Field(min_length=1)]  # every leaf of the global batch
     flags: dict[str, str] = {}  # the batch's other leaves as text
     weights: str | None = None  # directory of safetensors
     ssd_dirs: list[str] = []  # one directory per SSD; empty: those of the hardware document
     ssd_verify: bool = False
-    timeout_s: float = 600.0  # until a silent device counts as lost
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # until a silent device counts as lost
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
 
 

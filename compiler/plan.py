@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
@@ -29,7 +29,7 @@ class Prediction(BaseModel):
     model_config = ConfigDict(extra="forbid")
     step_s: float
     peak_bytes: dict[str, int]
-    budget_bytes: dict[str, int]
+    budget_bytes: dict[str, Annotated[int, Field(gt=0)]]
     moved_bytes: dict[str, int]
     busy: dict[str, float]  # "gpu0 compute" -> share of the step
     bottleneck: str
@@ -38,6 +38,12 @@ class Prediction(BaseModel):
     loading_bytes: dict[str, int] = {}  # a host's DRAM -> all its bytes while weights are loaded
     bound_s: float = 0.0  # no plan for this machine with the same number of micro-batches takes less
     bound_by: str = ""
+
+    @model_validator(mode="after")
+    def _same_memories(self) -> Prediction:
+        if self.peak_bytes.keys() != self.budget_bytes.keys():
+            raise ValueError("peak_bytes and budget_bytes are of different memories")
+        return self
 
 
 class Rival(BaseModel):

@@ -33,7 +33,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     with open(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise Unreadable("is not a regular file")
-        yield file  # type: ignore[misc]
+        yield file
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

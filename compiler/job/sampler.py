@@ -143,6 +143,8 @@ class RankSampler(Sampler[list[int]]):
         Raises `CheckpointError` where that sampler read other data, or the same data in another order.
         """
         now = self.state_at(0, 0)
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"no state of a sampler: found {state!r:.60}")
         for key in now:
             if key not in state:
                 raise CheckpointError(f"no state of a sampler: found {', '.join(map(str, state)) or 'nothing'}")
@@ -151,7 +153,9 @@ class RankSampler(Sampler[list[int]]):
                     f"the sampler was saved with {key}={state[key]!r}, this one has {now[key]!r}; resume with the same "
                     "data set, shuffle and seed, or begin anew with another sampler"
                 )
-        self._position = self._begin = self._begin_of_batch(int(state["position"]))
+        if not all(type(state[key]) is int and state[key] >= 0 for key in ("position", "epoch")):
+            raise CheckpointError(f"no position of a sampler: {state['position']!r:.60}, epoch {state['epoch']!r:.60}")
+        self._position = self._begin = self._begin_of_batch(state["position"])
 
     def handed_out(self, position: int) -> None:
         """Note that a pass has handed out the samples before `position`."""

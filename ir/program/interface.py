@@ -158,7 +158,8 @@ def _contradictions(interface: Interface) -> Iterator[str]:
             yield f"stage {name!r:.60} is called {spec.name!r:.60}"
         if spec.loss is not None and spec.loss not in {output.name for output in spec.outputs}:
             yield f"stage {name} has no output {spec.loss!r:.60} that could be the loss"
-        rows = (*spec.inputs, *spec.outputs, *spec.extra_outputs, *spec.params, *spec.buffers)
+        rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
+        rows += [*spec.params, *spec.buffers]
         yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
         numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
         if not all(0 <= number < math.inf for number in numbers):
@@ -169,8 +170,8 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):
             yield f"group {group!r:.60} has a member of no stage, or none of the {interface.num_devices} devices"
     lanes = interface.lanes
-    members = [device for lane in lanes for device in lane]
-    if lanes and sorted(members) != list(range(interface.world_size)):
+    devices = sorted(device for lane in lanes for device in lane)
+    if lanes and devices != list(range(interface.world_size)):
         yield f"the lanes are not {len(lanes)} times {interface.num_devices} different devices"
     if max(1, len(lanes)) % interface.shards:
         yield f"{len(lanes)} lanes cannot be cut into groups of {interface.shards}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state_shapes import Shape
+from .state_shapes import SMALL, Shape
 
 Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
@@ -60,6 +60,18 @@ def states_of(build: Build, shape: Shape) -> dict[str, Tensor]:
         param.grad = torch.ones_like(param)
         optimizer.step()
     return {name: s for name, s in optimizer.state[param].items() if isinstance(s, Tensor)}
+
+
+def state_kinds(build: Build, ndim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All states of one small parameter of `ndim` dimensions, numbers included, after one step and after two."""
+    param = tiny(SMALL[:ndim])
+    optimizer = build([param])
+    seen = []
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        seen.append({name: state for name, state in optimizer.state[param].items() if state is not None})
+    return seen[0], seen[1]
 
 
 def find_traits(build: Build, device: torch.device) -> Traits:

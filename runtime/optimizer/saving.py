@@ -1,4 +1,8 @@
-"""What a torch optimizer has beside its states, as plain data: groups (learning rate and the like) and schedule."""
+"""What a torch optimizer has beside its states, as plain data: groups (learning rate and the like) and schedule.
+
+Torch takes over whatever it is given: a schedule's state replaces attributes by name. So what was saved is compared
+with what a fresh optimizer has, and tried on a small parameter, before the run's own takes it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
-from .spec import MODES
+from .importable import tupled
+from .spec import MODES, OptimizerSpec
 
 MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param group: not saved
 
@@ -23,18 +28,78 @@ def saved_groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return rows[0] if len(rows) == 1 else {"groups": rows}
 
 
-def groups_in(saved: Mapping[str, Any], count: int) -> Sequence[Mapping[str, Any]]:
-    """The options that `saved_groups` gave, for each of `count` groups; nothing if nothing was saved.
+def saved_parts(
+    spec: OptimizerSpec, group: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    """The options that `saved_groups` gave, for each group; nothing if nothing was saved.
 
-    Raises `CheckpointError` if there were more or fewer groups.
+    Raises `CheckpointError` if there were more or fewer groups, or if these options and this state of the schedule are
+    not of the form that the optimizer has, or cannot be stepped with.
     """
-    found: Sequence[Mapping[str, Any]] = saved.get("groups", [saved] if saved else [])
+    optimizer = spec.build_tiny()
+    found, count = group.get("groups", [group] if group else []), len(optimizer.param_groups)
+    if not isinstance(found, list):
+        raise CheckpointError(f"the checkpoint's optimizer has groups that are no list: {found!r:.60}")
     if found and len(found) != count:
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(found)} parameter groups, this one {count}; compile with the "
             "param_groups with which it was saved"
         )
+    scheduler = spec.build_scheduler(optimizer)
+    now, first = saved_groups(optimizer), saved_schedule(scheduler)
+    for row, own in zip(found, now.get("groups", [now])):
+        _require_like(row, own, own, "the optimizer's group in the checkpoint", partial=True)
+    _step_twice(optimizer, scheduler)
+    if scheduler is not None and schedule:
+        _require_like(schedule, first, saved_schedule(scheduler), "the schedule in the checkpoint")
+    try:
+        for own, row in zip(optimizer.param_groups, found):
+            own.update({key: tupled(value) for key, value in row.items()})
+        if scheduler is not None and schedule:
+            scheduler.load_state_dict(dict(schedule))
+        _step_twice(optimizer, scheduler)
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"no step can be made with the checkpoint's optimizer or schedule: {error}") from error
     return found
+
+
+def _step_twice(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> None:
+    for _ in range(2):
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def _require_like(found: Any, first: Any, later: Any, where: str, partial: bool = False) -> None:
+    """Raise `CheckpointError` where plain data is of another form than what was seen `first` and some steps `later`.
+
+    Keys and lengths that differ between the two may differ in `found`; with `partial`, keys may be missing.
+    """
+    if isinstance(later, dict):
+        missing = [] if partial else [k for k in later if isinstance(found, dict) and k in first and k not in found]
+        strange = [k for k in found if k not in later] if isinstance(found, dict) else []
+        if not isinstance(found, dict) or missing or strange:
+            what = f"lacks {missing[0]!r}" if missing else f"has {strange[0] if strange else found!r:.60}"
+            raise CheckpointError(
+                f"{where} {what}, unlike this run's; it was altered or is of another version of torch."
+            )
+        for key, value in found.items():
+            _require_like(value, first.get(key, later[key]), later[key], f"{where}: {key}", partial)
+    elif isinstance(later, list):
+        fixed = isinstance(first, list) and len(first) == len(later)
+        if not isinstance(found, list) or (fixed and len(found) != len(later)):
+            raise CheckpointError(f"{where} is {found!r:.60}, where this run has {later!r:.60}")
+        for own, value in zip(later, found):
+            _require_like(value, own, own, where, partial)
+    elif not _same_kind(found, later) and not _same_kind(found, first):
+        raise CheckpointError(f"{where} is {found!r:.60}, where this run has {later!r:.60}")
+
+
+def _same_kind(found: Any, own: Any) -> bool:
+    if own is None:
+        return found is None or type(found) in (int, float)
+    numbers = (int, float)
+    return type(found) in numbers if type(own) in numbers else type(found) is type(own)
 
 
 def saved_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ir.errors import PlanError
 from .importable import loaded, path_and_kwargs, resolve, tupled
 from .param_groups import ParamGroup, make_groups
-from .probe import FAILURES, TINY, Build, Traits, find_traits, is_elementwise, states_of, tiny
+from .probe import FAILURES, TINY, Build, Traits, find_traits, is_elementwise, state_kinds, states_of, tiny
 from .state_shapes import Shape, StateRule, find_rules
 
 MODES = ("fused", "foreach")
@@ -205,6 +205,21 @@ class OptimizerSpec:
         """Whether each element is updated by its own gradients alone, so that a parameter may be updated in pieces."""
         return all(is_elementwise(build) for build in self._builds)
 
+    def state_kinds(self, name: str, ndim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The states of a small parameter of the group of `name`, after one step and after two."""
+        key = (self.group_of(name), ndim)
+        if key not in self._kinds:
+            self._kinds[key] = state_kinds(self._builds[key[0]], ndim)
+        return self._kinds[key]
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]]:
+        return {}
+
+    def build_tiny(self) -> torch.optim.Optimizer:
+        """An optimizer with all groups, each of one small parameter."""
+        return self._build([{"params": [tiny(TINY)], **loaded(group.options)} for group in self.all_groups])
+
     def check_shapes(self, shapes: Mapping[str, Shape]) -> None:
         """Raises `PlanError` naming the first parameter that the optimizer cannot step because of its dimensions."""
         tried: set[tuple[int, int]] = set()
@@ -261,14 +276,14 @@ class OptimizerSpec:
             self._try_scheduler()
 
     def _try_scheduler(self) -> None:
-        rows = [{"params": [tiny(TINY)], **loaded(group.options)} for group in self.all_groups]
-        optimizer = self._build(rows)
+        optimizer = self.build_tiny()
         try:
             scheduler = self.build_scheduler(optimizer)
         except FAILURES as error:
+            count = len(self.all_groups)
             raise PlanError(
                 f"lr_scheduler {self.scheduler_path} does not work with {self.scheduler_kwargs}: {error}; the "
-                f"optimizer has {len(rows)} parameter {'group' if len(rows) == 1 else 'groups'}"
+                f"optimizer has {count} parameter {'group' if count == 1 else 'groups'}"
             ) from error
         assert scheduler is not None
         if "metrics" in inspect.signature(scheduler.step).parameters:

@@ -20,7 +20,7 @@ from ...ir.errors import CheckpointError, PlanError
 from .gradients import times_in_full
 from .importable import tupled
 from .probe import Traits
-from .saving import groups_in, saved_groups, saved_schedule
+from .saving import saved_groups, saved_parts, saved_schedule
 from .snapshot import Snapshot, keep, put_back, room_bytes
 from .spec import OptimizerSpec
 
@@ -349,13 +349,11 @@ class StageOptimizer:
         rows = {}
         for i, name in enumerate(name for members in self._members for name in members):
             row = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
-            for key, value in row.items():
-                if isinstance(value, Tensor):
-                    row[key] = self._checked(name, key, value)
             if row:
-                rows[i] = row
+                self._require_kinds(name, row)
+                rows[i] = {key: self._checked(name, key, value) for key, value in row.items()}
         groups = self.optimizer.state_dict()["param_groups"]
-        for group, found in zip(groups, groups_in(state["group"], len(groups))):
+        for group, found in zip(groups, saved_parts(self.spec, state["group"], state["scheduler"] or {})):
             group.update({key: tupled(value) for key, value in found.items()})
         self.optimizer.load_state_dict({"state": rows, "param_groups": groups})
         for name in self.params:
@@ -365,9 +363,29 @@ class StageOptimizer:
         if self.scheduler is not None and state["scheduler"]:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
 
-    def _checked(self, name: str, key: str, value: Tensor) -> Tensor:
+    def _require_kinds(self, name: str, row: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` for states that the optimizer does not have, or not in that form."""
+        first, later = self.spec.state_kinds(name, self.params[name].dim())
+        strange = [key for key in row if key not in later] + [key for key in first if key not in row]
+        wrong = [key for key, value in row.items() if key in later and not _alike(value, later[key])]
+        if strange or wrong:
+            raise CheckpointError(
+                f"optimizer state {(strange or wrong)[0]!r:.60} of {name} is not as {self.spec.path} keeps it; it has "
+                f"{', '.join(later) or 'none'}"
+            )
+
+    def _checked(self, name: str, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         param = self.params[name]
         if value.numel() == param.numel() != 1 and value.shape != param.shape:
             found, want = list(value.shape), list(param.shape)
             raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
         return value.detach() if key in self.places.get(name, {}) else value.detach().clone()
+
+
+def _alike(value: Any, known: Any) -> bool:
+    """Whether a state is of the kind of a small parameter's: a tensor of one element or of more, a number."""
+    if isinstance(known, Tensor) or isinstance(value, Tensor):
+        return isinstance(known, Tensor) and isinstance(value, Tensor) and (known.numel() > 1 or value.numel() == 1)
+    return type(value) is type(known) or {type(value), type(known)} == {int, float}
