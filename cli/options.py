@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..ir.machine.hardware import Hardware
     from ..passes.draft import Draft
 
-REMEMBERED = "model.json"  # the file beside a written job that says how to make its model again
-
 
 @dataclass(frozen=True)
 class JobOptions:
@@ -178,18 +176,16 @@ class JobOptions:
 
     def remember(self, directory: Path) -> None:
         """Write a file beside a written job that says how to make its model again, for `penstock check --job`."""
-        names = ("model", "head", "labels", "dropout", "seed")
-        text = json.dumps({name: getattr(self, name) for name in names}, indent=1)
-        (directory / REMEMBERED).write_text(text + "\n")
+        from .remembered import Remembered
+
+        Remembered.model_validate(self, from_attributes=True).write(directory)
 
     @staticmethod
     def recall(directory: Path) -> JobOptions:
         """The options that `remember` wrote. Raises `PlanError` if there are none."""
-        path = directory / REMEMBERED
-        try:
-            return JobOptions(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise PlanError(f"{path}: not what `penstock plan --out` writes beside a job: {error}") from error
+        from .remembered import Remembered
+
+        return JobOptions(**Remembered.read(directory).model_dump())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
 from .table import alias_of, known_models
 
@@ -191,8 +192,8 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
     place = _place(base)
     if place is not None:
         try:
-            fields = json.loads(place.read_text())
-        except (OSError, ValueError) as error:
+            fields = read_json(place)
+        except Unreadable as error:
             raise PlanError(f"{place}: not the configuration of a model: {error}") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise PlanError(f"{place}: not the configuration of a model: it lacks the key 'model_type'")
