@@ -26,6 +26,7 @@ from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.processes.setup import TIMEOUT_S
+from .capture.loss import require_gradient
 from .capture.trace import trace
 from .folder import Folder, Settings, print_files
 from .garbage import rare_collections
@@ -209,7 +210,9 @@ def _capturer(
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         with unmarked(model):
-            return trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+            graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+        require_gradient(graph)
+        return graph
 
     return capture
 

@@ -5,13 +5,31 @@ A message names the argument or key, what was found, what is allowed, and the ne
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_STDLIB = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
+_LIBRARIES = ("site-packages", "dist-packages")
+
 
 class PenstockError(Exception):
     """Base of all errors raised on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks print instead of a traceback: the user's own lines, then the message."""
+        frames = [f for f in traceback.extract_tb(self.__traceback__) if _is_users(f.filename)]
+        lines = [line for text in traceback.format_list(frames) for line in text.rstrip("\n").split("\n")]
+        return [*lines, *"".join(traceback.format_exception_only(self)).rstrip("\n").split("\n")]
+
+
+def _is_users(file: str) -> bool:
+    tests = os.path.join(_OWN, "tests", "")
+    own = file.startswith(_OWN) and not file.startswith(tests)
+    installed = any(name in file.split(os.sep) for name in _LIBRARIES)
+    return not (own or installed or file.startswith(("<frozen", _STDLIB)))
 
 
 class CaptureError(PenstockError):

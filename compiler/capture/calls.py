@@ -1,19 +1,14 @@
 """What a call seen by the tracer becomes in the graph, and what is known about it without running it.
 
 In: the function object that torch hands to a `TorchFunctionMode`. Out: a `RecordedCall` (node kind and target), whether
-it draws random numbers, whether a module is a leaf, and the user's source line.
+it draws random numbers, and whether a module is a leaf.
 """
 
 from __future__ import annotations
 
-import linecache
 import operator
-import os
-import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -166,48 +161,3 @@ def _shape_of(module: nn.Module) -> tuple:
     shapes = {name: None if tensor is None else tensor.shape for name, tensor in tensors}
     plain = {k: v for k, v in module.__dict__.items() if k != "training" and not k.startswith("_")}
     return shapes, {k: v for k, v in plain.items() if isinstance(v, (bool, int, float, str, tuple))}
-
-
-class SourceLines:
-    """Finds the user's line: the innermost frame outside torch, Python's own library and `compiler/`."""
-
-    def __init__(self) -> None:
-        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        self.skip = tuple(os.path.join(d, "") for d in (os.path.dirname(torch.__file__), here))
-        self.stdlib = os.path.join(sysconfig.get_paths()["stdlib"], "")
-        self.known: dict[CodeType, bool] = {}
-        self.lines: dict[tuple[str, int], str] = {}
-
-    def is_users(self, code: CodeType) -> bool:
-        if code not in self.known:
-            self.known[code] = self.is_users_file(code.co_filename)
-        return self.known[code]
-
-    def is_users_file(self, file: str) -> bool:
-        stdlib = file.startswith(self.stdlib) and "site-packages" not in file
-        return not (stdlib or file.startswith(("<frozen", *self.skip)))
-
-    def text(self, file: str, line: int) -> str:
-        if (file, line) not in self.lines:
-            code = linecache.getline(file, line).strip()
-            self.lines[file, line] = f"{os.path.basename(file)}:{line}: {code}".rstrip(": ")
-        return self.lines[file, line]
-
-    def current(self) -> str:
-        """The innermost user frame of the running stack as "modeling.py:42: code", "" if there is none."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if self.is_users(frame.f_code):
-                return self.text(frame.f_code.co_filename, frame.f_lineno)
-            frame = frame.f_back
-        return ""
-
-    def of_traceback(self, traceback: TracebackType | None) -> str:
-        """The same for the innermost user frame of an exception."""
-        found = ""
-        while traceback is not None:
-            code = traceback.tb_frame.f_code
-            if self.is_users(code):
-                found = self.text(code.co_filename, traceback.tb_lineno)
-            traceback = traceback.tb_next
-        return found

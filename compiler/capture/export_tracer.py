@@ -22,9 +22,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.opgraph import OpGraph, build_module, missing_buffers
-from .calls import SourceLines
 from .guard import Borrowed, LossFn, TraceOptions, borrowed, replaced
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
+from .lines import SourceLines
+from .python_state import require_kept, state_of
 
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default)
 
@@ -44,8 +45,11 @@ class _Step(nn.Module):
         self.names = _Names()
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        modules = dict(self.model.named_modules())
+        before = state_of(modules, depth=0)  # what models set while they are exported lies deeper
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
         found = named_outputs(self.model, self.model(*args, **kwargs), TraceInputs(batch), self.loss_fn)
+        require_kept(before, state_of(modules, depth=0))
         self.names.found = list(found)
         return tuple(found.values())
 
@@ -89,7 +93,7 @@ def _export(step: _Step, inputs: TraceInputs, dynamic: bool) -> torch.export.Exp
         if kind is CheckpointFunction:
             return args[0](*args[2:])
         raise CaptureError(
-            f"{SourceLines().current()}\n  torch.export would trace through the custom autograd function "
+            f"{SourceLines().where()}\n  torch.export would trace through the custom autograd function "
             f"{kind.__name__} and lose its backward: let the recorder capture this model"
         )
 
@@ -272,7 +276,7 @@ class _Translation:
         for line in reversed(trace.splitlines()):
             if line.strip().startswith('File "'):
                 file, number = line.split('"')[1], line.partition(", line ")[2].partition(",")[0]
-                if self.lines.is_users_file(file):
+                if self.lines.is_shown_file(file):
                     return self.lines.text(file, int(number))
         return ""
 

@@ -6,7 +6,6 @@ made), the model is in training mode, and Hugging Face caches are off. All of it
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from .python_state import GlobalDraws
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -50,6 +50,23 @@ class Borrowed:
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
 
+    draws: GlobalDraws = field(default_factory=GlobalDraws)
+
+    def require_no_draws(self) -> None:
+        """Raise CaptureError if forward has drawn random numbers outside torch."""
+        found = self.draws.drawn_from()
+        if found:
+            raise CaptureError(
+                f"the model's forward draws from {found}: the outcome would be fixed for ever in the compiled program; "
+                "draw with torch.rand and torch.where, or turn the feature (layerdrop?) off"
+            )
+
+    def begin_again(self) -> None:
+        """Put back the parameters, buffers and submodules that forward has replaced, but nothing else."""
+        for module, attributes in self.saved:
+            for store in ("_parameters", "_buffers", "_modules"):
+                module.__dict__[store] = attributes[store].copy()
+
     def restart(self) -> None:
         """Forget what a run of forward has written into the modules."""
         for module, attributes in self.saved:
@@ -69,7 +86,7 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     configs = _configs(model)
     saved_configs = [(config, dict(config.__dict__)) for config in configs]
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    torch_state = torch.get_rng_state()
     try:
         _isolate(saved)
         _insert_fakes(model, held, fake_mode, options.param_dtype)
@@ -81,13 +98,9 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
         held.saved = [(module, dict(module.__dict__)) for module, _ in saved]
         held.restart()
         yield held
-        if random.getstate() != python_state:
-            raise CaptureError(
-                "the model's forward draws from Python's random module: the outcome would be fixed for ever in the "
-                "compiled program; draw with torch.rand and torch.where, or turn the feature (layerdrop?) off"
-            )
+        held.require_no_draws()
     finally:
-        random.setstate(python_state)
+        held.draws.restore()
         torch.set_rng_state(torch_state)
         for owner, attributes in [*saved, *saved_configs]:
             owner.__dict__.clear()

@@ -111,7 +111,7 @@ class Recorder(GraphWriter):
         if call.kind == "query":
             return self.run(func, args, kwargs)
         if call.kind == "refuse":
-            raise CaptureError(f"{self.lines.current()}\n  {call.target}")
+            raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
         args = (*reversed(args),) if call.reflected else args + call.extra
@@ -192,7 +192,7 @@ class Recorder(GraphWriter):
 
     def _value_needed(self) -> str:
         return (
-            f"{self.lines.current()}\n  this line needs the value of a tensor, but a program is compiled before any "
+            f"{self.lines.where()}\n  this line needs the value of a tensor, but a program is compiled before any "
             "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
             "numpy(), and fixed-size masks instead of nonzero() or boolean indexing; in a mixture of experts choose a "
             'batched implementation (transformers: model.set_experts_implementation("batched_mm"))'

@@ -29,6 +29,8 @@ class Replay(Recorder):
     `unused` are recorded nodes that nothing needs; evaluation may leave them out.
     """
 
+    now, then = "evaluation", "training"
+
     def __init__(self, recorded: Recorder, unused: set[fx.Node]):
         super().__init__(recorded.held, recorded.fake_mode)
         self.recorded, self.unused = recorded, unused
@@ -42,7 +44,7 @@ class Replay(Recorder):
         self.bind(self.placeholders[name], fake)
 
     def add_plain(self, op: str, target: Any, args: tuple, value: Any) -> fx.Node:
-        raise Misaligned(f"{self.lines.current()} uses {target}, which training does not")
+        raise Misaligned(f"{self.lines.current()} uses {target}, which {self.then} does not")
 
     def bind(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -56,7 +58,7 @@ class Replay(Recorder):
     ) -> Any:  # fmt: skip
         """Match a call with the next recorded one and return the recorded result."""
         touched, self.touched = self.touched, []
-        step = self._next(call)
+        step = self._next(call, args, kwargs)
         if run is None and step is not None:
             return step
         run = run or call.target
@@ -64,16 +66,18 @@ class Replay(Recorder):
         if step is None:
             result = self.run(run, exec_args, exec_kwargs)
             if has_tensor(result) or any(tensor._version != version for _, tensor, version in touched):
-                raise Misaligned(f"{self.lines.current()}: evaluation calls {_name(call)}, training {self._expected()}")
+                raise Misaligned(
+                    f"{self.lines.current()}: {self.now} calls {_name(call)}, {self.then} {self._expected()}"
+                )
             return result
         if call.target is torch._C._set_grad_enabled:
             self.run(run, exec_args, exec_kwargs)
-        if not (_same(args, step.args) and _same(kwargs, step.kwargs)):
+        if not (same(args, step.args) and same(kwargs, step.kwargs)):
             self._differ(step, args, kwargs, self.run(run, exec_args, exec_kwargs))
         self.bind(step, step.meta["val"])
         return step.meta["val"]
 
-    def _next(self, call: RecordedCall) -> fx.Node | None:
+    def _next(self, call: RecordedCall, args: Any, kwargs: Any) -> fx.Node | None:
         """The recorded step that this call repeats; only steps that evaluation may leave out are skipped."""
         for position in range(self.position, len(self.recorded.steps)):
             step = self.recorded.steps[position]
@@ -86,7 +90,9 @@ class Replay(Recorder):
 
     def _expected(self) -> str:
         left = [step for step in self.recorded.steps[self.position :] if step not in self.unused]
-        return f"{left[0].target} ({left[0].meta['source']})" if left else "nothing more"
+        if not left:
+            return "nothing more"
+        return f"{function_name(left[0].target, str(left[0].target))} ({left[0].meta['source']})"
 
     def _differ(self, step: fx.Node, args: Any, kwargs: Any, result: Any) -> None:
         if _nodes(args, kwargs) != _nodes(step.args, step.kwargs):
@@ -99,24 +105,26 @@ class Replay(Recorder):
     def finish(self, outputs: dict[str, torch.Tensor], expected: dict[str, fx.Node]) -> None:
         """Check that nothing is left over and that the outputs are the recorded ones."""
         if any(step not in self.unused for step in self.recorded.steps[self.position :]):
-            raise Misaligned(f"evaluation ends where training goes on with {self._expected()}")
+            raise Misaligned(f"{self.now} ends where {self.then} goes on with {self._expected()}")
         found = {name: self.node_of.get(id(value)) for name, value in outputs.items()}
         if found != expected:
-            raise Misaligned(f"evaluation returns {', '.join(found)}; training {', '.join(expected)}, or other values")
+            raise Misaligned(
+                f"{self.now} returns {', '.join(found)}; {self.then} {', '.join(expected)}, or other values"
+            )
 
 
 def _name(call: RecordedCall) -> str:
     return function_name(call.target, str(call.target))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Equal fx arguments; True and 1 differ, and a NaN equals itself."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, slice) and isinstance(b, slice):
-        return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
 
 

@@ -20,10 +20,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ...ir.errors import CaptureError
 from ...passes.graph.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
-from .calls import SourceLines
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
+from .lines import SourceLines
+from .python_state import REMEDY, state_of
 from .recorder import Recorder
+from .repeat import require_repeatable
 from .replay import Misaligned, Replay
 from .writer import Unrecordable
 
@@ -71,10 +73,13 @@ def trace(
         reason = error
     try:
         found = _export(model, example_inputs, options)
+        again = _export(model, example_inputs, options)
     except CaptureError as error:
         same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
         also = "" if same else f"\nand torch.export could not capture the model either: {error}"
         raise CaptureError(f"{reason}{also}") from reason.__cause__
+    if again.module.code != found.module.code:
+        raise CaptureError(f"{reason}\nand torch.export finds that forward does not do the same twice: {REMEDY}")
     found.fallback_reason = str(reason)
     return found
 
@@ -91,11 +96,13 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
     fake_mode = FakeTensorMode(shape_env=ShapeEnv() if options.dynamic else None)
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
     with borrowed(model, fake_mode, options) as held, _dispatch(options):
-        recorder = Recorder(held, fake_mode)
+        recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         outputs = _run(recorder, inputs, options.loss_fn)
+        held.require_no_draws()
         nodes = {name: recorder.tensor_node(value) for name, value in outputs.items()}
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)
+        require_repeatable(recorder, lambda again: _run(again, inputs, options.loss_fn), nodes, before)
         unused, removable = _unused(recorder.graph)
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:

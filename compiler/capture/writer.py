@@ -18,8 +18,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir.errors import CaptureError
-from .calls import SourceLines
 from .guard import Borrowed
+from .lines import SourceLines
 from .symbols import SizeNodes
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -111,8 +111,13 @@ class GraphWriter:
             return value.item() if isinstance(value, np.generic) else value.value
         if isinstance(value, range):
             return list(value)
+        if isinstance(value, torch.Generator):
+            raise CaptureError(
+                f"{self.lines.where()}\n  draws from a torch.Generator of its own, whose state no program has: leave "
+                "it out, and the numbers follow from the seed of compile"
+            )
         raise Unrecordable(
-            f"{self.lines.current()}\n  passes a {kind.__module__}.{kind.__name__} to a torch function; a program can "
+            f"{self.lines.where()}\n  passes a {kind.__module__}.{kind.__name__} to a torch function; a program can "
             "hold tensors, numbers, strings, dtypes, devices, slices and nests of them"
         )
 
@@ -120,7 +125,7 @@ class GraphWriter:
         try:
             return self.sizes.node(value)
         except NotImplementedError as error:
-            raise Unrecordable(f"{self.lines.current()}\n  {error}") from error
+            raise Unrecordable(f"{self.lines.where()}\n  {error}") from error
 
     def tensor_node(self, tensor: torch.Tensor) -> fx.Node:
         """The node that holds a tensor; parameters, buffers and foreign tensors get a get_attr node."""
@@ -144,11 +149,11 @@ class GraphWriter:
     def _constant(self, tensor: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
         """A tensor that is no input, parameter or buffer: kept with the graph under a name of its own."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_wrapped(tensor):
-            raise Unrecordable(f"{self.lines.current()}\n  uses a tensor that was made where the recorder cannot see")
+            raise Unrecordable(f"{self.lines.where()}\n  uses a tensor that was made where the recorder cannot see")
         if id(tensor) not in self.constant_of:
             if tensor.requires_grad:
                 raise CaptureError(
-                    f"{self.lines.current()}\n  uses a trainable tensor of shape {list(tensor.shape)} that is not "
+                    f"{self.lines.where()}\n  uses a trainable tensor of shape {list(tensor.shape)} that is not "
                     "registered in the model: assign it as an nn.Parameter attribute of a module"
                 )
             name = f"_constant{len(self.constants)}"

@@ -49,6 +49,7 @@ from .state import (
     state_dict_of,
     sync_model,
 )
+from .watch import Watch
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Job:
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
         self._feed = Feed(model, shape, folder.interface, device)
+        self._watch = Watch(model, folder.interface)
 
     # --- what it is
 
@@ -158,8 +160,10 @@ class Job:
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`
         after a whole step; `WorkerError` or `BudgetExceeded` where the step broke off: then only `resume` or `close` is
         possible. Ctrl-C raises KeyboardInterrupt after the step, on all ranks after the same one; a second Ctrl-C
-        breaks the step off. Raises `PlanError` after `close`.
+        breaks the step off. Raises `PlanError` after `close`, and where `requires_grad` of a parameter is another than
+        at compile.
         """
+        self._watch.require_unchanged()
         leaves = self._given("step", batch)
         driver = self.driver
         with finishing("step"):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
+from penstock.ir import units
 from penstock.ir.errors import (
     DoesNotFit,
     PenstockError,
@@ -50,3 +54,30 @@ def test_what_is_none_of_ours_says_whose_it_is() -> None:
     assert isinstance(found, WorkerError)
     assert str(found) == "device 1 (cpu1): ValueError: rank 1: no such value"
     assert "Traceback" in found.remote and found.device == 1
+
+
+def test_a_notebook_shows_the_users_lines_and_the_message() -> None:
+    """IPython asks an exception for `_render_traceback_` and prints the lines that it returns."""
+    try:
+        _raise_from_within()
+    except PenstockError as error:
+        lines = error._render_traceback_()
+    text = "\n".join(lines)
+    assert "in _raise_from_within" in text and "test_errors.py" in text
+    assert "units.py" not in text
+    assert lines[-2:] == ["penstock.ir.errors.WorkerError: device 1 failed", "  in line 7"]
+    assert all("\n" not in line for line in lines)
+
+
+def _raise_from_within() -> None:
+    namespace: dict[str, Any] = {}
+    code = "def fail(error):\n    raise error\n"
+    exec(compile(code, units.__file__, "exec"), namespace)  # a frame of the package itself
+    namespace["fail"](WorkerError("device 1 failed\n  in line 7"))
+
+
+def test_a_plain_interpreter_shows_what_it_always_does() -> None:
+    code = "from penstock.errors import PlanError\nraise PlanError('no such plan')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert run.stderr.splitlines()[-1] == "penstock.ir.errors.PlanError: no such plan"
