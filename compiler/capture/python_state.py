@@ -21,8 +21,8 @@ from torch import nn
 from ...ir.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_OPAQUE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_OPAQUE += (torch.SymInt, torch.SymFloat, torch.SymBool)
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_OPAQUE = (torch.Tensor, nn.Module, torch.SymInt, torch.SymFloat, torch.SymBool, *_CODE)
 _DEPTH = 3  # of containers and of objects that are neither modules nor tensors
 _OWN = {"_parameters", "_buffers", "_modules", "training"}  # tensors, modules and modes: looked at elsewhere
 
