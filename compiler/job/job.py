@@ -49,7 +49,7 @@ from .state import (
     state_dict_of,
     sync_model,
 )
-from .watch import Watch
+from .taken import Taken
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Job:
         shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
         self._feed = Feed(model, shape, folder.interface, device)
-        self._watch = Watch(model, folder.interface)
+        self._taken = Taken(model, folder.interface)
 
     # --- what it is
 
@@ -163,7 +163,7 @@ class Job:
         breaks the step off. Raises `PlanError` after `close`, and where `requires_grad` of a parameter is another than
         at compile.
         """
-        self._watch.require_unchanged()
+        self._taken.require_unchanged()
         leaves = self._given("step", batch)
         driver = self.driver
         with finishing("step"):

@@ -8,7 +8,7 @@ from ...ir.errors import PlanError
 from ...ir.program import Interface
 
 
-class Watch:
+class Taken:
     """Compares a model with what its plan was made for, at every step and cheaply."""
 
     def __init__(self, model: nn.Module, interface: Interface):
