@@ -31,16 +31,16 @@ def _check(options: JobOptions, steps: int) -> CheckReport:
     return check(job, model, batches)
 
 
-def check_written(directory: Path, options: JobOptions, steps: int) -> CheckReport:
+def check_written(directory: Path, options: JobOptions, steps: int, trust: bool = False) -> CheckReport:
     """Check the files of a directory, also after an edit, on the model that they were planned for.
 
-    `options.model` names the model if the directory does not.
+    `options.model` names the model if the directory does not. For `trust` see `penstock.load`.
     """
     from ..compiler import api
 
     named = (options if options.model is not None else JobOptions.recall(directory)).named_model()
     model = named.in_memory(options.seed)
-    job = api.load(directory, model)
+    job = api.load(directory, model, trust=trust)
     job.folder.settings = job.folder.settings.model_copy(update={"weights": None})  # the model has them
     shapes = {name: shape for name, shape, _ in job.folder.settings.batch}
     if "input_ids" not in shapes:

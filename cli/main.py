@@ -119,12 +119,13 @@ def check(
     options: JobOptions,
     job: Annotated[Path | None, typer.Option(help="a directory that `penstock plan --out` wrote")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 3,
+    trust: Annotated[bool, typer.Option("--trust", help="run the files of --job as they stand")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train by the plan and by plain PyTorch on the same seeds and compare. Exit code 1 where they differ."""
     from .check_job import check_named, check_written
 
-    report = check_named(options, steps) if job is None else check_written(job, options, steps)
+    report = check_named(options, steps) if job is None else check_written(job, options, steps, trust)
     if as_json:
         print(json.dumps(dataclasses.asdict(report) | {"passed": report.passed}, indent=1))
     else:

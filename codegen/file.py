@@ -16,12 +16,11 @@ from ..ir import ops
 from ..ir.calls import op_of
 from ..ir.program import Program, line_numbers, program_lines
 from ..runtime.device.file import device_file_name
+from ..runtime.source.homes import BASES
 from .block_source import BlockLibrary
 from .imports import Imports
 from .paths import camel_case
 from .stage_source import StageSource
-
-BASES = "from penstock.runtime.modules import Scope, Stage"
 
 
 @dataclass(frozen=True)

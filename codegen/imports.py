@@ -10,8 +10,6 @@ import builtins
 import functools
 import importlib
 import inspect
-import math
-import operator
 import sys
 import textwrap
 import types
@@ -19,22 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..ir.errors import CaptureError
+from ..runtime.source.homes import HOMES, STANDING
 
-# Where a function's readable name is looked for, in this order.
-_HOMES: tuple[tuple[str, types.ModuleType], ...] = (
-    ("torch", torch),
-    ("F", F),
-    ("torch.special", torch.special),
-    ("torch.linalg", torch.linalg),
-    ("torch.fft", torch.fft),
-    ("torch.sparse", torch.sparse),
-    ("math", math),
-    ("operator", operator),
-)
-STANDING = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
 TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "step", "evaluate", "rt", "batch", "self"}
 
 
@@ -160,7 +146,7 @@ class Imports:
 def _public_names() -> dict[int, tuple[str, str]]:
     """id of a public function to its (home, name), the first home and the function's own name preferred."""
     found: dict[int, tuple[str, str]] = {}
-    for home, module in _HOMES:
+    for home, module in HOMES:
         for name, value in vars(module).items():
             if callable(value) and not name.startswith("_") and not isinstance(value, type):
                 is_own = getattr(value, "__name__", "") == name

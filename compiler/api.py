@@ -21,11 +21,13 @@ from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
 from ..passes.schedule.schedule_async import ScheduleAsync
-from ..runtime.device.file import open_directory
+from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
+from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
+from ..runtime.source.trust import OWN, Trust
 from .capture.loss import require_gradient
 from .capture.trace import trace
 from .folder import Folder, Settings, print_files
@@ -159,7 +161,7 @@ def compile(
         return found
 
     ties = best.draft.graph.ties()
-    return Job(model, folder, best.draft.programs, ties=ties, records=best.records, help_finder=helps)
+    return Job(model, folder, best.draft.programs, ties=ties, records=best.records, help_finder=helps, trust=OWN)
 
 
 def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
@@ -247,22 +249,36 @@ def _model_name(model: nn.Module) -> str:
     return f"{name}, {params / 1e6:.1f} M parameters"
 
 
-def load(directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path] | None = None) -> Job:
+def load(
+    directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path] | None = None, *, trust: bool = False
+) -> Job:
     """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs` replaces its directories.
 
-    The files are read back as programs and verified before anything runs. Raises `VerifyError` with file and line where
-    an edit would deadlock, overrun a memory or lose a value; `PlanError` where a file is missing.
+    The files are read back as programs and verified before anything runs; their classes are run only where they hold
+    no more than `compile` prints. `trust`: run the files as they stand, and import what settings.json names, because
+    their author may run code here. Raises `VerifyError` with file and line where an edit would deadlock, overrun a
+    memory or lose a value, or goes beyond what is printed; `PlanError` where a file is missing.
     """
-    folder, programs = read_programs(directory)
+    folder, files = _read(directory)
     _check_model(model, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
-    return Job(model, folder, programs, ties=ties_of(model), directory=directory)
+    trusted = OWN if trust else Trust.here(folder.files.values())
+    read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
+    open_directory(directory, folder.interface, trusted)
+    programs = [file.step for file in files]
+    return Job(model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted)
 
 
 def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
-    """The files that `load` reads, verified, without the model: enough to simulate them. Raises as `load` does."""
+    """The programs that `load` reads, verified, without the model: enough to simulate them. No file is run. Raises as
+    `load` does."""
+    folder, files = _read(directory)
+    return folder, [file.step for file in files]
+
+
+def _read(directory: str | Path) -> tuple[Folder, list[ProgramFile]]:
     folder = Folder.read(directory)
-    files = open_directory(directory, folder.interface)
+    files = read_directory(directory, folder.interface)
     programs = [file.step for file in files]
     evaluation = [file.evaluate for file in files if file.evaluate is not None]
     try:
@@ -276,7 +292,7 @@ def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
         path = files[error.device or 0].path
         place = f"{path}:{error.line}" if error.line else str(path)
         raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
-    return folder, programs
+    return folder, files
 
 
 def _check_model(model: nn.Module, folder: Folder) -> None:

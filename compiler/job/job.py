@@ -26,6 +26,7 @@ from ...runtime.processes.rehearse import rehearse
 from ...runtime.processes.setup import RunSetup
 from ...runtime.processes.torchrun import TorchrunDriver
 from ...runtime.simulate import Straggler, Timeline, find_stragglers, simulate
+from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import durable, pretrained
 from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
@@ -95,12 +96,13 @@ class Job:
         records: Sequence[PassRecord] = (),
         help_finder: Callable[[], list[Help]] | None = None,
         directory: str | Path | None = None,
+        trust: Trust = ONLY_VERIFIED,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
         self.last: StepReport | None = None
         self.step_count = 0
-        self._ties, self._records = dict(ties), records
+        self._ties, self._records, self._trust = dict(ties), records, trust
         self._help_finder = help_finder
         self._helps: list[Help] | None = None
         self._directory = Path(directory) if directory is not None else None
@@ -327,6 +329,7 @@ class Job:
             timeout_s=settings.timeout_s,
             ssd_dirs=settings.ssd_dirs,
             ssd_verify=settings.ssd_verify,
+            trust=self._trust,
         )
 
     def _source(self) -> WeightSource:

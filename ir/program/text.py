@@ -94,10 +94,15 @@ def parse_program(text: str, interface: Interface, device: int, function: str = 
         tree = ast.parse(text)
     except SyntaxError as error:
         raise VerifyError(f"line {error.lineno}: not Python: {error.msg}", device=device, line=error.lineno) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise VerifyError(f"not Python that can be read: {type(error).__name__}: {error}", device=device) from error
     found = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == function]
     if len(found) != 1:
         raise VerifyError(f"expected one function `{function}(rt, batch)`, found {len(found)}", device=device)
-    return _Parser(text, interface, device, function).run(found[0])
+    try:
+        return _Parser(text, interface, device, function).run(found[0])
+    except RecursionError as error:
+        raise VerifyError("an expression is nested too deeply to be read", device=device) from error
 
 
 class _Parser:
@@ -134,6 +139,8 @@ class _Parser:
         if len(names) != len(parts):
             self.fail(statement, "results must be plain names")
         for name in names:
+            if name == "rt":
+                self.fail(statement, "`rt` is the runtime; a value needs another name")
             if name in self.names:
                 self.fail(statement, f"`{name}` is already a value; every value has one name and is produced once")
         return names
@@ -152,6 +159,8 @@ class _Parser:
             self.fail(statement, f"no op `{call.func.attr}`; there are {', '.join(ops.ALL)}")
         assert op is not None
         args = tuple(self.value(a) for a in call.args)
+        if any(k.arg is None for k in call.keywords):
+            self.fail(statement, "`**` is no argument of an op")
         kwargs = {str(k.arg): self.value(k.value) for k in call.keywords}
         try:
             nodes = self.program.emit(op, *args, names=names, **kwargs)
@@ -176,7 +185,11 @@ class _Parser:
         if isinstance(expression, ast.List | ast.Tuple):
             return [self.value(item) for item in expression.elts]
         if isinstance(expression, ast.Dict):
-            return {self.value(k): self.value(v) for k, v in zip(expression.keys, expression.values)}
+            keys = [
+                k.value if isinstance(k, ast.Constant) else self.fail(expression, "keys are literals")
+                for k in expression.keys
+            ]
+            return {key: self.value(v) for key, v in zip(keys, expression.values)}
         try:
             return ast.literal_eval(expression)  # type: ignore[arg-type]
         except (ValueError, TypeError):

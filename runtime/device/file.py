@@ -1,6 +1,7 @@
-"""A directory of generated files, read back: programs parsed, stage classes imported, both from the very same text.
+"""A directory of generated files, read back: programs parsed, stage classes defined, both from the very same text.
 
-In: the directory of `write_directory`, perhaps edited by a person. Out: one `DeviceFile` per device. A wrong edit
+In: the directory of `write_directory`, perhaps edited by a person, perhaps written by a stranger. Out: per device one
+`ProgramFile`, of which nothing has run, or one `DeviceFile`, whose classes were verified before they ran. A wrong edit
 raises `VerifyError` with the file and the line.
 """
 
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,22 +23,21 @@ from torch import nn
 from ...ir.documents import Unreadable, read_text
 from ...ir.errors import VerifyError
 from ...ir.program import Interface, Program, StageSpec, parse_program
+from ..source.file import run_verified
+from ..source.trust import ONLY_VERIFIED, Trust
 
 INTERFACE_FILE = "interface.json"
-FUNCTIONS = ("step", "evaluate")
 StageClass = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class DeviceFile:
-    """One device's file: its text, the programs it holds, its functions, and the classes of the stages that it runs."""
+class ProgramFile:
+    """One device's file as data: its text and the programs it holds."""
 
     device: int
     path: Path
     text: str
     programs: Mapping[str, Program]
-    functions: Mapping[str, Callable[..., Any]]
-    stages: Mapping[str, StageClass]
 
     @property
     def step(self) -> Program:
@@ -48,21 +47,41 @@ class DeviceFile:
     def evaluate(self) -> Program | None:
         return self.programs.get("evaluate")
 
+
+@dataclass(frozen=True)
+class DeviceFile(ProgramFile):
+    """One device's file that has run: also its functions, and the classes of the stages that the device runs."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    stages: Mapping[str, StageClass]
+
     def build(self, stage: str) -> nn.Module:
         """The stage's module on the meta device: names and shapes, no memory."""
         with torch.device("meta"):
             return self.stages[stage]()
 
 
-def open_directory(directory: str | Path, interface: Interface | None = None) -> list[DeviceFile]:
-    """Every device's file, in order. `interface` defaults to the directory's own interface.json.
+def read_directory(directory: str | Path, interface: Interface) -> list[ProgramFile]:
+    """Every device's programs, in order; nothing is run. Raises VerifyError as `open_directory` does."""
+    paths = [Path(directory, device_file_name(i)) for i in range(interface.num_devices)]
+    return [read_device_file(path, interface, device) for device, path in enumerate(paths)]
 
-    Raises VerifyError if a file is missing or is not a program of this interface.
+
+def open_directory(
+    directory: str | Path, interface: Interface | None = None, trust: Trust | None = None
+) -> list[DeviceFile]:
+    """Every device's file, in order. `interface` defaults to the directory's own interface.json, `trust` to trust in
+    what this process has imported.
+
+    Raises VerifyError if a file is missing, is not a program of this interface, or goes beyond what `trust` allows.
     """
     folder = Path(directory)
     if interface is None:
         interface = _interface(folder / INTERFACE_FILE)
-    return [open_device_file(folder / device_file_name(i), interface, i) for i in range(interface.num_devices)]
+    read = read_directory(folder, interface)
+    if trust is None:
+        trust = Trust.here(file.text for file in read)
+    return [_run(file, interface, trust) for file in read]
 
 
 def _interface(path: Path) -> Interface:
@@ -74,18 +93,38 @@ def _interface(path: Path) -> Interface:
         raise VerifyError(f"{path}: not an interface: {error}") from error
 
 
-def open_device_file(path: str | Path, interface: Interface, device: int) -> DeviceFile:
-    """One device's file. Raises VerifyError with the file and the line if it is not what `interface` needs."""
+def read_device_file(path: str | Path, interface: Interface, device: int) -> ProgramFile:
+    """One device's programs. Raises VerifyError with the file and the line if they are not what `interface` needs."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"device {device}: cannot read {path}: {error}", device=device) from error
-    programs = _parse(path, text, interface, device)
-    module = _execute(path, text, device)
-    stages = _stages(path, text, module, interface, device)
-    functions = {name: getattr(module, name) for name in programs}
-    return DeviceFile(device, path, text, programs, functions, stages)
+    return ProgramFile(device, path, text, _parse(path, text, interface, device))
+
+
+def open_device_file(path: str | Path, interface: Interface, device: int, trust: Trust = ONLY_VERIFIED) -> DeviceFile:
+    """One device's file. Raises VerifyError with the file and the line if it is not what `interface` needs, or goes
+    beyond what `trust` allows."""
+    return _run(read_device_file(path, interface, device), interface, trust)
+
+
+def _run(file: ProgramFile, interface: Interface, trust: Trust) -> DeviceFile:
+    path, text, device = file.path, file.text, file.device
+    try:
+        scope = _execute(path, text, device) if trust.whole else run_verified(path, text, trust)
+    except VerifyError as error:
+        if error.device is not None:
+            raise
+        raise _placed(path, error, device) from error
+    stages = _stages(path, text, scope, interface, device)
+    functions = {name: scope[name] for name in file.programs}
+    return DeviceFile(device, path, text, file.programs, functions, stages)
+
+
+def _placed(path: Path, error: VerifyError, device: int) -> VerifyError:
+    place = f"{path}:{error.line}" if error.line else str(path)
+    return VerifyError(f"{place}: {error}", device=device, line=error.line)
 
 
 def device_file_name(device: int) -> str:
@@ -98,13 +137,12 @@ def _parse(path: Path, text: str, interface: Interface, device: int) -> dict[str
         if any(isinstance(f, ast.FunctionDef) and f.name == "evaluate" for f in ast.parse(text).body):
             programs["evaluate"] = parse_program(text, interface, device, "evaluate")
     except VerifyError as error:
-        place = f"{path}:{error.line}" if error.line else str(path)
-        raise VerifyError(f"{place}: {error}", device=device, line=error.line) from error
+        raise _placed(path, error, device) from error
     return programs
 
 
-def _execute(path: Path, text: str, device: int) -> ModuleType:
-    """Import the text itself, not a bytecode cache of it, as a module with a name of its own."""
+def _execute(path: Path, text: str, device: int) -> dict[str, Any]:
+    """Import the text as it stands, not a bytecode cache of it, as a module with a name of its own."""
     digest = hashlib.sha256(f"{path.resolve()}\n{text}".encode()).hexdigest()
     name = f"penstock_generated_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -112,11 +150,11 @@ def _execute(path: Path, text: str, device: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        exec(compile(text, str(path), "exec"), module.__dict__)
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
         raise _failed(path, error, device, "importing the file") from error
-    return module
+    return vars(module)
 
 
 def _failed(path: Path, error: Exception, device: int, doing: str, at: int | None = None) -> VerifyError:
@@ -128,8 +166,10 @@ def _failed(path: Path, error: Exception, device: int, doing: str, at: int | Non
     return VerifyError(f"{place}: {doing} failed: {type(error).__name__}: {error}{code}", device=device, line=line)
 
 
-def _stages(path: Path, text: str, module: ModuleType, interface: Interface, device: int) -> dict[str, StageClass]:
-    table = getattr(module, "STAGES", None)
+def _stages(
+    path: Path, text: str, scope: Mapping[str, Any], interface: Interface, device: int
+) -> dict[str, StageClass]:
+    table = scope.get("STAGES")
     if not isinstance(table, dict):
         raise VerifyError(f'{path}: no STAGES = {{"stage0": Stage0, ...}} at the end of the classes', device=device)
     lines = _lines_of(text)

@@ -9,6 +9,7 @@ from typing import Any
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.program import Interface, place_of
 from ..optimizer.spec import OptimizerSpec
+from ..source.trust import OWN, Trust
 from .file import DeviceFile, open_device_file
 from .pacing import Paces
 
@@ -32,7 +33,8 @@ class HostShare:
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """Everything that one device needs to start. `file`: its generated file, a program of `interface`."""
+    """Everything that one device needs to start. `file`: its generated file, a program of `interface`; `trust`: how far
+    what else stands in it may run."""
 
     index: int
     file: Path
@@ -44,6 +46,7 @@ class DeviceSetup:
     timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
     share: HostShare = HostShare()
     paces: Paces = field(default_factory=Paces)
+    trust: Trust = OWN
 
     @property
     def spec(self) -> Device:
@@ -57,7 +60,7 @@ class DeviceSetup:
 
     def open_file(self) -> DeviceFile:
         """See `open_device_file`."""
-        return open_device_file(self.file, self.interface, place_of(self.interface, self.index)[1])
+        return open_device_file(self.file, self.interface, place_of(self.interface, self.index)[1], self.trust)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -67,6 +70,7 @@ class DeviceSetup:
             "hardware": self.hardware.model_dump(mode="json"),
             "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
             "share": asdict(self.share),
+            "trust": asdict(self.trust),
             "paces": self.paces.to_json(),
         }
 
@@ -78,6 +82,7 @@ class DeviceSetup:
             "hardware": Hardware.from_any(raw["hardware"]),
             "optimizer": None if raw["optimizer"] is None else OptimizerSpec.from_json(raw["optimizer"]),
             "share": HostShare(**{**raw["share"], "ssd_dirs": tuple(raw["share"]["ssd_dirs"])}),
+            "trust": Trust(raw["trust"]["whole"], tuple(raw["trust"]["modules"])),
             "paces": Paces.from_json(raw["paces"]),
         }
         return DeviceSetup(**{**raw, **typed})

@@ -30,6 +30,7 @@ from torch import Tensor
 from ...ir.program import Interface, ParamSpec, StageSpec, TensorSpec
 from ..device.file import INTERFACE_FILE, DeviceFile, open_device_file
 from ..device.host import keep_freed_memory
+from ..source.trust import OWN
 from ..stage.runner import StageRunner
 from .detect import usable_cores
 from .waiting import waited_s
@@ -160,7 +161,7 @@ def time_stages(folder: str, device: torch.device, precision: str, world: int = 
     together, shares_cores = world > 1, world * torch.get_num_threads() > usable_cores()
     interface = Interface.from_json(Path(folder, INTERFACE_FILE).read_text(encoding="utf-8"))
     rows = json.loads(Path(folder, ROWS_FILE).read_text(encoding="utf-8"))
-    file = open_device_file(Path(folder, "device0.py"), interface, 0)
+    file = open_device_file(Path(folder, "device0.py"), interface, 0, OWN)
     found = {}
     for name, spec in interface.stages.items():
         if together:

@@ -21,10 +21,11 @@ from ...ir.program import (
     place_of,
     profile_memory,
 )
-from ..device.file import FUNCTIONS
 from ..device.setup import TIMEOUT_S, DeviceSetup, HostShare
 from ..emulate.throttle import SharedTransfers, shared_transfers
 from ..optimizer.stage_optimizer import OptimizerSpec
+from ..source.file import FUNCTIONS
+from ..source.trust import OWN, Trust
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RunSetup:
     """Everything that the devices need to start. `files` has one generated file per device of a lane, in their order.
 
     `ssd_dirs` are directories for files, one per SSD, the same on every host; by default each host's own in the
-    hardware document. `ssd_verify` checks everything that is read from SSD.
+    hardware document. `ssd_verify` checks everything that is read from SSD. `trust`: how far the files may run.
     """
 
     files: Sequence[Path]
@@ -44,6 +45,7 @@ class RunSetup:
     timeout_s: float = TIMEOUT_S  # until a silent peer counts as lost
     ssd_dirs: Sequence[str] = ()
     ssd_verify: bool = False
+    trust: Trust = OWN
 
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
@@ -122,6 +124,7 @@ class RunSetup:
             self.seed,
             self.timeout_s,
             share,
+            trust=self.trust,
         )
 
     def ssd_dirs_of(self, host: int) -> list[str]:

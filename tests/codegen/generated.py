@@ -18,6 +18,7 @@ from penstock.passes.graph import coarsen
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.stages import PlannedStage, build_stages
 from penstock.runtime.device.file import INTERFACE_FILE, DeviceFile, open_directory
+from penstock.runtime.source.trust import Trust
 
 HEADER = Header(model="a model", hardware="a machine")
 
@@ -31,9 +32,9 @@ class Generated:
     interface: Interface
     text: str
 
-    def load(self, folder: Path) -> DeviceFile:
+    def load(self, folder: Path, trust: Trust | None = None) -> DeviceFile:
         write_directory(folder, {0: self.text}, {INTERFACE_FILE: self.interface.to_json()})
-        return open_directory(folder)[0]
+        return open_directory(folder, trust=trust)[0]
 
 
 def generate(model: nn.Module, batch: Any, num_stages: int = 1) -> Generated:

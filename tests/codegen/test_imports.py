@@ -12,7 +12,8 @@ from torch import nn
 
 from penstock.codegen import imports as imports_module
 from penstock.codegen.imports import Imports, is_importable
-from penstock.ir.errors import CaptureError
+from penstock.ir.errors import CaptureError, VerifyError
+from penstock.runtime.source.trust import OWN
 from penstock.tests.codegen.generated import eager, equal, generate, gradients, run
 
 FACTOR = 0.5
@@ -61,7 +62,9 @@ def test_the_source_of_a_script_s_class_goes_along(unimportable: None, tmp_path:
     assert "class Halved(torch.autograd.Function):" in generated.text
     assert "FACTOR = 0.5" in generated.text
     assert "import math" in generated.text
-    file = generated.load(tmp_path)
+    with pytest.raises(VerifyError, match=r"class Halved: a class derives from Scope or Stage|`FACTOR = 0.5`"):
+        generated.load(tmp_path)
+    file = generated.load(tmp_path, OWN)
     outcomes = []
     for is_generated in (False, True):
         model.zero_grad(set_to_none=True)

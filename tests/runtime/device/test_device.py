@@ -24,6 +24,7 @@ from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
 from penstock.runtime.device.session import DeviceSession, StepResult
 from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.source.trust import OWN
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.generated_files import write_chain
 
@@ -299,7 +300,7 @@ def test_a_file_without_stages_is_refused(tmp_path: Path) -> None:
     (path,) = write_chain(tmp_path, [program], WIDTH)
     path.write_text(path.read_text().replace("STAGES", "Stages"))
     with pytest.raises(VerifyError, match="no STAGES"):
-        open_device_file(path, program.interface, 0)
+        open_device_file(path, program.interface, 0, OWN)
 
 
 def test_a_silent_peer_is_an_error_in_time(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from penstock.ir.errors import VerifyError
 from penstock.runtime.device.file import open_device_file, open_directory
+from penstock.runtime.source.trust import OWN
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
 
@@ -52,13 +53,15 @@ def test_an_edit_is_what_runs_even_in_the_same_second(generated: Generated, tmp_
         ("        x = self.embed(ids)  ", "        x = = self.embed(ids)  ", "x = = self", "not Python"),
         ("    return {}", "    rt.teleport(batch)\n    return {}", "rt.teleport", "no op `teleport`"),
         ("    return {}", "    for i in range(3): rt.free()", "for i in range(3): rt", "only `names = rt.op"),
-        ("import torch\n", "import torch\nimport no_such_module\n", "import no_such", "ModuleNotFoundError"),
-        ("self.embed = nn.Embedding(8, 4)", "self.embed = nn.Embeding(8, 4)", "nn.Embeding", "AttributeError"),
+        ("import torch\n", "import torch\nimport no_such_module\n", "import no_such", "imports torch, math, operator"),
+        ("self.embed = nn.Embedding(8, 4)", "self.embed = nn.Embeding(8, 4)", "nn.Embeding", "`nn` has no 'Embeding'"),
+        ("torch.tanh(", "torch.tanhh(", "torch.tanhh", "`torch` has no 'tanhh'"),
         ("nn.Embedding(8, 4)", "nn.Embedding(8, 5)", "class Stage0", r"embed.weight of stage0 is \[8, 4\]"),
-        ("self.register_buffer(", "self.register_buffers(", "self.register_buffers(", "building Stage0 failed"),
+        ("nn.Embedding(8, 4)", "nn.Embedding(8)", "nn.Embedding(8)", "building Stage0 failed: TypeError"),
+        ("self.register_buffer(", "self.register_buffers(", "self.register_buffers(", "nothing that is printed"),
         ('("scale", torch', '("scales", torch', "class Stage0", "but Stage0 lacks it"),
         ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage7": Stage0}', "STAGES =", "there are stage0"),
-        ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage0": nn.Linear}', "STAGES =", "building Linear failed"),
+        ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage0": nn.Linear}', "STAGES =", "not a class of this file"),
     ],
 )
 def test_a_wrong_edit_is_refused_with_its_place(
@@ -70,6 +73,36 @@ def test_a_wrong_edit_is_refused_with_its_place(
     assert caught.value.line == line_of(path, marked)
     assert f"{path}:{caught.value.line}" in str(caught.value)
     assert caught.value.device == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "marked", "message"),
+    [
+        ("import torch\n", "import torch\nimport no_such_module\n", "import no_such", "ModuleNotFoundError"),
+        ("self.embed = nn.Embedding(8, 4)", "self.embed = nn.Embeding(8, 4)", "nn.Embeding", "AttributeError"),
+        ("self.register_buffer(", "self.register_buffers(", "self.register_buffers(", "building Stage0 failed"),
+        ('STAGES = {"stage0": Stage0}', 'STAGES = {"stage0": nn.Linear}', "STAGES =", "building Linear failed"),
+    ],
+)
+def test_a_wrong_edit_of_a_trusted_file_is_refused_with_its_place(
+    generated: Generated, tmp_path: Path, old: str, new: str, marked: str, message: str
+) -> None:
+    path = edit(generated, tmp_path, old, new)
+    with pytest.raises(VerifyError, match=message) as caught:
+        open_device_file(path, generated.interface, 0, OWN)
+    assert caught.value.line == line_of(path, marked)
+
+
+def test_only_a_trusted_file_runs_what_is_never_printed(
+    generated: Generated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = edit(generated, tmp_path, "\nSTAGES =", "\nprint('here')\n\nSTAGES =")
+    with pytest.raises(VerifyError, match=r"`print\('here'\)`: a file holds its imports.*trust=True") as caught:
+        open_device_file(path, generated.interface, 0)
+    assert caught.value.line == line_of(path, "print(")
+    assert capsys.readouterr().out == ""
+    open_device_file(path, generated.interface, 0, OWN)
+    assert capsys.readouterr().out == "here\n"
 
 
 def test_missing_parts_are_named(generated: Generated, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.profile import distinct, samples
 from penstock.runtime.device.file import open_device_file
 from penstock.runtime.measure import blocks as measure_blocks
+from penstock.runtime.source.trust import OWN
 from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import apply, draft_of, traced
 from penstock.tests.zoo import token_batch, zoo
@@ -40,7 +41,7 @@ def test_every_kind_of_block_can_be_timed(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
     rows = json.loads((folder / "rows.json").read_text())
-    file = open_device_file(folder / "device0.py", interface, 0)
+    file = open_device_file(folder / "device0.py", interface, 0, OWN)
     for stage, spec in interface.stages.items():
         found = measure_blocks.time_stage(file, spec, rows[stage], CPU, "fp32", slice_s=0.0)
         assert len(found) == 3 + bool(spec.saved) and all(0 < x < math.inf for x in found)
@@ -51,7 +52,7 @@ def test_a_round_is_both_forwards_and_a_backward_that_reaches_every_weight(
 ) -> None:
     folder = folder_of("gpt2", tmp_path)
     interface = Interface.from_json((folder / "interface.json").read_text())
-    file = open_device_file(folder / "device0.py", interface, 0)
+    file = open_device_file(folder / "device0.py", interface, 0, OWN)
     forwards: list[bool | list[str]] = []
     grads: list[dict[str, Any]] = []
     forward, backward = StageRunner.forward, StageRunner.backward
@@ -87,7 +88,7 @@ def test_low_precision_computes_as_its_plan_says(tmp_path: Path) -> None:
     write_samples(tmp_path, samples(graph, blocks, distinct(blocks)))
     interface = Interface.from_json((tmp_path / "interface.json").read_text())
     assert {param.dtype for spec in interface.stages.values() for param in spec.params} == {"bfloat16"}
-    file = open_device_file(tmp_path / "device0.py", interface, 0)
+    file = open_device_file(tmp_path / "device0.py", interface, 0, OWN)
     assert len(measure_blocks.time_stage(file, interface.stages["stage2"], {}, CPU, "bf16", slice_s=0.0)) == 4
 
 

@@ -1,0 +1,84 @@
+"""The `forward` of a stage or block: assignments, calls, loops over equal blocks, `with`, `del`, and one `return`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+
+from .expressions import ExpressionCheck, is_member_chain, is_self
+from .names import FileNames, refuse, shown
+
+
+def check_forward(function: ast.FunctionDef, names: FileNames, members: set[str]) -> None:
+    """Raises `VerifyError` where the function goes beyond what is printed."""
+    values = {argument.arg for argument in function.args.args[1:]}
+    values |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    for name in sorted(values):
+        if name != "_":
+            names.check_new(function, name)
+    *body, last = function.body
+    check = _ForwardCheck(ExpressionCheck(names, values, members))
+    check.body(body)
+    if not isinstance(last, ast.Return) or last.value is None:
+        refuse(last, "`forward` ends with `return ...`", beyond=False)
+    check.expressions.value(last.value)
+
+
+class _ForwardCheck:
+    def __init__(self, expressions: ExpressionCheck):
+        self.expressions = expressions
+        self.kinds: dict[type[ast.stmt], Callable[..., None]] = {
+            ast.Assign: self._assign,
+            ast.AugAssign: self._change,
+            ast.Expr: self._call,
+            ast.For: self._for,
+            ast.With: self._with,
+            ast.Delete: self._delete,
+        }
+
+    def body(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            kind = self.kinds.get(type(statement))
+            if kind is None:
+                refuse(statement, f"{shown(statement)}: a statement of this kind is never printed")
+            kind(statement)
+
+    def _assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                self._target(part)
+        self.expressions.value(node.value)
+
+    def _target(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Subscript) and not is_self(node.value):
+            self.expressions.all(node.value, node.slice)
+        elif not isinstance(node, ast.Name):
+            refuse(node, f"{shown(node)}: a forward assigns to names and to parts of tensors only")
+
+    def _change(self, node: ast.AugAssign) -> None:
+        if is_member_chain(node.target):
+            self.expressions.member(node.target)
+        else:
+            self._target(node.target)
+        self.expressions.value(node.value)
+
+    def _call(self, node: ast.Expr) -> None:
+        self.expressions.value(node.value)
+
+    def _for(self, node: ast.For) -> None:
+        if not isinstance(node.target, ast.Name) or node.orelse:
+            refuse(node, f"{shown(node)}: only `for i in range(...)` is printed")
+        self.expressions.value(node.iter)
+        self.body(node.body)
+
+    def _with(self, node: ast.With) -> None:
+        for item in node.items:
+            if item.optional_vars is not None:
+                refuse(node, f"{shown(node)}: `with ... as` is never printed")
+            self.expressions.context(item.context_expr)
+        self.body(node.body)
+
+    def _delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if not isinstance(target, ast.Name):
+                refuse(node, f"{shown(node)}: only names are deleted")

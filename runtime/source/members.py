@@ -1,0 +1,131 @@
+"""The `__init__` of a stage or block: it builds members from torch's own layers, empty tensors and the file's classes.
+
+Every argument is plain data, so that what it builds can be read off the text.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from . import allowed
+from .expressions import ExpressionCheck, is_member_chain
+from .names import FileNames, refuse, shown
+
+_FIRST = "super().__init__()"
+
+
+def check_init(function: ast.FunctionDef, names: FileNames) -> set[str]:
+    """The names of the members that the function defines. Raises `VerifyError` where it goes beyond what is printed."""
+    first, *rest = function.body
+    if ast.unparse(first) != _FIRST:
+        refuse(first, f"`__init__` begins with {_FIRST}", beyond=False)
+    check = _InitCheck(names, _loop_names(rest))
+    check.body(rest)
+    return check.members
+
+
+def _loop_names(body: Sequence[ast.stmt]) -> set[str]:
+    return {s.target.id for s in body if isinstance(s, ast.For) and isinstance(s.target, ast.Name)}
+
+
+class _InitCheck:
+    def __init__(self, names: FileNames, indices: set[str]):
+        self.names = names
+        self.members: set[str] = set()
+        self.expressions = ExpressionCheck(names, indices, self.members)
+        for name in indices:
+            names.check_new(ast.Name(name), name)
+
+    def body(self, statements: Sequence[ast.stmt]) -> None:
+        for node in statements:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                self._define(node.targets[0])
+                self._member(node.value)
+            elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and not node.orelse:
+                self.expressions.value(node.iter)
+                self.body(node.body)
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                self._call(node.value)
+            else:
+                refuse(node, f"{shown(node)}: a statement of this kind is never printed in `__init__`")
+
+    def _define(self, target: ast.expr) -> None:
+        if not isinstance(target, ast.Attribute | ast.Subscript) or not is_member_chain(target):
+            refuse(target, f"{shown(target)}: `__init__` defines members of `self` only")
+        self.expressions.member(target)
+        if isinstance(target, ast.Attribute):
+            if not allowed.is_member(target.attr):
+                refuse(target, f"`.{target.attr}` cannot be a member: modules have it themselves")
+            self.members.add(target.attr)
+
+    def _member(self, node: ast.expr) -> None:
+        """What a member is: a module, a parameter, or another member (a tie)."""
+        if is_member_chain(node):
+            self.expressions.member(node)
+            return
+        if not isinstance(node, ast.Call):
+            refuse(node, f"{shown(node)} is no member that is printed")
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr in ("to", "requires_grad_"):
+            self._arguments(node)
+            self._member(function.value)
+        elif isinstance(function, ast.Name) and (function.id in self.names.blocks or function.id == "Scope"):
+            if node.args or node.keywords:
+                refuse(node, f"{shown(node)}: {function.id} takes no arguments", beyond=False)
+        elif self.names.root(function) is not None:
+            self._build(node)
+        else:
+            refuse(node, f"{shown(node)} is no member that is printed")
+
+    def _build(self, node: ast.Call) -> None:
+        found = self.names.find(node.func)
+        if found is nn.Parameter:
+            for argument in node.args:
+                self._tensor(argument)
+            self._arguments(ast.Call(node.func, [], node.keywords))
+        elif allowed.is_layer(found):
+            self._arguments(node)
+        else:
+            refuse(node, f"{shown(node.func)} is none of torch's layers")
+
+    def _tensor(self, node: ast.expr) -> None:
+        """An empty tensor, or a tensor that is a member already."""
+        if is_member_chain(node):
+            self.expressions.member(node)
+        elif isinstance(node, ast.Call) and self._is_empty(node.func):
+            self._arguments(node)
+        else:
+            refuse(node, f"{shown(node)}: tensors begin as torch.empty(...)")
+
+    def _is_empty(self, function: ast.expr) -> bool:
+        return self.names.root(function) is not None and self.names.find(function) is torch.empty
+
+    def _arguments(self, node: ast.Call) -> None:
+        for given in node.keywords:
+            if given.arg is None:
+                refuse(given.value, "`**` is nothing that is printed")
+        for argument in (*node.args, *(given.value for given in node.keywords)):
+            if any(isinstance(part, ast.Call) for part in ast.walk(argument)):
+                refuse(argument, f"{shown(argument)}: arguments of a member are plain data")
+            self.expressions.value(argument)
+
+    def _call(self, node: ast.Call) -> None:
+        function = node.func
+        if not isinstance(function, ast.Attribute) or not is_member_chain(function):
+            refuse(node, f"{shown(node)} is nothing that is printed in `__init__`")
+        self.expressions.member(function.value)
+        if function.attr == "requires_grad_":
+            self._arguments(node)
+        elif function.attr == "register_buffer" and len(node.args) == 2:
+            name, tensor = node.args
+            if not (isinstance(name, ast.Constant) and isinstance(name.value, str) and allowed.is_member(name.value)):
+                refuse(node, f"{shown(name)} cannot be the name of a buffer")
+            self.members.add(name.value)
+            self._tensor(tensor)
+            self._arguments(ast.Call(function, [], node.keywords))
+        else:
+            refuse(node, f"`.{function.attr}(...)` is nothing that is printed in `__init__`")
