@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -65,6 +66,25 @@ def saving(directory: str | os.PathLike[str], need_bytes: int = 0) -> Iterator[P
     except BaseException:
         abort(temporary)
         raise
+
+
+def take_along(old: Path, temporary: Path, replaced: re.Pattern[str] | None = None) -> None:
+    """Link (or else copy) what others have put into the old directory into the new one, but for names that are there
+    already or match `replaced`."""
+    for path in old.iterdir() if old.is_dir() else ():
+        if (temporary / path.name).exists() or (replaced is not None and replaced.fullmatch(path.name)):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, temporary / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(str(path), str(temporary / path.name))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def settle(target: Path) -> None:

@@ -16,7 +16,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,11 @@ from torch import Tensor, nn
 from ...ir.program import StageSpec
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
 from . import durable
+from .adapters import names_to_save, save_adapters
 from .tensor_file import FilePlan, create_file, fill_file, plan_file
-from .weight_files import INDEX_FILE, SINGLE_FILE
+from .weight_files import INDEX_FILE, REPLACED, SINGLE_FILE
 from .weights import LiveWeights, WeightSource
-
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
+from .wrapped import PEFT, TRANSFORMERS, is_a, module_to_save
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def plan_layout(model: nn.Module, max_shard_bytes: int = 5 * 10**9) -> WeightsLa
         chosen = tuple(key for key in chosen if not any(p.fullmatch(key) for p in ignored))
         keys |= dict.fromkeys(groups[canonical], chosen)
         rows |= dict.fromkeys(chosen, (tensors[canonical].dtype, tensors[canonical].shape))
-        if not _of_transformers(model):
+        if not is_a(model, TRANSFORMERS):
             metadata |= {alias: canonical for alias in groups[canonical][1:]}
     shards = _split(rows, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [_numbered(i, len(shards)) for i in range(len(shards))]
@@ -128,9 +127,16 @@ def finish(
         if len(layout.files) > 1:
             durable.write_text(temporary / INDEX_FILE, _index(layout))
         _write_config(temporary, model)
-        _take_along(Path(directory).resolve(), temporary)
+        durable.take_along(Path(directory).resolve(), temporary, REPLACED)
     durable.replace(temporary, directory)
     return Path(directory)
+
+
+def require_readable(model: nn.Module) -> None:
+    """Raise the `PlanError` of `save_pretrained` for a model whose files nothing would read back."""
+    saved = module_to_save(model)
+    if is_a(saved.module, PEFT):
+        names_to_save(saved)
 
 
 def save_pretrained(
@@ -143,18 +149,26 @@ def save_pretrained(
 ) -> Path:
     """Write a trained model from one process; `stages` yields (stage, weights, buffers), one stage at a time.
 
-    `model` gives names, ties, dtypes and configuration, and may be on the meta device. See `finish` for `source`.
-    Raises `CheckpointError` if the disk is full or cannot be written; `directory` then stays as it was.
+    `model` gives names, ties, dtypes and configuration, and may be on the meta device. See `finish` for `source`. Of a
+    wrapper that adds no tensor, what it wraps is written; of a PeftModel its adapters.
+
+    Raises `PlanError` for a model whose files nothing would read back, `CheckpointError` if the disk is full or cannot
+    be written; `directory` then stays as it was.
     """
-    layout = plan_layout(model, max_shard_bytes)
+    saved = module_to_save(model)
+    inside = saved.source(LiveWeights(model) if source is None else source)
+    if is_a(saved.module, PEFT):
+        return save_adapters(Path(directory), stages, saved, inside)
+    layout = plan_layout(saved.module, max_shard_bytes)
     temporary = begin(directory, layout)
     try:
         written: set[str] = set()
         for spec, weights, buffers in stages:
             owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
-            tensors = {name: tensor for name, tensor in {**weights, **buffers}.items() if name in owned}
+            both = {**weights, **buffers}
+            tensors = {saved.names[name]: tensor for name, tensor in both.items() if name in owned}
             written |= write_stage(temporary, tensors, layout)
-        return finish(temporary, directory, layout, written, model, source)
+        return finish(temporary, directory, layout, written, saved.module, inside)
     except BaseException:
         durable.abort(temporary)
         raise
@@ -165,7 +179,7 @@ def _keys_to_write(model: nn.Module, names: list[str]) -> tuple[str, ...]:
 
     A tie that the model's configuration does not know is written under every name, or loading would miss one.
     """
-    if not _of_transformers(model):
+    if not is_a(model, TRANSFORMERS):
         return (names[0],)
     patterns = [
         f"{path}.{pattern}" if path else pattern
@@ -174,10 +188,6 @@ def _keys_to_write(model: nn.Module, names: list[str]) -> tuple[str, ...]:
     ]
     kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
     return tuple(kept or names[:1]) if len(names) > 1 else (names[0],)
-
-
-def _of_transformers(model: nn.Module) -> bool:
-    return callable(getattr(getattr(model, "config", None), "save_pretrained", None)) and hasattr(model, "can_generate")
 
 
 def _split(
@@ -207,7 +217,7 @@ def _index(layout: WeightsLayout) -> str:
 
 def _write_config(temporary: Path, model: nn.Module) -> None:
     """The configuration as transformers writes it, without touching the user's own."""
-    if not _of_transformers(model):
+    if not is_a(model, TRANSFORMERS):
         return
     hf: Any = model
     config = copy.deepcopy(hf.config)
@@ -216,21 +226,3 @@ def _write_config(temporary: Path, model: nn.Module) -> None:
     config.save_pretrained(temporary)
     if hf.can_generate() and getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(temporary)
-
-
-def _take_along(old: Path, temporary: Path) -> None:
-    """Link (or else copy) the files that others have put into the old directory into the new one."""
-    for path in old.iterdir() if old.is_dir() else ():
-        if _OURS.fullmatch(path.name):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, temporary / path.name, symlinks=True, copy_function=_link)
-        else:
-            _link(str(path), str(temporary / path.name))
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)

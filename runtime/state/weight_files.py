@@ -18,6 +18,10 @@ from .tensor_file import TensorFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# The files of an earlier save, which a loader would take for parts of a later one.
+REPLACED = re.compile(
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_|adapter_)?config\.json"
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""Which module's files a save consists of: the model's, or those of the one library model that a wrapper holds.
+
+`torch.compile`, data parallelism and a user's module that only calls a model add names in front and nothing else; what
+they hold is written as if it stood alone. A wrapper with tensors of its own is no library's model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from ..model_names import named_tensors, never_saved
+from .weights import WeightSource
+
+TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
+PEFT = ("peft.peft_model", "PeftModel")
+MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class SavedModule:
+    """A module to write, and for each name of a tensor in the model its name there."""
+
+    module: nn.Module
+    names: dict[str, str]
+
+    def source(self, whole: WeightSource) -> WeightSource:
+        """The model's source of weights under the module's names."""
+        return _Renamed(whole, self)
+
+
+class _Renamed(WeightSource):
+    def __init__(self, whole: WeightSource, saved: SavedModule):
+        self._whole = whole
+        self._names = {inner: outer for outer, inner in reversed(saved.names.items())}
+        self.ties = {
+            inner: saved.names[whole.ties[outer]] for inner, outer in self._names.items() if outer in whole.ties
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._whole.read(self._names[name])
+
+    def is_shared(self, name: str) -> bool:
+        return self._whole.is_shared(self._names[name])
+
+
+def is_a(model: nn.Module, kind: tuple[str, str]) -> bool:
+    """Whether a model is of a library's class, or of one derived from it; the library is not imported."""
+    return any((cls.__module__, cls.__qualname__) == kind for cls in type(model).__mro__)
+
+
+def module_to_save(model: nn.Module) -> SavedModule:
+    """Raises `PlanError` for a model whose files no `from_pretrained` would read back."""
+    found = dict(_library_models(model, ""))
+    if not found:
+        return SavedModule(model, {name: name for name in named_tensors(model)})
+    path, inner = next(iter(found.items()))
+    own, theirs, unsaved = named_tensors(model), named_tensors(inner), never_saved(model)
+    places = {id(tensor): name for name, tensor in reversed(theirs.items())}
+    extra = [name for name, tensor in own.items() if id(tensor) not in places and name not in unsaved]
+    if extra or len(found) > 1:
+        raise PlanError(_why_not(model, found, extra))
+    _require_own_reader(inner, path)
+    if is_a(inner, TRANSFORMERS):
+        _require_readable(inner, path)
+    front = f"{path}." if path else ""
+    names = {}
+    for name, tensor in own.items():
+        stripped = name.removeprefix(front)
+        names[name] = stripped if name.startswith(front) and stripped in theirs else places.get(id(tensor), name)
+    return SavedModule(inner, names)
+
+
+def _library_models(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that have a `from_pretrained` of their own, each once."""
+    reader = next((cls for cls in type(module).__mro__ if "from_pretrained" in vars(cls)), None)
+    if reader is not None and not reader.__module__.startswith("torch."):  # as nn.Embedding has
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _library_models(child, f"{path}.{name}" if path else name)
+
+
+def _why_not(model: nn.Module, found: dict[str, nn.Module], extra: list[str]) -> str:
+    held = ", ".join(f"{type(inner).__name__} as {path!r}" for path, inner in found.items())
+    path = next(iter(found))
+    beside = f" and {_some(extra)} beside" if extra else ""
+    return (
+        f"save_pretrained: {type(model).__name__} holds {held}{beside}: no from_pretrained reads such files back. Call "
+        f"job.sync(), then model.{path}.save_pretrained(directory) for that part and torch.save(model.state_dict(), "
+        "file) for all; job.state_dict() gives all without sync"
+    )
+
+
+def _require_own_reader(inner: nn.Module, path: str) -> None:
+    """Raise `PlanError` for a library whose files are not known here."""
+    if is_a(inner, PEFT) or (is_a(inner, TRANSFORMERS) and not getattr(inner, "_hf_peft_config_loaded", False)):
+        return
+    what = "with adapters in it" if is_a(inner, TRANSFORMERS) else "which is not of transformers"
+    raise PlanError(
+        f"save_pretrained: {type(inner).__name__}, {what}, is written by its own library alone: call job.sync(), then "
+        f"{_place(path)}.save_pretrained(directory)"
+    )
+
+
+def _require_readable(inner: nn.Module, path: str) -> None:
+    """Raise `PlanError` where the model that `from_pretrained` builds of class and configuration has no place for a
+    tensor: someone has put parts in, or exchanged some."""
+    twin = _built_again(inner)
+    if twin is None:
+        return
+    own, other = _saved_shapes(inner), _saved_shapes(twin)
+    wrong = [f"{name} {list(shape)}" for name, shape in own.items() if other.get(name) != shape]
+    if wrong:
+        raise PlanError(
+            f"save_pretrained: {type(inner).__name__}.from_pretrained builds the model of its config, which differs in "
+            f"{_some(wrong)}, so that these would start anew. Where the config can say it (num_labels, vocab_size), "
+            f"set it; otherwise call job.sync() and torch.save({_place(path)}.state_dict(), file)"
+        )
+
+
+def _built_again(inner: nn.Module) -> nn.Module | None:
+    """The class with nothing but a copy of the configuration, on meta; None where it takes more, as `from_pretrained`
+    of it will."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            made: nn.Module = type(inner)(copy.deepcopy(inner.config))
+            return made
+    except Exception:  # whatever the constructor of anybody's class raises
+        return None
+
+
+def _saved_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    unsaved = never_saved(module)
+    return {name: tuple(t.shape) for name, t in named_tensors(module).items() if name not in unsaved}
+
+
+def _place(path: str) -> str:
+    return f"model.{path}" if path else "model"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
