@@ -16,7 +16,7 @@ from torch import nn
 from ..ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import PRECISIONS
-from ..ir.program import Program, lane_of
+from ..ir.program import HookCall, Program, lane_of
 from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
@@ -24,6 +24,7 @@ from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
+from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
@@ -133,7 +134,7 @@ def compile(
         found = _find(model, capture, machine, wishes)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
-    _check_shards(made, spec)
+    _check_shards(made, spec, best.draft.graph.hooks)
     schedule = best.candidate.find(ScheduleAsync)
     if schedule is not None and schedule.weights == "predict":
         require_rule(spec)
@@ -186,8 +187,16 @@ def _check_timeout(timeout_s: Any) -> None:
         raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
 
 
-def _check_shards(plan: Plan, optimizer: OptimizerSpec) -> None:
-    if plan.decisions.mesh and plan.decisions.mesh.shards > 1 and not optimizer.is_elementwise():
+def _check_shards(plan: Plan, optimizer: OptimizerSpec, hooks: Mapping[str, tuple[HookCall, ...]]) -> None:
+    if plan.decisions.mesh is None or plan.decisions.mesh.shards == 1:
+        return
+    unkept = [name for name, hook in hooks.items() if bool(hooked(hook, torch.zeros(())))]
+    if unkept:
+        raise PassError(
+            f"insert-shard: the gradient hook of {unkept[0]} makes something else of zero, with which the pieces of a "
+            'parameter are filled up. Use a hook that keeps zeros, or another strategy, such as "mobius"'
+        )
+    if not optimizer.is_elementwise():
         raise PassError(
             f"insert-shard: every device updates a piece of each parameter, but {optimizer.path} looks at whole "
             'parameters. Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'

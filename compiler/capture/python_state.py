@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,33 @@ def state_of(modules: Mapping[str, nn.Module], depth: int = _DEPTH) -> State:
         for name, value in vars(module).items()
         if name not in _OWN
     }
+
+
+def values_of(function: Callable[..., Any]) -> State:
+    """The plain values that a function, a method or a callable object closes over."""
+    while isinstance(function, partial):
+        function = function.func
+    inner = getattr(function, "__func__", function)
+    cells = {name: cell.cell_contents for name, cell in _cells(inner)}
+    code = getattr(inner, "__code__", None)
+    cells |= {name: inner.__globals__[name] for name in (code.co_names if code else ()) if name in inner.__globals__}
+    owner = getattr(function, "__self__", function)
+    if owner is not function or code is None:
+        cells |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+    numbers = {name: float(v) for name, v in cells.items() if isinstance(v, torch.Tensor) and _is_number(v)}
+    walk = _Walk()
+    return {("", name): walk.plain(value, _DEPTH) for name, value in (cells | numbers).items()}
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and not tensor.is_meta and not tensor.is_complex()
+
+
+def _cells(function: Any) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
+    for name, cell in zip(names, getattr(function, "__closure__", None) or ()):
+        if cell != CellType():  # not yet filled
+            yield name, cell
 
 
 def changed(before: State, after: State) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ...ir.errors import CaptureError
 from ...passes.graph.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
+from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 from .lines import SourceLines
@@ -62,7 +63,14 @@ def trace(
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
     if tracer not in ("auto", "recorder", "export"):
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
+    hooks = hooks_of(model)
     options = TraceOptions(loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training)
+    found = _captured(model, example_inputs, options, tracer)
+    found.hooks = hooks
+    return found
+
+
+def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, tracer: str) -> OpGraph:
     if tracer == "export":
         return _export(model, example_inputs, options)
     try:

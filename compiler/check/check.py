@@ -21,6 +21,7 @@ from ...ir.machine.hardware import Hardware
 from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
+from ..capture.gradient_hooks import hooks_of
 from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
@@ -151,6 +152,7 @@ def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any]) -> _
         micro_batches=job.plan.micro_batches,
         precision=job.plan.precision,
         max_grad_norm=job.plan.max_grad_norm,
+        hooks=hooks_of(job.model),
     )
     losses = [eager.step(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)) for batch in batches]
     end = {name: p.detach() for name, p in eager.masters.items()}

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map
 
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
+from ...ir.program import HookCall, ParamSpec
 from ...passes.draft import Draft, Options
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.opgraph import OpGraph
 from ...runtime.optimizer.gradients import LossScale
+from ...runtime.optimizer.hooks import run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.runner import micro_batch_seed
 from ..capture.guard import LossFn
@@ -42,6 +44,7 @@ class Eager:
         micro_batches: int,
         precision: str = "fp32",
         max_grad_norm: float | None = None,
+        hooks: Mapping[str, tuple[HookCall, ...]] | None = None,
     ):
         self.model, self.run = model, run
         self.micro_batches, self.precision, self.max_grad_norm = micro_batches, PRECISIONS[precision], max_grad_norm
@@ -55,6 +58,9 @@ class Eager:
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
         self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)
+        # a copy of a model has no hooks
+        named = {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self.params.items()}
+        self.hooked = [ParamSpec(name, *named[name], hook=hook) for name, hook in (hooks or {}).items()]
         self.loss_scale = LossScale() if self.precision.scales_loss else LossScale(1.0)
         self.step_count = 0
         self.gradients: dict[str, Tensor] = {}
@@ -67,6 +73,7 @@ class Eager:
             loss.backward(torch.full_like(loss, self.loss_scale.scale / self.micro_batches))
             losses.append(loss.detach().float())
         grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+        run_hooks(self.hooked, grads, self.loss_scale.scale)
         finite = not self.precision.scales_loss or all(bool(g.isfinite().all()) for g in grads.values())
         if finite:
             self._update(grads)

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...ir.program import Interface
+from ...ir.program import Interface, ParamSpec
+from ..capture.gradient_hooks import own_hooks, traced
+from ..capture.python_state import values_of
 
 
 class Taken:
-    """Compares a model with what its plan was made for, at every step and cheaply."""
+    """Compares a model with what its plan was made for, at every step and cheaply.
+
+    A plan that is loaded brings its gradient hooks: the model may have none, or the same ones.
+    """
 
     def __init__(self, model: nn.Module, interface: Interface):
-        trained = {p.name: p.requires_grad for spec in interface.stages.values() for p in spec.params}
-        self._places = []  # where each parameter is registered, its name, and whether the plan trains it
-        for name, wanted in trained.items():
-            path, _, key = name.rpartition(".")
-            self._places.append((model.get_submodule(path)._parameters, key, name, wanted))
+        self._places = []  # where each parameter is registered, and what the plan knows of it
+        for spec in {p.name: p for stage in interface.stages.values() for p in stage.params}.values():
+            path, _, key = spec.name.rpartition(".")
+            self._places.append((model.get_submodule(path)._parameters, key, spec))
+        self._known: dict[str, Any] = {}  # parameter -> its hooks, and what these close over, when last looked at
+        params = [(param, spec) for store, key, spec in self._places if (param := store.get(key)) is not None]
+        if any(own_hooks(param) for param, _ in params):
+            self._require_hooks([row for row in params if row[0].requires_grad])
 
     def require_unchanged(self) -> None:
-        """Raises `PlanError` naming a parameter whose `requires_grad` is another than that of the plan."""
-        for store, key, name, wanted in self._places:
-            param = store.get(key)
-            if param is not None and param.requires_grad != wanted:
+        """Raises `PlanError` naming a parameter whose `requires_grad`, or whose gradient hooks, are other than those of
+        the plan."""
+        params = [(param, spec) for store, key, spec in self._places if (param := store.get(key)) is not None]
+        for param, spec in params:
+            if param.requires_grad != spec.requires_grad:
+                wanted = spec.requires_grad
                 raise PlanError(
-                    f"{name}.requires_grad is {param.requires_grad} now, but the plan was made with {wanted}, and "
+                    f"{spec.name}.requires_grad is {param.requires_grad} now, but the plan was made with {wanted}, and "
                     f"{'trains it' if wanted else 'keeps it frozen'}: set it back with requires_grad_({wanted}), or "
                     "sync the job and compile the model again"
                 )
+        hooked = [row for row in params if row[0]._backward_hooks or row[0]._post_accumulate_grad_hooks]
+        if hooked or self._known:
+            self._require_hooks([(p, spec) for p, spec in (params if self._known else hooked) if spec.requires_grad])
+
+    def _require_hooks(self, params: list[tuple[nn.Parameter, ParamSpec]]) -> None:
+        for param, spec in params:
+            now = {key: values_of(hook) for key, hook in own_hooks(param).items()}
+            if self._known.get(spec.name) != now:
+                if traced(spec.name, param) != spec.hook:
+                    raise PlanError(_other_hooks(spec, param))
+                self._known[spec.name] = now
+
+
+def _other_hooks(spec: ParamSpec, param: nn.Parameter) -> str:
+    now = ", ".join(map(str, traced(spec.name, param))) or "none"
+    return (
+        f"the gradient hooks of {spec.name} are {now} now, but the plan was made with "
+        f"{', '.join(map(str, spec.hook)) or 'none'}: sync the job and compile the model again"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .names import COMPUTE, CPU, DEVICE, DRAM, TRAINING
 from .record import Context, Op, Value, Work, want
 
-__all__ = ["clip", "norm", "redo", "step", "update_traffic"]
+__all__ = ["clip", "hook", "norm", "redo", "step", "update_traffic"]
 
 
 def _where(value: Value) -> str:
@@ -32,6 +32,30 @@ norm = Op(
     lambda ctx, *grads: Work(
         COMPUTE if _memory_of(grads) == DEVICE else CPU, traffic_bytes=sum(g.bytes for g in grads), launches=1
     ),
+    allowed_in=TRAINING,
+    prepares=True,
+)
+
+
+def _hook(ctx: Context, grads: Value) -> Value:
+    """Run the user's gradient hooks on a stage's complete gradients: after all sums, before norm and update."""
+    if want(grads, "grads", "grads").part:
+        raise ValueError(f"hooks run on all gradients of {grads.stage} at once")
+    return grads
+
+
+hook = Op(
+    "hook",
+    (COMPUTE, CPU),
+    _hook,
+    lambda ctx, grads: Work(
+        _where(grads),
+        traffic_bytes=2 * grads.bytes,
+        launches=sum(len(param.hook) + 1 for param in ctx.stage(grads.stage).params if param.hook),
+        workspace_bytes=ctx.stage(grads.stage).hook_bytes,
+        workspace_memory=grads.memory,
+    ),
+    donates=("grads",),
     allowed_in=TRAINING,
     prepares=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .first_fit import FirstFit
+from .hooks import Earlier, HookCall, elementwise
 from .interface import Interface
 from .lanes import (
     WORLD,
@@ -51,17 +52,20 @@ from .program import (
     values_of,
     work_of,
 )
-from .stage import PAGE, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned, dtype_bytes
+from .stage import HOOK_PORTION_ELEMENTS, PAGE, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned, dtype_bytes
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines
 
 __all__ = [
+    "HOOK_PORTION_ELEMENTS",
     "ON_DEVICE",
     "PAGE",
     "SHORT_DTYPES",
     "WORLD",
     "WRITTEN_OUT",
     "Account",
+    "Earlier",
     "FirstFit",
+    "HookCall",
     "Interface",
     "Memory",
     "MemoryProfile",
@@ -85,6 +89,7 @@ __all__ = [
     "device_mesh",
     "donated",
     "dtype_bytes",
+    "elementwise",
     "excerpt",
     "find_cycle",
     "group_name",

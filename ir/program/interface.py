@@ -17,6 +17,7 @@ from .. import ops
 from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
 from ..precision import MASTER_BYTES
+from .hooks import wrong_calls
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -165,6 +166,8 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         if not all(0 <= number < math.inf for number in numbers):
             yield f"stage {name} has a cost below 0 or without end"
     yield from (f"the batch's {found}" for found in _wrong_rows(interface.batch.values()))
+    for spec in interface.stages.values():
+        yield from (f"the hook of {p.name!r:.60} {found}" for p in spec.params for found in wrong_calls(p.hook))
     places = range(interface.num_devices)
     for group, members in interface.groups.items():
         if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):

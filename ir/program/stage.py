@@ -9,6 +9,9 @@ from itertools import accumulate
 
 import torch
 
+from .hooks import HookCall
+
+HOOK_PORTION_ELEMENTS = 1 << 18  # of a gradient, on which a hook works at once
 PAGE = 4096  # data in DRAM or on SSD begins at a multiple of it, so that disks read and write it in place
 STATE_ROOM = 256  # bytes a parameter, to align its master and its states
 
@@ -31,7 +34,8 @@ class TensorSpec:
 class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name.
 
-    `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter.
+    `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
+    is what the user's gradient hooks do to its gradient, once that is complete.
     """
 
     name: str
@@ -39,6 +43,7 @@ class ParamSpec:
     dtype: str
     requires_grad: bool = True
     owner: bool = True
+    hook: tuple[HookCall, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -114,6 +119,18 @@ class StageSpec:
     @property
     def grad_bytes(self) -> int:
         return sum(p.bytes for p in self.params if p.requires_grad)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a parameter of this stage has gradient hooks."""
+        return any(p.hook for p in self.params)
+
+    @property
+    def hook_bytes(self) -> int:
+        """Bytes that gradient hooks take while they run, in fp32 at least."""
+        hooked = [p for p in self.params if p.hook]
+        portions = (min(p.numel, HOOK_PORTION_ELEMENTS) * max(4, dtype_bytes(p.dtype)) for p in hooked)
+        return max(((len(p.hook) + 3) * size for p, size in zip(hooked, portions)), default=0)
 
     @property
     def trained_params(self) -> int:

@@ -184,11 +184,13 @@ def check_micro_batches(case: Case) -> None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What a value of gradients holds: a stage's micro-batches, and the groups that it was summed over."""
+    """What a value of gradients holds: a stage's micro-batches, the groups that it was summed over, and whether the
+    user's gradient hooks have run on it."""
 
     stage: str
     micro_batches: frozenset[int] = frozenset()
     groups: frozenset[str] = frozenset()
+    hooked: bool = False
 
 
 def check_gradients(case: Case) -> None:
@@ -232,9 +234,10 @@ def check_gradients(case: Case) -> None:
 def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
     """Note what the gradients hold that an op produces: each micro-batch once, summed once over each group."""
     made = [value for value in values_of(node) if value.meta["type"].kind == "grads"]
+    given = [value for value in operands(node) if value in sums]
+    _check_hooks(program, node, [sums[value] for value in given])
     if not made:
         return
-    given = [value for value in operands(node) if value in sums]
     if op_of(node).gives_gradients:
         own = _Sum(str(node.args[0]), frozenset({micro_batch_of(node)}))
         sums[made[0]] = _both(program, node, sums[given[0]], own) if given else own
@@ -247,10 +250,22 @@ def _follow(program: Program, node: fx.Node, sums: dict[fx.Node, _Sum]) -> None:
         added = node.target is ops.reduce_scatter and source is not node.args[0]
         if group & before.groups and not added:
             fail(program, node, f"the gradients of {before.stage} were summed over {min(group)!r} before")
-        found.append(before if added else replace(before, groups=before.groups | group))
+        before = before if added else replace(before, groups=before.groups | group)
+        found.append(replace(before, hooked=before.hooked or node.target is ops.hook))
     if len(found) > len(made):
         found = [_both(program, node, *found)]
     sums.update(zip(made, found))
+
+
+def _check_hooks(program: Program, node: fx.Node, given: list[_Sum]) -> None:
+    """Gradient hooks run once, on complete gradients, before anything looks at these."""
+    adds = op_of(node).gives_gradients or op_of(node).meets == ops.GROUP or node.target in (ops.add, ops.hook)
+    for before in given:
+        if before.hooked and adds:
+            what = "run twice" if node.target is ops.hook else "have run before all gradients are added up"
+            fail(program, node, f"the gradient hooks of {before.stage} {what}")
+        if node.target is ops.norm and not before.hooked and program.interface.stages[before.stage].has_hooks:
+            fail(program, node, f"the gradient hooks of {before.stage} have not run on these gradients")
 
 
 def _both(program: Program, node: fx.Node, first: _Sum, second: _Sum) -> _Sum:
@@ -274,6 +289,8 @@ def _tied(interface: Interface, spec: StageSpec, device: int) -> set[str]:
 
 
 def _check_sum(program: Program, node: fx.Node, found: _Sum, micro_batches: set[int], groups: set[str]) -> None:
+    if node.target is ops.step and program.interface.stages[found.stage].has_hooks and not found.hooked:
+        fail(program, node, f"the gradient hooks of {found.stage} have not run on these gradients")
     missing = sorted(micro_batches - found.micro_batches)
     if missing:
         fail(program, node, f"the gradients of {found.stage} lack micro-batch {', '.join(map(str, missing))}")

@@ -34,6 +34,8 @@ import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from ...ir.program import HookCall
+
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 
@@ -60,6 +62,7 @@ class OpGraph:
     missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
+    hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
 
     @property

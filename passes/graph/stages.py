@@ -263,7 +263,8 @@ class _Builder:
                 elif canonical not in found:
                     owner = self.cut.first_use[canonical] == self.index
                     dtype = _name(compute_dtype(self.graph, tensor))
-                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner)
+                    hook = self.graph.hooks.get(canonical, ())
+                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook)
         return list(found.values()), list(held.values())
 
     def _trained(self, block: Block) -> dict[int, int]:

@@ -104,6 +104,8 @@ class _Writer:
         output = graph.output_node()
         for stage, value in self.grads.items():
             self.grads[stage] = self.collect(stage, value)
+            if stage not in self.updates.tied:
+                self.hook(stage)
         if self.script.begin is not None:
             with graph.inserting_before(self.script.begin):
                 self.make(moves[0])
@@ -113,6 +115,9 @@ class _Writer:
         with graph.inserting_before(output):
             self.make(moves[-2])
             self.reduce_ties()
+            for stage in self.grads:
+                if stage in self.updates.tied:
+                    self.hook(stage)
             if self.updates.max_norm is not None:
                 self.norm = self.total_norm()
             for stage in self.grads:
@@ -131,6 +136,13 @@ class _Writer:
             with self.program.graph.inserting_before(grads.next):
                 (grads,) = self.program.emit(ops.offload, grads, names=[f"{short('g', stage)}_dram"])
         return grads
+
+    def hook(self, stage: str) -> None:
+        """Run gradient hooks behind the last op on a stage's gradients."""
+        if self.program.interface.stages[stage].has_hooks:
+            grads = self.grads[stage]
+            with self.program.graph.inserting_before(grads.next):
+                (self.grads[stage],) = self.program.emit(ops.hook, grads, names=[f"{short('g', stage)}_hooked"])
 
     def make(self, moves: Sequence[Move]) -> None:
         for kind, stage in moves:

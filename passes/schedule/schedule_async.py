@@ -95,6 +95,11 @@ def _check_options(draft: Draft) -> None:
             'precision="fp16": whether a step counts is known when all gradients of a micro-batch are there, but '
             'asynchronous stages are updated before. Use precision="bf16" or "fp32", or a synchronous strategy'
         )
+    if draft.graph.hooks:
+        raise PassError(
+            f"{min(draft.graph.hooks)} has a gradient hook, which runs on the gradient of a whole batch, but an "
+            "asynchronous stage never has that: remove the hook (handle.remove()), or use a synchronous strategy"
+        )
     if (copies := len(draft.mesh.lanes)) > 1:
         raise PassError(
             f"mesh makes {copies} copies of the pipeline, whose updates would have to wait for each other; "

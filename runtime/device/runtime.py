@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
+from ..optimizer.hooks import run_hooks
 from ..stage.file import Staged
 from ..stage.runner import micro_batch_seed
 from .issuing import Box, Handle
@@ -156,6 +157,17 @@ class DeviceRuntime(Transfers, Messages, Versions):
             return [sum_of_squares((spec, box.value.tensors) for spec, box in zip(specs, boxes, strict=True))]
 
         return self._launch(issue, boxes, run)[0]
+
+    def hook(self, grads: Handle) -> Handle:
+        issue = self._next("hook")
+        box, params = grads.box, self.interface.stages[issue.stage].params
+        grads.release()
+
+        def run() -> list[Any]:
+            run_hooks(params, box.value.tensors, self.loss_scale)
+            return [box.value]
+
+        return self._launch(issue, [box], run)[0]
 
     def clip(self, grads: Handle, norm: Handle, *, max_norm: float) -> Handle:
         issue = self._next("clip")

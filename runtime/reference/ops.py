@@ -19,6 +19,7 @@ from ...ir.ops import apart, shared_params
 from ...ir.program import Interface, StageSpec, aligned
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
+from ..optimizer.hooks import run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.runner import Kept, StageRunner, micro_batch_seed
 from ..stage.shards import piece_of, whole_of
@@ -318,6 +319,11 @@ class ReferenceRuntime:
 
     def norm(self, *grads: StageGrads) -> Tensor:
         return sum_of_squares((self.world.interface.stages[part.stage], part.tensors) for part in grads)
+
+    def hook(self, grads: StageGrads) -> StageGrads:
+        scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
+        run_hooks(self.world.interface.stages[grads.stage].params, grads.tensors, scale)
+        return grads
 
     def clip(self, grads: StageGrads, norm: Tensor, *, max_norm: float) -> StageGrads:
         grads.scale(clip_factor(norm, max_norm, self.world.loss_scale.scale if self.world.loss_scale else 1.0))

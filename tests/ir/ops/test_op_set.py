@@ -9,12 +9,12 @@ import pytest
 from penstock.ir import ops
 from penstock.ir.calls import op_of
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Program, place_frees
+from penstock.ir.program import Earlier, HookCall, Program, place_frees
 from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.reference.ops import ReferenceRuntime
 from penstock.runtime.simulate import simulate
 from penstock.tests.ir.program.handmade import pipeline
-from penstock.tests.ir.program.two_stages import evaluation, interface_of, models, spread, training
+from penstock.tests.ir.program.two_stages import evaluation, interface_of, models, spread, training, with_hooks
 
 
 @pytest.mark.parametrize("op", ops.ALL.values(), ids=ops.ALL)
@@ -28,7 +28,7 @@ def test_every_op_is_a_method_with_the_ops_signature(runtime: type, op: ops.Op) 
 # Per trait, and value of it, the ops that have it; all others have the default.
 HOLDERS = {
     ("streams", ()): "free resident",
-    ("allowed_in", ops.TRAINING): "add all_reduce backward backward_input backward_weight clip forward norm redo "
+    ("allowed_in", ops.TRAINING): "add all_reduce backward backward_input backward_weight clip forward hook norm redo "
     "reduce_scatter step",
     ("allowed_in", ops.EVALUATION): "evaluate",
     ("allowed_in", (ops.ASYNCHRONOUS,)): "predict split stash",
@@ -42,7 +42,7 @@ HOLDERS = {
     ("gives_gradients", True): "backward backward_weight",
     ("is_backward", True): "backward backward_input backward_weight",
     ("passes_on", True): "add fetch offload read recv write",
-    ("prepares", True): "all_gather all_reduce clip fetch load norm recv resident",
+    ("prepares", True): "all_gather all_reduce clip fetch hook load norm recv resident",
     ("transfers", True): "fetch offload read send write",
     ("meets", ops.PEER): "recv send",
     ("meets", ops.GROUP): "all_gather all_reduce reduce_scatter",
@@ -77,7 +77,8 @@ def test_the_reference_has_no_op_of_its_own() -> None:
 
 def test_the_simulator_times_every_op() -> None:
     interface = interface_of(*models(tied=True), tied=True)
-    swapped, evaluated = training(interface, swap=True, max_norm=1.0), evaluation(interface)
+    hooked = with_hooks(interface, HookCall("aten.neg.default", (Earlier(0),)))
+    swapped, evaluated = training(hooked, swap=True, max_norm=1.0), evaluation(interface)
     results = evaluated[1].results()
     with evaluated[1].graph.inserting_before(evaluated[1].graph.output_node()):
         total = evaluated[1].emit(ops.add, *results["loss"][:2])

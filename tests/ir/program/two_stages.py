@@ -11,7 +11,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from penstock.ir import ops
-from penstock.ir.program import Interface, ParamSpec, Program, StageSpec, TensorSpec, infer_all, place_frees
+from penstock.ir.program import (
+    HookCall,
+    Interface,
+    ParamSpec,
+    Program,
+    StageSpec,
+    TensorSpec,
+    infer_all,
+    place_frees,
+)
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.stage.runner import StageRunner, micro_batch_seed
 
@@ -169,6 +178,16 @@ def training(
     return [_finished(first), _finished(second)]
 
 
+def with_hooks(interface: Interface, *calls: HookCall) -> Interface:
+    """The same with a gradient hook on the first trained parameter of each stage."""
+    stages = {}
+    for name, spec in interface.stages.items():
+        first = next(p for p in spec.params if p.requires_grad)
+        params = [replace(p, hook=calls) if p is first else p for p in spec.params]
+        stages[name] = replace(spec, params=tuple(params))
+    return replace(interface, stages=stages)
+
+
 def _weights(program: Program, i: int, swap: bool, when: str) -> fx.Node:
     op = ops.fetch if swap else ops.resident
     return program.emit(op, f"stage{i}.weights", names=[f"w{i}_{when}"])[0]
@@ -179,6 +198,8 @@ def _update(program: Program, stage: str, grads: fx.Node, swap: bool, max_norm: 
         (grads,) = program.emit(ops.offload, grads, names=["g_dram"])
     if TIE in program.interface.groups:
         (grads,) = program.emit(ops.all_reduce, grads, group=TIE, names=["g_tied"])
+    if program.interface.stages[stage].has_hooks:
+        (grads,) = program.emit(ops.hook, grads, names=["g_hooked"])
     norm = []
     if max_norm is not None:
         (own,) = program.emit(ops.norm, grads, names=["norm"])
