@@ -29,14 +29,14 @@ from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import OWN, Trust
-from .capture.loss import require_gradient
-from .capture.trace import trace
-from .folder import Folder, Settings, print_files
+from .folder import COUNTS_FILE, Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
+from .job.counts import open_counts
 from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
+from .loss.rules import captured, refuse_item_count
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Trace, Wishes
@@ -62,6 +62,7 @@ def compile(
     lr_scheduler: Any = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
     strategy: str = "auto",
     plan: Plan | str | Path | None = None,
     micro_batches: int | str = "auto",
@@ -87,6 +88,9 @@ def compile(
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
         arguments for some parameters. Parameters in no group form the last one, with the optimizer's own arguments.
     loss_fn: `loss_fn(output, batch)`; default `output.loss`, or the output itself where that is a scalar.
+    loss_weight: what a micro-batch counts in the mean of the losses, `loss_weight(rows) -> number` of its rows of the
+        batch. It replaces what is counted otherwise: targets that a cross entropy does not ignore, class weights, sums
+        of masks. A micro-batch that counts 0 adds nothing.
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
     micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
@@ -103,6 +107,7 @@ def compile(
     """
     _check(model, precision, max_grad_norm, strategy, seed)
     _check_timeout(timeout_s)
+    refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
     shape = BatchShape.of(model, example_inputs)
@@ -129,7 +134,8 @@ def compile(
             state_bytes_of=None if spec.is_elementwise() else functools.partial(_state_bytes, spec),
             profiler=make_profiler(profile, precision),
         )
-        capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind)
+        by_user = loss_weight is not None
+        capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind, by_user)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         found = _find(model, capture, machine, wishes)
     best = found.best
@@ -150,9 +156,12 @@ def compile(
         ssd_verify=ssd_verify,
         timeout_s=float(timeout_s),
         evaluation=best.no_evaluation,
+        loss=best.draft.graph.loss.terms,
+        counts=best.draft.graph.loss.rules,
     )
     files = print_files(model, best.draft, best.evaluation, made)
-    folder = Folder(made, machine, best.draft.programs[0].interface, settings, files)
+    interface, counts = best.draft.programs[0].interface, print_counts(best.draft.graph.loss)
+    folder = Folder(made, machine, interface, settings, files, counts)
     capture.cache_clear()
 
     def helps() -> list[Help]:
@@ -162,7 +171,16 @@ def compile(
         return found
 
     ties = best.draft.graph.ties()
-    return Job(model, folder, best.draft.programs, ties=ties, records=best.records, help_finder=helps, trust=OWN)
+    return Job(
+        model,
+        folder,
+        best.draft.programs,
+        ties=ties,
+        records=best.records,
+        help_finder=helps,
+        trust=OWN,
+        loss_weight=loss_weight,
+    )
 
 
 def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
@@ -212,7 +230,12 @@ def _check_agrees(plan: Plan, **given: Any) -> None:
 
 
 def _capturer(
-    model: nn.Module, example_inputs: Any, loss_fn: Callable[[Any, Any], Any] | None, precision: str, kind: str
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    precision: str,
+    kind: str,
+    by_user: bool,
 ) -> functools._lru_cache_wrapper[OpGraph]:
     """A function from a number of micro-batches to the op graph of one micro-batch; it traces each number once."""
     low = PRECISIONS[precision].low_dtype
@@ -221,9 +244,7 @@ def _capturer(
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         with unmarked(model):
-            graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
-        require_gradient(graph)
-        return graph
+            return captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
 
     return capture
 
@@ -259,9 +280,15 @@ def _model_name(model: nn.Module) -> str:
 
 
 def load(
-    directory: str | Path, model: nn.Module, ssd_dirs: Sequence[str | Path] | None = None, *, trust: bool = False
+    directory: str | Path,
+    model: nn.Module,
+    ssd_dirs: Sequence[str | Path] | None = None,
+    *,
+    loss_weight: Callable[[Any], Any] | None = None,
+    trust: bool = False,
 ) -> Job:
     """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs` replaces its directories.
+    `loss_weight` is the function that was given to `compile`, if one was: files cannot hold it.
 
     The files are read back as programs and verified before anything runs; their classes are run only where they hold
     no more than `compile` prints. `trust`: run the files as they stand, and import what settings.json names, because
@@ -270,12 +297,17 @@ def load(
     """
     folder, files = _read(directory)
     _check_model(model, folder)
+    _check_loss_weight(loss_weight, folder)
     folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
-    trusted = OWN if trust else Trust.here(folder.files.values())
+    trusted = OWN if trust else Trust.here([*folder.files.values(), folder.counts])
     read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
     open_directory(directory, folder.interface, trusted)
+    if folder.counts:
+        open_counts(folder.settings.counts, Path(directory, COUNTS_FILE), trusted)
     programs = [file.step for file in files]
-    return Job(model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted)
+    return Job(
+        model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted, loss_weight=loss_weight
+    )
 
 
 def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
@@ -302,6 +334,16 @@ def _read(directory: str | Path) -> tuple[Folder, list[ProgramFile]]:
         place = f"{path}:{error.line}" if error.line else str(path)
         raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
     return folder, files
+
+
+def _check_loss_weight(loss_weight: Any, folder: Folder) -> None:
+    """Raises `PlanError` where the files were compiled with `loss_weight` and it is missing, or the other way round."""
+    if folder.settings.counts.by_user and loss_weight is None:
+        raise PlanError(
+            "loss_weight: the files were compiled with one, and cannot hold a function: pass the same to penstock.load"
+        )
+    if loss_weight is not None and not folder.settings.counts.by_user:
+        raise PlanError("loss_weight: the files were compiled without one; compile again, or leave it out")
 
 
 def _check_model(model: nn.Module, folder: Folder) -> None:

@@ -2,7 +2,8 @@
 
 device0.py ...   the programs        interface.json   what their names refer to
 plan.json        the decisions       hardware.yaml    the machine they are for
-settings.json    optimizer, precision, seed, batch
+settings.json    optimizer, precision, seed, batch, terms of the loss
+counts.py        what is counted over a batch, if anything is
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import nn
 
+from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
 from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
@@ -26,6 +28,7 @@ from ..ir.precision import PRECISIONS
 from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
+from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
 from ..runtime.device.file import INTERFACE_FILE, device_file_name
 from .plan import Plan
 
@@ -45,6 +48,8 @@ def _precision(name: str) -> str:
 Size = Annotated[int, Field(gt=0, lt=1 << 40)]
 BatchRow = tuple[str, Annotated[tuple[Size, ...], Field(min_length=1)], Annotated[str, AfterValidator(_dtype)]]
 
+COUNTS_FILE = "counts.py"
+
 
 class Settings(BaseModel):
     """The arguments of `compile` that the programs do not contain."""
@@ -61,6 +66,8 @@ class Settings(BaseModel):
     ssd_verify: bool = False
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # until a silent device counts as lost
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
+    loss: list[LossTerm] = []
+    counts: CountRules = CountRules()
 
 
 @dataclass
@@ -72,6 +79,7 @@ class Folder:
     interface: Interface
     settings: Settings
     files: dict[int, str]
+    counts: str = ""  # the text of `COUNTS_FILE`
 
     def write(self, directory: str | Path) -> Path:
         """Write all files, and delete programs of an earlier job's other devices. Raises `OSError` where that fails."""
@@ -86,6 +94,10 @@ class Folder:
             "plan.json": self.plan.model_dump_json(indent=1) + "\n",
             "settings.json": self.settings.model_dump_json(indent=1) + "\n",
         }
+        if self.counts:
+            extras[COUNTS_FILE] = self.counts
+        else:
+            (folder / COUNTS_FILE).unlink(missing_ok=True)
         write_directory(folder, self.files, extras)
         self.hardware.save(folder / "hardware.yaml")
         return folder
@@ -111,9 +123,16 @@ class Folder:
             raise PlanError(f"{folder / 'settings.json'}: {error}") from error
         except pydantic.ValidationError as error:
             raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
-        return Folder(
-            Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml"), interface, settings, files
-        )
+        plan, hardware = Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml")
+        return Folder(plan, hardware, interface, settings, files, _read_counts(folder, settings))
+
+
+def _read_counts(folder: Path, settings: Settings) -> str:
+    if not settings.counts.means:
+        return ""
+    if not (folder / COUNTS_FILE).is_file():
+        raise PlanError(f"{folder} lacks {COUNTS_FILE}, which counts what the loss divides by")
+    return (folder / COUNTS_FILE).read_text(encoding="utf-8")
 
 
 def _read_interface(path: Path) -> Interface:
@@ -131,6 +150,12 @@ def print_files(model: nn.Module, draft: Draft, evaluation: Sequence[Program], p
         predict = evaluation[program.device] if evaluation else None
         files[program.device] = write_file(program, predict, stages, _header(draft, program, plan))
     return files
+
+
+def print_counts(loss: LossRules) -> str:
+    """The text of `COUNTS_FILE`; "" where nothing is counted."""
+    graphs = {"counts": loss.counts, "divisors": loss.divisors}
+    return write_counts({name: graph for name, graph in graphs.items() if graph is not None}) if loss.counts else ""
 
 
 def _header(draft: Draft, program: Program, plan: Plan) -> Header:

@@ -35,6 +35,7 @@ class TraceOptions:
     param_dtype: torch.dtype | None = None
     training: bool = True
     evaluation: bool = True
+    count_items: bool = False
 
 
 @dataclass

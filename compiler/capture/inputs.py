@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from ...ir.errors import CaptureError
+from ...passes.graph.loss_terms import NUM_ITEMS
 
 
 @dataclass
@@ -31,6 +32,26 @@ class TraceInputs:
     batch: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # placeholder name -> fake tensor
     symbols: dict[str, Any] = field(default_factory=dict)
+
+    def add_item_count(self, fake_mode: FakeTensorMode) -> None:
+        """Add the input that holds `num_items_in_batch`: one number per micro-batch, like all inputs."""
+        with fake_mode:
+            self.tensors[NUM_ITEMS] = torch.empty(1, dtype=torch.int64)
+
+    def item_count(self) -> dict[str, torch.Tensor]:
+        """The argument of forward that is no part of the user's batch: the scalar of `NUM_ITEMS`, if it was added."""
+        return {NUM_ITEMS: self.tensors[NUM_ITEMS][0]} if NUM_ITEMS in self.tensors else {}
+
+
+def takes_item_count(model: nn.Module) -> bool:
+    """Whether forward takes `num_items_in_batch`: by name, or as transformers' models take it among their `kwargs`."""
+    parameters = inspect.signature(model.forward).parameters
+    if NUM_ITEMS in parameters:
+        return True
+    if "labels" not in parameters or not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return False
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    return any(p.kind == p.VAR_KEYWORD for p in parameters.values()) and accepts is not False
 
 
 def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: bool) -> TraceInputs:

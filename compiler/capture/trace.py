@@ -43,6 +43,7 @@ def trace(
     param_dtype: torch.dtype | None = None,
     training: bool = True,
     evaluation: bool = True,
+    count_items: bool = False,
 ) -> OpGraph:
     """Capture one training step of `model` on `example_inputs`.
 
@@ -56,6 +57,7 @@ def trace(
     param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
+    count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
 
     The model is left exactly as it was. Raises CaptureError with the user's source line and what to do.
     """
@@ -64,7 +66,9 @@ def trace(
     if tracer not in ("auto", "recorder", "export"):
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
     hooks = hooks_of(model)
-    options = TraceOptions(loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training)
+    options = TraceOptions(
+        loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training, count_items
+    )
     found = _captured(model, example_inputs, options, tracer)
     found.hooks = hooks
     return found
@@ -103,6 +107,8 @@ def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
 def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
     fake_mode = FakeTensorMode(shape_env=ShapeEnv() if options.dynamic else None)
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
+    if options.count_items:
+        inputs.add_item_count(fake_mode)
     with borrowed(model, fake_mode, options) as held, _dispatch(options):
         recorder, before = Recorder(held, fake_mode), state_of(held.modules)
         outputs = _run(recorder, inputs, options.loss_fn)
@@ -149,7 +155,7 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
             recorder.learn_sizes(fake)
         try:
             with recorder.recording():
-                output = model(*args, **kwargs)
+                output = model(*args, **inputs.item_count(), **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)
         except (CaptureError, Misaligned):
             raise

@@ -2,7 +2,7 @@
 
 It compares the loss of every step, every gradient of the first step (after clipping), and every weight at the end.
 Plain PyTorch runs the captured op graph on one device and draws the random numbers that the plan's stages draw, so that
-dropout agrees. Where the model draws none, plain PyTorch also runs the user's own module.
+dropout agrees. Where the model draws none, plain PyTorch also runs the user's own module, on whole batches.
 """
 
 from __future__ import annotations
@@ -78,19 +78,23 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     """Train on `batches` by the job's programs and by plain PyTorch, from the same weights.
 
     job: a fresh job of a model with the weights of `model`; it is closed after its steps. model: not on the meta
-        device; it is not changed.
+        device; it is not changed. Where the job has a `loss_weight`, the model itself is not compared.
     """
     planned = _by_plan(job, batches)
     ours = copy.deepcopy(model).train()
-    run, is_random = graph_runner(ours, job.plan, job.hardware, batches[0], job.folder.settings.seed, loss_fn)
+    seed, weight = job.folder.settings.seed, job.loss_weight
+    run, is_random = graph_runner(ours, job.plan, job.hardware, batches[0], seed, loss_fn, weight)
     precision = job.plan.precision
-    by_graph = _by_eager(job, ours, run, batches)
+    by_graph = _by_eager(job, ours, run, batches, job.plan.micro_batches)
     differences = list(_compare("captured graph", planned, by_graph, precision))
     if is_random:
         skipped = "it draws random numbers (dropout), which a plan draws per stage; check it with dropout off"
         return CheckReport(differences, planned.losses, skipped)
+    if job.loss_weight is not None:
+        skipped = "loss_weight weighs micro-batches: there is no loss of the whole batch to compare with"
+        return CheckReport(differences, planned.losses, skipped)
     theirs = copy.deepcopy(model).train()
-    by_module = _by_eager(job, theirs, module_runner(theirs, precision, loss_fn), batches)
+    by_module = _by_eager(job, theirs, module_runner(theirs, precision, loss_fn), batches, 1)
     return CheckReport([*differences, *_compare("model itself", planned, by_module, precision)], planned.losses)
 
 
@@ -118,8 +122,9 @@ def gradient_job(job: Job) -> Job:
         dataclasses.replace(interface, state_bytes_per_param=max(4.0, interface.state_bytes_per_param)),
         folder.settings.model_copy(update={"optimizer": GRADIENT_PROBE.to_json()}),
         folder.files,
+        folder.counts,
     )
-    return Job(job.model, changed, job.programs, ties=ties_of(job.model))
+    return Job(job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight)
 
 
 def _roomier(hardware: Hardware) -> Hardware:
@@ -143,13 +148,13 @@ def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]
     return {n: state[n].float().clone() for n, p in model.named_parameters() if p.requires_grad and n in state}
 
 
-def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any]) -> _Run:
+def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:
     device = torch.device(job.hardware.devices[0].kind)
     eager = Eager(
         model.to(device),
         run,
         OptimizerSpec.from_json(job.folder.settings.optimizer),
-        micro_batches=job.plan.micro_batches,
+        micro_batches=micro_batches,
         precision=job.plan.precision,
         max_grad_norm=job.plan.max_grad_norm,
         hooks=hooks_of(job.model),

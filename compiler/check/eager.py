@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
@@ -24,12 +23,13 @@ from ...runtime.optimizer.hooks import run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.runner import micro_batch_seed
 from ..capture.guard import LossFn
-from ..capture.trace import trace
 from ..job.batch import flatten, micro_batch_spec
+from ..job.counts import BatchCounts, LossWeight, part_of
+from ..loss.rules import captured
 from ..pipeline import parse_pipeline
 from ..plan import Plan
 
-RunMicroBatch = Callable[[Any, int, int], Tensor]  # (micro-batch, its number, step) -> loss
+RunMicroBatch = Callable[[Any, int, int, int], Tensor]  # (global batch, micro-batch, their number, step) -> loss
 
 
 class Eager:
@@ -69,7 +69,7 @@ class Eager:
         """One training step on a global batch; its mean loss over the micro-batches."""
         losses = []
         for m in range(self.micro_batches):
-            loss = self.run(part_of(batch, m, self.micro_batches), m, self.step_count)
+            loss = self.run(batch, m, self.micro_batches, self.step_count)
             loss.backward(torch.full_like(loss, self.loss_scale.scale / self.micro_batches))
             losses.append(loss.detach().float())
         grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
@@ -100,15 +100,11 @@ class Eager:
                 param.data.copy_(self.masters[name].data)
 
 
-def part_of(batch: Any, micro_batch: int, count: int) -> Any:
-    """The micro-batch of a global batch: an equal slice of every tensor along its first dimension."""
-    return tree_map(lambda leaf: leaf.chunk(count)[micro_batch] if isinstance(leaf, Tensor) else leaf, batch)
-
-
 def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = None) -> RunMicroBatch:
     """A function that calls the module itself."""
 
-    def run(batch: Any, micro_batch: int, step: int) -> Tensor:
+    def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
+        batch = part_of(batch, micro_batch, count)
         with PRECISIONS[precision].autocast(next(model.parameters()).device):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
             if loss_fn is not None:
@@ -121,7 +117,13 @@ def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = Non
 
 
 def graph_runner(
-    model: nn.Module, plan: Plan, hardware: Hardware, example: Any, seed: int, loss_fn: LossFn | None = None
+    model: nn.Module,
+    plan: Plan,
+    hardware: Hardware,
+    example: Any,
+    seed: int,
+    loss_fn: LossFn | None = None,
+    loss_weight: LossWeight | None = None,
 ) -> tuple[RunMicroBatch, bool]:
     """A function that runs the captured op graph on `model`'s own parameters, and whether it draws random numbers.
 
@@ -130,12 +132,16 @@ def graph_runner(
     low = PRECISIONS[plan.precision].low_dtype
     inputs = micro_batch_spec(example, plan.micro_batches)
     kind = hardware.devices[0].kind
-    graph = trace(model, inputs, loss_fn=loss_fn, autocast=low, device_kind=kind, param_dtype=low)
+    by_user = loss_weight is not None
+    graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
+    counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     stage_of = stages_of_nodes(graph, plan, hardware)
     names = list(graph.inputs)
 
-    def run(batch: Any, micro_batch: int, step: int) -> Tensor:
+    def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         leaves, _ = flatten(model, batch)
+        leaves |= counter.inputs(counter.of(batch, leaves, count), each_own=False)
+        leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
         seeds = {stage: micro_batch_seed(seed, step, stage, micro_batch) for stage in set(stage_of.values())}
         with PRECISIONS[plan.precision].autocast(device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +31,14 @@ from ...runtime.state import durable, pretrained
 from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
 from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
-from ..folder import Folder
+from ..folder import COUNTS_FILE, Folder
 from ..pipeline import PassRecord
 from ..report.explain import explain
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from .batch import BatchShape
-from .feed import Feed
+from .counts import BatchCounts, Counts, LossWeight, counts_spec, of_all_lanes, rows_of
+from .feed import PART, WHOLE, Feed
 from .one_call import OneCall, one_call
 from .preflight import own_device, require_machine
 from .sampler import RankSampler
@@ -49,6 +50,7 @@ from .state import (
     stage_states,
     state_dict_of,
     sync_model,
+    whole_state,
 )
 from .taken import Taken
 
@@ -97,6 +99,7 @@ class Job:
         help_finder: Callable[[], list[Help]] | None = None,
         directory: str | Path | None = None,
         trust: Trust = ONLY_VERIFIED,
+        loss_weight: LossWeight | None = None,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
@@ -117,6 +120,8 @@ class Job:
         device = own_device() if TorchrunDriver.is_present() else None
         self._feed = Feed(model, shape, folder.interface, device)
         self._taken = Taken(model, folder.interface)
+        self.loss_weight = loss_weight
+        self._counts: BatchCounts | None = None  # made with the first batch
 
     # --- what it is
 
@@ -127,7 +132,8 @@ class Job:
         """
         if self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
-        return explain(self.plan, self.programs, self.hardware, self._records, self._helps)
+        loss = self.folder.settings.loss
+        return explain(self.plan, self.programs, self.hardware, self._records, self._helps, loss)
 
     def simulate(self) -> Timeline:
         """One step on the described hardware, without running anything."""
@@ -156,7 +162,8 @@ class Job:
 
     @one_call
     def step(self, batch: Any) -> Tensor:
-        """One training step on a global batch of the compiled shapes. Returns the mean loss over its micro-batches.
+        """One training step on a global batch of the compiled shapes. Returns the loss of the whole batch, of which
+        `explain` says how micro-batches make it.
 
         A rank of torchrun may hand over just its own part, the rows `rows` (`sampler` reads those), or None where it
         loads nothing. Raises `BatchError` for another batch, on all ranks and before anything has run; `NonFiniteLoss`
@@ -214,7 +221,7 @@ class Job:
         """The inputs of a batch that this process's devices load in a step; a rank that has none may hand over None."""
         device = self._feed.device
         roles = self.programs if device is None else [self.programs[place_of(self.folder.interface, device)[1]]]
-        return sorted(set().union(*(loaded_names(program) for program in roles)))
+        return self._needed(set().union(*(loaded_names(program) for program in roles)))
 
     def sampler(
         self,
@@ -236,19 +243,81 @@ class Job:
         return self._feed.sample(dataset, shuffle, seed, last, start)
 
     def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
-        """The batch's tensors. Where each rank hands over a batch, all ranks raise if one batch is wrong."""
+        """The batch's tensors, and what is counted over all of it. Where each rank hands over a batch, all ranks raise
+        if one batch is wrong."""
         if self._feed.device is None:
-            return self._feed.read(function, batch, ())[0]
+            leaves, kind = self._feed.read(function, batch, ())
+            return leaves | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
         driver, refused = self.driver, None
-        leaves: dict[str, Tensor] = {}
+        self._counter()  # may ask other ranks
+        leaves, counts = {}, None
         kind = ""
         try:
-            leaves, kind = self._feed.read(function, batch, driver.inputs.get(function, ()))
+            leaves, kind = self._feed.read(function, batch, self._needed(driver.inputs.get(function, ())))
+            counts = self._counted(batch, leaves, kind)
         except BatchError as error:
             refused = error
-        driver.agree_on_batch(function, kind, refused)
+        rows = driver.agree_on_batch(function, kind, refused, counts)
         self._feed.keep_to(function, kind)
-        return leaves
+        return leaves | self._divisors(function, rows, kind)
+
+    def _counter(self) -> BatchCounts:
+        """Counts batches, from the first on with the running devices' buffers (class weights)."""
+        if self._counts is None:
+            rules, driver = self.folder.settings.counts, self.driver
+            if rules.means:
+                assert self._directory is not None
+                buffers = self._buffers([name for name, _, _ in rules.buffers], driver)
+                self._counts = BatchCounts.from_file(rules, self._directory / COUNTS_FILE, buffers, self._trust)
+            else:
+                self._counts = BatchCounts(rules, loss_weight=self.loss_weight)
+        return self._counts
+
+    def _buffers(self, names: Sequence[str], driver: Driver) -> dict[str, Tensor]:
+        """The values of some buffers: those that a stage holds, else the model's own."""
+        found: dict[str, Tensor] = {}
+        for spec in self.folder.interface.stages.values():
+            if not found.keys() >= {buffer.name for buffer in spec.buffers}.intersection(names):
+                found |= whole_state(driver, spec, with_optimizer=False).buffers
+        if not found.keys() >= set(names):
+            found = stage_buffers(self._source(), counts_spec(self.folder.settings.counts)) | found
+        return found
+
+    def _counted(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
+        """What the rows that are here count, on a rank of torchrun those of its lane; None without what is counted."""
+        rules, feed = self.folder.settings.counts, self._feed
+        if not rules.divisors or not kind or not leaves.keys() >= set(rules.inputs):
+            return None
+        if len(feed.rows) < feed.shape.size and kind == WHOLE:
+            batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
+        interface = self.folder.interface
+        each = interface.total_micro_batches * len(feed.rows) // feed.shape.size
+        return self._counter().of(batch, leaves, each)
+
+    def _divisors(self, function: str, rows: Sequence[Counts | None], kind: str) -> dict[str, Tensor]:
+        """The inputs that no batch of the user has, as many as belong to this kind of batch. `rows`: what every process
+        has counted."""
+        interface = self.folder.interface
+        if not self.folder.settings.counts.divisors:
+            return {}
+        counts = rows[0] if self._feed.device is None else of_all_lanes(rows, interface)
+        assert counts is not None
+        each_own = interface.asynchronous and function == "step"
+        found = self._counter().inputs(counts, each_own=each_own)
+        if kind != PART:
+            return found
+        assert self._feed.device is not None
+        first = place_of(interface, self._feed.device)[0] * interface.micro_batches
+        return {name: value[first : first + interface.micro_batches] for name, value in found.items()}
+
+    def _needed(self, loaded: Collection[str]) -> list[str]:
+        """The inputs of the user's batch that a process needs whose devices load these: what counts is no input, but
+        needs some to be counted."""
+        rules = self.folder.settings.counts
+        own = set(loaded).difference(rules.names)
+        if own == set(loaded):
+            return sorted(own)
+        return sorted(own.union(rules.inputs) or self._feed.shape.leaves)
 
     @one_call
     def timeline(self) -> Timeline:
@@ -441,8 +510,12 @@ class Job:
             self._close()
         if self._driver is None:
             self._driver = self._start()
-        self._broken, self._closed = "", False
-        with finishing("resume"), self._breaking():
+            leaves, kind = self._feed.read(function, batch, ())
+            return leaves | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
+        driver, refused = self.driver, None
+        self._counter()  # may ask other ranks
+        leaves, counts = {}, None
+        kind = ""
             require_one_checkpoint(self._driver, found)
             load_checkpoint(self._driver, self.folder.interface, found, directory)
             restore_rng_state(dict(found.progress.rng))
@@ -472,7 +545,7 @@ class Job:
             self._stale.closed = True
         if driver is not None:
             driver.close()
-        self._broken = ""
+        self._broken, self._counts = "", None
         self._feed.forget()
         if self._scratch is not None:
             self._scratch.remove()

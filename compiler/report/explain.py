@@ -11,10 +11,12 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
+from ...passes.graph.loss_terms import LossTerm
 from ...runtime.simulate import Timeline, simulate
 from ..pipeline import PassRecord
 from ..plan import Plan
 from ..search.what_helps import Help, changed_machines
+from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .wear import Wear, wear_of
 
@@ -32,12 +34,18 @@ def explain(
     hardware: Hardware,
     records: Sequence[PassRecord] = (),
     helps: Sequence[Help] | None = None,
+    loss: Sequence[LossTerm] = (),
 ) -> str:
-    """The plan in a page: stages, prediction, bounds, what would help, rivals and passes.
+    """The plan in a page: stages, terms of the loss, prediction, bounds, what would help, rivals and passes.
 
     `helps`: plans for other machines; without them the same programs are simulated on faster parts.
     """
-    parts = [_stages(plan, programs, hardware), _prediction(plan, hardware), _bounds(plan, programs, hardware)]
+    parts = [
+        _stages(plan, programs, hardware),
+        _loss(loss, programs),
+        _prediction(plan, hardware),
+        _bounds(plan, programs, hardware),
+    ]
     parts.append(_same_programs(plan, programs, hardware) if helps is None else _helps(plan, helps))
     parts += [_notes(plan), _rivals(plan), _passes(records)]
     return "\n\n".join(part for part in parts if part)
@@ -65,6 +73,12 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     if decisions.clipping:
         lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
+
+
+def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:
+    """How the loss of the whole batch is put together from its micro-batches."""
+    lines = loss_lines(terms, programs[0].interface.asynchronous)
+    return "\n".join(["loss", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
 
 
 def _staleness(staleness: Mapping[str, int]) -> list[str]:

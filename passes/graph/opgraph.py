@@ -35,6 +35,7 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from ...ir.program import HookCall
+from .loss_terms import LossRules
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
@@ -64,6 +65,7 @@ class OpGraph:
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
+    loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
 
     @property
     def graph(self) -> fx.Graph:

@@ -127,6 +127,20 @@ def _placed(path: Path, error: VerifyError, device: int) -> VerifyError:
     return VerifyError(f"{place}: {error}", device=device, line=error.line)
 
 
+def open_stages(path: str | Path, interface: Interface, trust: Trust = ONLY_VERIFIED) -> Mapping[str, StageClass]:
+    """The classes of a file without programs. Raises VerifyError if it cannot be read, lacks a class or a buffer, or
+    goes beyond what `trust` allows."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerifyError(f"cannot read {path}: {error}") from error
+    found = _run(ProgramFile(0, path, text, {}), interface, trust).stages
+    if missing := interface.stages.keys() - found.keys():
+        raise VerifyError(f"{path}: STAGES lacks {', '.join(sorted(missing))}")
+    return found
+
+
 def device_file_name(device: int) -> str:
     return f"device{device}.py"
 

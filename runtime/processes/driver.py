@@ -98,11 +98,13 @@ class Driver:
         interface = self.setup.interface
         return interface.batch[name].shape[0] * interface.micro_batches
 
-    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
+    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None, counts: Any = None) -> list[Any]:
         """Raise before a run if this process or another rank cannot go on (`refused`), or if the ranks were given
-        batches of different kinds ("" matches any)."""
+        batches of different kinds ("" matches any). Returns the plain `counts` of every process that runs the script.
+        """
         if refused is not None:
             raise refused
+        return [counts]
 
     def gather(self, value: Any) -> list[Any]:
         """The plain `value` of every process that runs the script."""

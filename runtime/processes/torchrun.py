@@ -156,8 +156,9 @@ class TorchrunDriver(Driver):
             found[name] = value
         return found
 
-    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None) -> None:
-        rows = self._exchange(what, {"kind": kind, "refused": None if refused is None else str(refused)})
+    def agree_on_batch(self, what: str, kind: str, refused: PenstockError | None, counts: Any = None) -> list[Any]:
+        mine = {"kind": kind, "refused": None if refused is None else str(refused), "counts": counts}
+        rows = self._exchange(what, mine)
         said = [f"rank {rank}: {row['refused']}" for rank, row in enumerate(rows) if row["refused"]]
         kinds = {row["kind"]: f"rank {rank} was given {row['kind']}" for rank, row in enumerate(rows) if row["kind"]}
         if not said and len(kinds) > 1:
@@ -165,6 +166,7 @@ class TorchrunDriver(Driver):
         if said:
             more = f" ({len(said) - 1} more ranks have such a batch)" if len(said) > 1 else ""
             raise BatchError(f"{said[0]}{more}. No rank has run `{what}`") from refused
+        return [row["counts"] for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
         """As `Driver.gather`, but all ranks must call it."""

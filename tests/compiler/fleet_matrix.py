@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.check.eager import Eager, module_runner
+from penstock.compiler.folder import COUNTS_FILE
+from penstock.compiler.job.counts import BatchCounts
 from penstock.compiler.strategies import PASSES
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.source.trust import OWN
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.zoo import gpt2, t5
@@ -115,7 +118,8 @@ def outcome_of(case: Combination) -> Outcome:
     except REFUSALS as error:
         return Outcome(refused=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     machine = in_process(job, model)
-    losses = [float(machine.step(batch)["loss"]) for _ in range(STEPS)]
+    given = with_counts(job, batch)
+    losses = [float(machine.step(given)["loss"]) for _ in range(STEPS)]
     want_losses, want, start = by_eager(case.model, case.precision)
     ties = ties_of(model)
     found = {ties.get(name, name): weight for name, weight in machine.weights().items()}
@@ -152,13 +156,22 @@ def in_process(job: penstock.Job, model: nn.Module) -> Reference:
     return Reference(job.programs, stages, weights, optimizer, buffers, precision=job.plan.precision)
 
 
+def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with what the job counts over all of it."""
+    rules = job.folder.settings.counts
+    with tempfile.TemporaryDirectory() as folder:
+        counter = BatchCounts.from_file(rules, job.write(folder) / COUNTS_FILE, {}, OWN)
+    counts = counter.of(batch, batch, job.folder.interface.total_micro_batches)
+    return batch | counter.inputs(counts, each_own=False)
+
+
 @functools.cache
 def by_eager(name: str, precision: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of all steps, weights after the last and before the first, as plain PyTorch makes them."""
+    """All losses, weights after the last and before the first, as plain PyTorch has them on whole batches."""
     model, batch = made(name)
     mine = copy.deepcopy(model).train()
     spec = OptimizerSpec.from_callable(SGD)
-    eager = Eager(mine, module_runner(mine, precision), spec, micro_batches=MICRO_BATCHES, precision=precision)
+    eager = Eager(mine, module_runner(mine, precision), spec, micro_batches=1, precision=precision)
     losses = [eager.step(batch) for _ in range(STEPS)]
     return losses, {n: p.detach() for n, p in eager.masters.items()}, eager.start
 

@@ -28,7 +28,7 @@ def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
         job.write(tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     programs = [f"device{role}.py" for role in range(len(job.programs))]  # one for all devices of a role
-    assert files == [*programs, "hardware.yaml", "interface.json", "plan.json", "settings.json"]
+    assert files == ["counts.py", *programs, "hardware.yaml", "interface.json", "plan.json", "settings.json"]
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())

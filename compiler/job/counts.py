@@ -1,0 +1,155 @@
+"""What is counted over a batch before a step: the values of the inputs that no batch of the user has.
+
+In: the rows of micro-batches, wherever they are. Out: one number per micro-batch for each of `CountRules.divisors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ...ir.errors import BatchError
+from ...ir.program import Interface, ParamSpec, StageSpec
+from ...passes.graph.loss_terms import WEIGHT, CountRules
+from ...runtime.device.file import StageClass, open_stages
+from ...runtime.source.trust import Trust
+
+LossWeight = Callable[[Any], Any]
+Counts = list[list[float]]  # of consecutive micro-batches, what is counted in each
+
+
+def counts_spec(rules: CountRules) -> StageSpec:
+    """`Counts` as a stage: the buffers that it holds."""
+    buffers = tuple(ParamSpec(name, shape, dtype, False) for name, shape, dtype in rules.buffers)
+    return StageSpec("counts", (), (), (), buffers)
+
+
+def open_counts(rules: CountRules, path: Path, trust: Trust) -> Mapping[str, StageClass]:
+    """The classes of a folder's file of counts. Raises `VerifyError` with the line of what is wrong with it."""
+    specs = {"counts": counts_spec(rules)}
+    if rules.transforms:
+        specs["divisors"] = StageSpec("divisors", (), (), ())
+    return open_stages(path, Interface(specs, {}), trust)
+
+
+class BatchCounts:
+    """Counts micro-batches and turns the counts of a whole batch into inputs.
+
+    `counts` takes the rows of one micro-batch; `divisors` takes sums over the batch, and is None where these are the
+    divisors. With `loss_weight` the user's own function counts.
+    """
+
+    def __init__(
+        self,
+        rules: CountRules,
+        counts: nn.Module | None = None,
+        divisors: nn.Module | None = None,
+        loss_weight: LossWeight | None = None,
+    ):
+        self.rules, self.counts, self.divisors, self.loss_weight = rules, counts, divisors, loss_weight
+
+    @staticmethod
+    def from_file(rules: CountRules, path: Path, buffers: Mapping[str, Tensor], trust: Trust) -> BatchCounts:
+        """The counts that a folder's file makes. `buffers`: the values of those of `Counts`."""
+        made = open_counts(rules, path, trust)
+        counts = made["counts"]()
+        for name, buffer in counts.named_buffers():
+            buffer.copy_(buffers[name])
+        return BatchCounts(rules, counts, made["divisors"]() if rules.transforms else None)
+
+    def of(self, batch: Any, leaves: Mapping[str, Tensor], micro_batches: int) -> Counts:
+        """What each of the micro-batches counts that these rows are cut into. Raises `BatchError` where `loss_weight`
+        fails, or gives no count."""
+        if self.loss_weight is not None:
+            return [[self._weight(part_of(batch, m, micro_batches))] for m in range(micro_batches)]
+        if self.counts is None:
+            return [[] for _ in range(micro_batches)]
+        given = {name: leaves[name] for name in self.rules.inputs}
+        with torch.no_grad():
+            found = (self.counts(*part_of(given, m, micro_batches).values()) for m in range(micro_batches))
+            return [[float(number) for number in row] for row in found]
+
+    def _weight(self, rows: Any) -> float:
+        assert self.loss_weight is not None
+        try:
+            weight = float(self.loss_weight(rows))
+        except Exception as error:
+            raise BatchError(f"loss_weight failed: {type(error).__name__}: {error}") from error
+        if not (math.isfinite(weight) and weight >= 0):
+            raise BatchError(f"loss_weight gave {weight} for a micro-batch; it is a finite number, 0 or more")
+        return weight
+
+    def inputs(self, counts: Counts, *, each_own: bool) -> dict[str, Tensor]:
+        """The inputs' values, one per micro-batch, of what each counts. `each_own`: each is a mini-batch of its own, in
+        which a term that counts nothing is zero."""
+        if self.rules.by_user:
+            columns = [_shares([weight for (weight,) in counts], each_own)]
+        else:
+            rows = [self._values([row]) for row in counts] if each_own else [self._values(counts)] * len(counts)
+            columns = [[row[i] for row in rows] for i in range(len(self.rules.divisors))]
+        return {
+            divisor.input: torch.tensor(
+                [value or 1.0 for value in column] if each_own and divisor.input != WEIGHT else column,
+                dtype=getattr(torch, divisor.dtype),
+            )
+            for divisor, column in zip(self.rules.divisors, columns, strict=True)
+        }
+
+    def _values(self, counts: Counts) -> list[float]:
+        """The divisors of these micro-batches together."""
+        columns = list(zip(*counts, strict=True))
+        totals = [math.fsum(column) / (len(column) if mean else 1) for column, mean in zip(columns, self.rules.means)]
+        if self.divisors is not None:
+            totals = [float(value) for value in self.divisors(*(torch.tensor(t, dtype=torch.float64) for t in totals))]
+        return [
+            value / len(counts) if divisor.spread else value
+            for value, divisor in zip(totals, self.rules.divisors, strict=True)
+        ]
+
+
+def _shares(weights: list[float], each_own: bool) -> list[float]:
+    """The factor of each micro-batch's loss, of which the step takes the mean; NaN, as eager's 0/0, if all weights are
+    zero. A mini-batch of its own counts wholly, or not at all."""
+    total = math.fsum(weights)
+    if each_own:
+        return [float(weight > 0) for weight in weights]
+    return [weight * len(weights) / total if total else math.nan for weight in weights]
+
+
+def part_of(batch: Any, micro_batch: int, count: int) -> Any:
+    """The micro-batch of a batch: an equal slice of every tensor along its first dimension."""
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        rows = len(leaf) // count
+        return leaf[micro_batch * rows : (micro_batch + 1) * rows]
+
+    return tree_map(part, batch)
+
+
+def rows_of(batch: Any, rows: range, size: int) -> Any:
+    """These rows of every tensor of a batch of `size` rows."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf[rows.start : rows.stop] if isinstance(leaf, Tensor) and len(leaf) == size else leaf
+
+    return tree_map(taken, batch)
+
+
+def of_all_lanes(rows: Sequence[Counts | None], interface: Interface) -> Counts:
+    """The counts of all micro-batches, of what every rank has counted in its lane. Raises `BatchError` where no rank of
+    a lane has counted."""
+    found: Counts = []
+    for lane in interface.lanes or (tuple(range(interface.num_devices)),):
+        given = next((rows[device] for device in lane if rows[device] is not None), None)
+        if given is None:
+            raise BatchError(f"none of ranks {', '.join(map(str, lane))} was given what the loss counts")
+        found += given
+    return found

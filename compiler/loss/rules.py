@@ -1,0 +1,53 @@
+"""The loss of a training step, as the plan carries it out: one micro-batch at a time, and yet that of the whole batch.
+
+`captured` traces a step and rewrites its loss: terms that divide by a count (`counted.py`), or all of it by the user's
+own `loss_weight` (`weighted.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir.errors import PlanError
+from ...passes.graph.loss_terms import NUM_ITEMS
+from ...passes.graph.opgraph import OpGraph
+from ..capture.guard import LossFn
+from ..capture.inputs import takes_item_count
+from ..capture.loss import require_gradient
+from ..capture.trace import trace
+from .counted import count_terms
+from .weighted import weigh_loss
+
+
+def captured(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    by_user: bool = False,
+    autocast: torch.dtype | None = None,
+    device_kind: str = "cpu",
+) -> OpGraph:
+    """The op graph of one micro-batch, such that the mean of its losses is that of the whole batch; see `OpGraph.loss`.
+
+    by_user: the user gives `loss_weight`, which replaces what would be counted. Parameters are traced in the dtype of
+    `autocast`. Raises `CaptureError` as `trace` does.
+    """
+    options: dict[str, Any] = {"autocast": autocast, "param_dtype": autocast, "device_kind": device_kind}
+    count = not by_user and takes_item_count(model)
+    graph = trace(model, example_inputs, loss_fn=loss_fn, count_items=count, **options)
+    require_gradient(graph)
+    return weigh_loss(graph) if by_user else count_terms(graph)
+
+
+def refuse_item_count(example_inputs: Any) -> None:
+    """Raise `PlanError` for a batch that holds `num_items_in_batch` itself."""
+    if isinstance(example_inputs, Mapping) and NUM_ITEMS in example_inputs:
+        raise PlanError(
+            f"example_inputs[{NUM_ITEMS!r}]: leave it out of the batch. It is counted over every global batch and "
+            "handed to the model; loss_weight= is for a rule of your own"
+        )

@@ -1,0 +1,289 @@
+"""A plan's loss and gradients are those of one eager forward and backward over the whole batch."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BatchError, CaptureError, NonFiniteLoss, PlanError
+from penstock.tests.compiler.loss.whole_batch import ROWS, Step, compiled, eager_step, job_step, token_rows
+from penstock.tests.zoo import zoo
+
+TOLERANCE = 1e-5  # fp32: the same terms are added up in another order
+EMPTY = (32, 4, 1, 0, 1, 1, 6, 10)  # the second of four micro-batches has no target once labels are shifted
+
+
+class Tokens(nn.Module):
+    """Logits of four classes for each of a row's places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=made) / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def rows(counts: tuple[int, ...] = (6, 1, 3, 2, 5, 4, 2, 6)) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 6, 3, generator=made)
+    labels = torch.randint(0, 4, (ROWS, 6), generator=made)
+    mask = torch.arange(6) < torch.tensor(counts)[:, None]
+    return {"x": x, "labels": labels.masked_fill(~mask, -100), "mask": mask.float()}
+
+
+class Loss(nn.Module):
+    """A model that computes its loss by `rule(self, logits, batch)`."""
+
+    def __init__(self, rule: Any):
+        super().__init__()
+        self.tokens, self.rule = Tokens(), rule
+        self.register_buffer("class_weights", torch.tensor([0.5, 1.0, 2.0, 0.1]))
+        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 0.1]), label_smoothing=0.1)
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return self.rule(self, self.tokens(x), labels, mask)
+
+
+def per_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none").view(labels.shape)
+
+
+def plain(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def other_index(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), ignore_index=0)
+
+
+def class_weights(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=model.class_weights)
+
+
+def likelihood(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten(), weight=model.class_weights)
+
+
+def criterion(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return model.criterion(logits.flatten(0, 1), labels.flatten())
+
+
+def masked_mean(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (per_token(logits, labels) * mask).sum() / mask.sum()
+
+
+def masked_mean_at_least_one(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (per_token(logits, labels) * mask).sum() / (mask.sum().clamp(min=1.0) + 1e-8)
+
+
+def ratio_of_means(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (per_token(logits, labels) * mask).mean() / mask.mean()
+
+
+def two_counts(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    first = F.cross_entropy(logits[:, 0], labels[:, 0].masked_fill(labels[:, 1] == -100, -100))
+    return entropy + 0.5 * first + 0.01 * logits.square().mean()
+
+
+def mean_of_list(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return torch.stack([plain(model, logits, labels, mask), masked_mean(model, logits, labels, mask)]).mean()
+
+
+def labels_written_in_place(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    targets = labels.clone()
+    targets[labels == 2] = -100
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_mean(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+RULES = (
+    plain, other_index, class_weights, likelihood, criterion, masked_mean, masked_mean_at_least_one, ratio_of_means,
+    two_counts, mean_of_list, labels_written_in_place, plain_mean,
+)  # fmt: skip
+
+
+def assert_whole(found: Step, wanted: Step) -> None:
+    assert found.distance(wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_counts_over_the_whole_batch(rule: Any) -> None:
+    model, batch = Loss(rule), rows()
+    assert_whole(job_step(compiled(model, batch, 1, "balanced", 4), batch), eager_step(model, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("devices,strategy", [(1, "balanced"), (2, "gpipe"), (2, "data-parallel"), (2, "mics")])
+def test_every_rule_on_every_kind_of_plan(rule: Any, micro_batches: int, devices: int, strategy: str) -> None:
+    if strategy in ("data-parallel", "mics") and micro_batches == 1:
+        return  # every lane needs a micro-batch
+    model, batch = Loss(rule), rows()
+    found = job_step(compiled(model, batch, devices, strategy, micro_batches), batch)
+    assert_whole(found, eager_step(model, batch))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_labels_of_uneven_rows(name: str) -> None:
+    model, batch = zoo()[name](dropout=0.0)[0], token_rows()
+    wanted = eager_step(model, batch)
+    for devices, strategy, micro_batches in [(1, "balanced", 4), (1, "balanced", 8), (2, "data-parallel", 4)]:
+        assert_whole(job_step(compiled(model, batch, devices, strategy, micro_batches), batch), wanted)
+
+
+@pytest.mark.parametrize("devices,strategy", [(1, "balanced"), (2, "gpipe"), (2, "data-parallel")])
+def test_a_micro_batch_without_targets_adds_zero(devices: int, strategy: str) -> None:
+    model, batch = Loss(two_counts), rows((6, 1, 0, 0, 5, 4, 2, 6))
+    assert_whole(job_step(compiled(model, batch, devices, strategy, 4), batch), eager_step(model, batch))
+
+
+def test_a_batch_without_targets_is_nan_as_in_eager() -> None:
+    model, batch = Loss(plain), rows((0,) * ROWS)
+    with compiled(model, batch, 1, "balanced", 2) as job, pytest.raises(NonFiniteLoss):
+        job.step(batch)
+    assert math.isnan(eager_step(model, batch).loss)
+
+
+class TakesCount(nn.Module):
+    """Divides by what it is given, as transformers' causal models do; `power` makes it more than a divisor."""
+
+    def __init__(self, power: float = 1.0) -> None:
+        super().__init__()
+        self.tokens, self.power = Tokens(), power
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        total = F.cross_entropy(self.tokens(x).flatten(0, 1), labels.flatten(), reduction="sum")
+        count = num_items_in_batch if self.power == 1.0 else num_items_in_batch.float().pow(self.power) + 1.0
+        return total / count
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_a_model_that_takes_the_count_gets_that_of_the_whole_batch(power: float) -> None:
+    model, batch = TakesCount(power), rows()
+    count = (batch["labels"] != -100).sum()
+    wanted = eager_step(model, batch, lambda m, b: m(**b, num_items_in_batch=count))
+    for micro_batches in (1, 4):
+        assert_whole(job_step(compiled(model, batch, 1, "balanced", micro_batches), batch), wanted)
+
+
+def test_a_count_in_the_batch_is_refused() -> None:
+    batch = {**rows(), "num_items_in_batch": torch.ones(ROWS)}
+    with pytest.raises(PlanError, match="leave it out"):
+        compiled(TakesCount(), batch, 1, "balanced", 2)
+
+
+def test_a_count_of_nothing_known_is_refused() -> None:
+    class Regression(TakesCount):
+        def forward(self, x: Tensor, mask: Tensor, num_items_in_batch: Tensor) -> Tensor:  # type: ignore[override]
+            return self.tokens(x).square().sum() / num_items_in_batch
+
+    batch = {name: value for name, value in rows().items() if name != "labels"}
+    with pytest.raises(CaptureError, match="loss_weight"):
+        compiled(Regression(), batch, 1, "balanced", 2)
+
+
+def rows_that_count(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["mask"].sum(1) > 2).sum()
+
+
+def of_long_rows(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    long = (mask.sum(1) > 2).float()
+    return (logits.square().mean((1, 2)) * long).sum() / long.sum()
+
+
+@pytest.mark.parametrize("devices,strategy", [(1, "balanced"), (2, "data-parallel")])
+def test_a_users_own_weights(devices: int, strategy: str) -> None:
+    """Each micro-batch counts by the rows that are long; one without any is NaN by itself and adds exactly zero."""
+    model, batch = Loss(of_long_rows), rows((6, 1, 1, 2, 5, 4, 2, 6))
+    parts = [{name: value[2 * m : 2 * m + 2] for name, value in batch.items()} for m in range(4)]
+    weights = [float(rows_that_count(part)) for part in parts]
+    assert 0.0 in weights and math.isnan(eager_step(model, parts[weights.index(0.0)]).loss)
+    steps = [(weight / sum(weights), eager_step(model, part)) for weight, part in zip(weights, parts) if weight]
+    names = steps[0][1].gradients
+    wanted = Step(
+        sum(share * step.loss for share, step in steps),
+        {name: torch.stack([share * step.gradients[name] for share, step in steps]).sum(0) for name in names},
+    )
+    job = compiled(model, batch, devices, strategy, 4, loss_weight=rows_that_count)
+    assert "loss_weight" in job.explain()
+    assert_whole(job_step(job, batch), wanted)
+
+
+def test_a_users_weight_must_be_a_count() -> None:
+    wrong = {r"loss_weight gave -1\.0": lambda batch: -1, "loss_weight failed: KeyError": lambda batch: batch["length"]}
+    for said, weight in wrong.items():
+        job = compiled(Loss(plain), rows(), 1, "balanced", 2, loss_weight=weight)
+        with job, pytest.raises(BatchError, match=said):
+            job.step(rows())
+
+
+def test_a_folder_counts_as_the_job_that_wrote_it(tmp_path: Path) -> None:
+    for rule in (class_weights, masked_mean_at_least_one):
+        model, batch = Loss(rule), rows((6, 1, 0, 0, 5, 4, 2, 6))
+        job = compiled(model, batch, 2, "gpipe", 4)
+        explained = job.explain()
+        job.write(tmp_path)
+        loaded = penstock.load(tmp_path, model)
+        assert explained.split("\n\n")[1] == loaded.explain().split("\n\n")[1]
+        assert_whole(job_step(loaded, batch), eager_step(Loss(rule), batch))
+    compiled(Loss(plain_mean), rows(), 2, "gpipe", 4).write(tmp_path)
+    assert not (tmp_path / "counts.py").exists()
+
+
+def test_a_folder_with_a_users_weights_asks_for_them(tmp_path: Path) -> None:
+    compiled(Loss(plain), rows(), 1, "balanced", 4, loss_weight=rows_that_count).write(tmp_path)
+    with pytest.raises(PlanError, match=r"pass the same to penstock\.load"):
+        penstock.load(tmp_path, Loss(plain))
+    penstock.load(tmp_path, Loss(plain), loss_weight=rows_that_count)
+
+
+def test_explain_says_which_rule_holds() -> None:
+    said = compiled(Loss(two_counts), rows(), 1, "balanced", 2).explain()
+    assert "divided by the number of targets other than -100" in said
+    assert "each micro-batch counts alike" in said
+
+
+def test_asynchronous_micro_batches_have_means_of_their_own() -> None:
+    model, batch = Loss(plain), rows((6, 1, 0, 0, 5, 4, 2, 6))
+    parts = [{name: value[2 * m : 2 * m + 2] for name, value in batch.items()} for m in range(4)]
+    eager = [eager_step(model, part).loss for part in parts]
+    standing = partial(torch.optim.SGD, lr=1e-12)  # all micro-batches see the same weights
+    with compiled(model, batch, 2, "async", 4, optimizer=standing) as job:
+        loss = float(job.step(batch))
+        evaluated = float(job.evaluate(batch)["loss"])
+    assert loss == pytest.approx(sum(value for value in eager if not math.isnan(value)) / 4, rel=TOLERANCE)
+    assert evaluated == pytest.approx(eager_step(model, batch).loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_sums_do_not_overflow(precision: str) -> None:
+    """The logits' own dtype is half: a sum of 48 losses near 2000 is beyond fp16, its mean is not."""
+
+    def in_half(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.cross_entropy((logits * 3000).flatten(0, 1).half().log_softmax(-1), labels.flatten()).float()
+
+    def in_full(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return F.cross_entropy((logits * 3000).flatten(0, 1), labels.flatten())
+
+    batch = rows()
+    with compiled(Loss(in_half), batch, 1, "balanced", 2, precision=precision) as job:
+        loss = float(job.step(batch))
+    assert loss == pytest.approx(eager_step(Loss(in_full), batch).loss, rel=3e-2)
