@@ -510,12 +510,8 @@ class Job:
             self._close()
         if self._driver is None:
             self._driver = self._start()
-            leaves, kind = self._feed.read(function, batch, ())
-            return leaves | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
-        driver, refused = self.driver, None
-        self._counter()  # may ask other ranks
-        leaves, counts = {}, None
-        kind = ""
+        self._broken, self._closed, self._counts = "", False, None
+        with finishing("resume"), self._breaking():
             require_one_checkpoint(self._driver, found)
             load_checkpoint(self._driver, self.folder.interface, found, directory)
             restore_rng_state(dict(found.progress.rng))

@@ -73,7 +73,7 @@ def _of_module(node: fx.Node, module: nn.Module) -> ClassLoss | None:
     if type(module) not in (nn.CrossEntropyLoss, nn.NLLLoss):
         return None
     entropy = isinstance(module, nn.CrossEntropyLoss)
-    given = dict(zip(("input", "target"), node.args)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(("input", "target"), node.args)) | dict(node.kwargs)
     given |= {"weight": None, "ignore_index": module.ignore_index, "reduction": module.reduction}
     given |= {"label_smoothing": module.label_smoothing} if entropy else {}
     weight = f"{node.target}.weight" if module.weight is not None else ""
@@ -175,7 +175,7 @@ class _Rewrite:
         reductions = self.view.totals(below) if isinstance(below, fx.Node) else None
         counts_items = any(map(is_item_count, reductions or ()))
         words = f"targets ({NUM_ITEMS})" if counts_items else "what the denominator adds up"
-        if not kind or not reductions:
+        if not kind or not reductions or not isinstance(above, fx.Node):
             return LossTerm(kind="uncounted", source=source, counts=words)
         key = ("divisor", below, kind)
         item = self._item(key, node, kind == "sum", lambda: (below, {r: self._reduced(r) for r in reductions}))
@@ -274,9 +274,8 @@ class _Rewrite:
         for node in waiting:
             found = class_loss(self.graph, node)
             target = found.arguments["target"] if found is not None else None
-            if found is None or not self._is_countable(target):
-                continue
-            return Targets(target, found.arguments["ignore_index"])
+            if found is not None and target is not None and self._is_countable(target):
+                return Targets(target, found.arguments["ignore_index"])
         return None
 
     def _count_items(self) -> fx.Node | None:

@@ -118,7 +118,8 @@ def count_graph(view: BatchView, totals: Sequence[Total]) -> tuple[fx.Graph, lis
     roots = [t.of for t in totals if isinstance(t.of, fx.Node)]
     targets = [t.of for t in totals if isinstance(t.of, Targets)]
     roots += [t.node for t in targets] + [t.weight for t in targets if t.weight is not None]
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in view.closure(roots):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     results = []

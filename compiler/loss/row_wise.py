@@ -86,8 +86,8 @@ class RowWise:
         if name in ("slice", "select", "narrow"):
             return self._avoids_rows(node.args[1] if len(node.args) > 1 else None, inputs[0].dim())
         if name == "pad":
-            given = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad", ())
-            return len(given) // 2 < value.dim()  # type: ignore[arg-type]
+            pads: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad", ())
+            return bool(len(pads) // 2 < value.dim())
         return name in ("one_hot", "embedding")
 
     def _by_rows(self, *values: torch.Tensor) -> bool:
