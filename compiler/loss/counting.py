@@ -6,6 +6,7 @@ numbers that are added up over the batch (`Totals`), and one from those numbers 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +155,7 @@ class _Writer:
         return self._with_meta(self.graph.call_method(name, args), dtype, scalar)
 
     def item(self, table: fx.Node, index: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self._with_meta(self.graph.call_function(torch.Tensor.__getitem__, (table, index)), dtype, False)
+        return self._with_meta(self.graph.call_function(operator.getitem, (table, index)), dtype, False)
 
     def _with_meta(self, node: fx.Node, dtype: torch.dtype, scalar: bool) -> fx.Node:
         value = self.like.meta["val"]

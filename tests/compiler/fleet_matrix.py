@@ -27,8 +27,8 @@ from penstock.ir.errors import DoesNotFit, PassError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.source.trust import OWN
 from penstock.runtime.reference.run import Reference
+from penstock.runtime.source.trust import OWN
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
 from penstock.tests.zoo import gpt2, t5
 
