@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from ..ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import PRECISIONS
-from ..ir.program import HookCall, Program, lane_of
+from ..ir.program import HookCall, Interface, Program, lane_of
 from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
@@ -161,7 +162,8 @@ def compile(
     )
     files = print_files(model, best.draft, best.evaluation, made)
     interface, counts = best.draft.programs[0].interface, print_counts(best.draft.graph.loss)
-    folder = Folder(made, machine, interface, settings, files, counts)
+    constants = _values(best.draft.graph.constants, interface)
+    folder = Folder(made, machine, interface, settings, files, counts, constants)
     capture.cache_clear()
 
     def helps() -> list[Help]:
@@ -170,6 +172,8 @@ def compile(
         capture.cache_clear()
         return found
 
+    for note in best.draft.graph.notes:
+        warnings.warn(note, stacklevel=3)
     ties = best.draft.graph.ties()
     return Job(
         model,
@@ -183,11 +187,18 @@ def compile(
     )
 
 
+def _values(constants: Mapping[str, torch.Tensor], interface: Interface) -> dict[str, torch.Tensor]:
+    """Copies of the constants that stages use, so that a later change of the user's tensors changes no program."""
+    used = {row.name for spec in interface.stages.values() for row in spec.constants}
+    return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
+
+
 def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    _check_real(model)
     if precision not in tuple(PRECISIONS):
         raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
     if not isinstance(strategy, str):
@@ -197,6 +208,15 @@ def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: 
     is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
         raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def _check_real(model: nn.Module) -> None:
+    found = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+    if found:
+        raise PlanError(
+            f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be trained "
+            "here. Make it a real one with a last dimension of 2, and use torch.view_as_complex(parameter) in forward"
+        )
 
 
 def _check_timeout(timeout_s: Any) -> None:
@@ -352,7 +372,7 @@ def _check_model(model: nn.Module, folder: Folder) -> None:
     wrong = [
         f"{row.name} {list(row.shape)} ({list(shapes[row.name]) if row.name in shapes else 'absent'} here)"
         for spec in folder.interface.stages.values()
-        for row in (*spec.params, *spec.buffers)
+        for row in (*spec.params, *spec.model_buffers)
         if shapes.get(row.name) != row.shape
     ]
     if wrong:

@@ -4,19 +4,20 @@ device0.py ...   the programs        interface.json   what their names refer to
 plan.json        the decisions       hardware.yaml    the machine they are for
 settings.json    optimizer, precision, seed, batch, terms of the loss
 counts.py        what is counted over a batch, if anything is
+constants.safetensors   tensors that the model uses but does not register, if there are any
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import pydantic
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from torch import nn
+from torch import Tensor, nn
 
 from ..codegen.counts_file import write_counts
 from ..codegen.file import Header, write_directory, write_file
@@ -29,7 +30,8 @@ from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
-from ..runtime.device.file import INTERFACE_FILE, device_file_name
+from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants
+from ..runtime.state.tensor_file import write_tensors
 from .plan import Plan
 
 
@@ -80,6 +82,7 @@ class Folder:
     settings: Settings
     files: dict[int, str]
     counts: str = ""  # the text of `COUNTS_FILE`
+    constants: dict[str, Tensor] = field(default_factory=dict)  # none that are on meta
 
     def write(self, directory: str | Path) -> Path:
         """Write all files, and delete programs of an earlier job's other devices. Raises `OSError` where that fails."""
@@ -99,6 +102,9 @@ class Folder:
         else:
             (folder / COUNTS_FILE).unlink(missing_ok=True)
         write_directory(folder, self.files, extras)
+        (folder / CONSTANTS_FILE).unlink(missing_ok=True)
+        if self.constants:
+            write_tensors(folder / CONSTANTS_FILE, self.constants)
         self.hardware.save(folder / "hardware.yaml")
         return folder
 
@@ -124,7 +130,8 @@ class Folder:
         except pydantic.ValidationError as error:
             raise PlanError(f"{folder / 'settings.json'}: {plain_errors(error)}") from error
         plan, hardware = Plan.load(folder / "plan.json"), Hardware.load(folder / "hardware.yaml")
-        return Folder(plan, hardware, interface, settings, files, _read_counts(folder, settings))
+        constants = read_constants(folder, interface.stages.values())
+        return Folder(plan, hardware, interface, settings, files, _read_counts(folder, settings), constants)
 
 
 def _read_counts(folder: Path, settings: Settings) -> str:

@@ -6,6 +6,7 @@ it draws random numbers, and whether a module is a leaf.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ _REFUSED = {
     "register_hook": "registers a tensor hook, which a captured program would not call",
     "register_post_accumulate_grad_hook": "registers a gradient hook, which a captured program would not call",
 }
+_DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward)
+_OWN_DERIVATIVE = (
+    ", for which the graph of the whole model would have to be there: write the derivative as tensor operations, or put "
+    "the computation and its derivative into a torch.autograd.Function, which is one call to a program"
+)
 # Python operators reach the tracer under the method's name; two plain arguments read better as the operator.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _OPERATORS |= {"true_divide": operator.truediv, "matmul": operator.matmul}
@@ -48,6 +54,8 @@ _DATA_DEPENDENT |= {"__array__", "__bool__", "__int__", "__float__", "__index__"
 def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> RecordedCall:
     """The graph form of a torch function, method, operator or property."""
     name = getattr(func, "__name__", "")
+    if func in _DIFFERENTIATES:
+        return RecordedCall("refuse", f"differentiates inside forward ({name}){_OWN_DERIVATIVE}")
     if name == "__get__":
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         is_tensor = attribute in _TENSOR_GETTERS
@@ -127,6 +135,18 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tenso
 SHAPE_RULES = {torch._grouped_mm: _grouped_mm}
 
 
+SPARSE = (F.embedding, F.embedding_bag)
+
+
+def densely(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool]:
+    """The arguments of an embedding without its wish for sparse gradients, and whether it had one."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    if not bound.arguments.get("sparse"):
+        return args, kwargs, False
+    bound.arguments["sparse"] = False
+    return bound.args, bound.kwargs, True
+
+
 def leaf_modules(model: nn.Module) -> set[int]:
     """Ids of the modules that stay whole: torch.nn's own without children or hooks, which their `repr` rebuilds."""
     rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built from it on meta
@@ -139,6 +159,8 @@ def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or isinstance(module, nn.modules.loss._Loss):
         return False  # a loss module's repr leaves its options out
+    if getattr(module, "sparse", False):
+        return False  # an embedding whose gradients are to be dense
     text = repr(module)
     if text not in rebuilt:
         rebuilt[text] = _rebuild(text)

@@ -64,6 +64,8 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
         training = _export(step, inputs, options.dynamic)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)
+        if not options.dynamic:
+            translation.run(fake_mode)
         held.restart()
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:
@@ -105,13 +107,20 @@ def _export(step: _Step, inputs: TraceInputs, dynamic: bool) -> torch.export.Exp
         ):
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # we restore them
             shapes = _dynamic_shapes(inputs) if dynamic else None
-            return torch.export.export(step, (inputs.batch,), dynamic_shapes=shapes, strict=False)
+            return _plain_calls(torch.export.export(step, (inputs.batch,), dynamic_shapes=shapes, strict=False))
     except CaptureError:
         raise
     except Exception as error:
         line = SourceLines().of_traceback(error.__traceback__)
         reason = " ".join(str(error).split())[:400]
         raise CaptureError(f"{line}\n  torch.export failed: {type(error).__name__}: {reason}") from error
+
+
+def _plain_calls(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with what function transforms (vmap, jvp) left in it turned into plain calls."""
+    transforms = torch._functorch.predispatch.__name__
+    is_transformed = any(getattr(node.target, "__module__", "") == transforms for node in program.graph.nodes)
+    return program.run_decompositions({}) if is_transformed else program
 
 
 def _dynamic_shapes(inputs: TraceInputs) -> dict[str, Any]:
@@ -161,12 +170,28 @@ class _Translation:
         self.outputs = {name: copies[node] for name, node in zip(self.names, results, strict=True)}
         self.graph.output(self.outputs)
 
+    def run(self, fake_mode: FakeTensorMode) -> None:
+        """Run the calls on the borrowed model, since export's own values do not say which of them need gradients."""
+        values: dict[fx.Node, Any] = {}
+        with fake_mode, torch.enable_grad():
+            for node in self.graph.nodes:
+                if node.op == "output":
+                    break
+                if node.op == "call_function":
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = node.meta["val"] = node.target(*args, **kwargs)
+                    continue
+                if node.op == "get_attr" and node.target not in self.constants:
+                    owner, _, last = str(node.target).rpartition(".")
+                    node.meta["val"] = getattr(self.held.model.get_submodule(owner), last)
+                values[node] = node.meta["val"]
+
     def _held(self, spec: Any, program: torch.export.ExportedProgram, node: fx.Node) -> fx.Node:
         """A parameter or buffer of the user's model, or a constant of the graph."""
         name = spec.target.removeprefix("model.")
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            name = f"_constant{len(self.constants)}"
-            self.constants[name] = program.constants[spec.target]
+            name = self.held.constant_names.take(program.constants[spec.target])
+            self.constants[name] = program.constants[spec.target].detach()
         made = self._add("get_attr", name, (), {}, node.meta["val"])
         owner, _, last = name.rpartition(".")
         if name not in self.constants:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
+from .constants import ConstantNames
 from .python_state import GlobalDraws
 
 LossFn = Callable[[Any, Any], Any]
@@ -48,6 +49,7 @@ class Borrowed:
     names: dict[int, list[str]] = field(default_factory=dict)  # id(fake) -> all its dotted names
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)  # id(user's tensor) -> fake
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # dotted name -> fake
+    constant_names: ConstantNames = field(init=False)
     alive: list[Any] = field(default_factory=list)  # keeps the objects whose ids are used above
     saved: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)  # module -> attributes with fakes
 
@@ -67,6 +69,10 @@ class Borrowed:
         for module, attributes in self.saved:
             for store in ("_parameters", "_buffers", "_modules"):
                 module.__dict__[store] = attributes[store].copy()
+
+    def name_constants(self, loss_fn: LossFn | None) -> None:
+        """Find the names of unregistered tensors, once the registered ones are replaced."""
+        self.constant_names = ConstantNames(self.model, loss_fn)
 
     def restart(self) -> None:
         """Forget what a run of forward has written into the modules."""
@@ -92,6 +98,7 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
         _isolate(saved)
         _insert_fakes(model, held, fake_mode, options.param_dtype)
         _substitute(saved, held)
+        held.name_constants(options.loss_fn)
         for config in configs:
             if config.__dict__.get("use_cache"):
                 config.__dict__["use_cache"] = False

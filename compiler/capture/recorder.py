@@ -21,10 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
-from .calls import SHAPE_RULES, RecordedCall, classify, is_data_dependent, is_random, is_random_module, leaf_modules
+from ...passes.graph.opgraph import CHECKS
+from .calls import (
+    SHAPE_RULES,
+    SPARSE,
+    RecordedCall,
+    classify,
+    densely,
+    is_data_dependent,
+    is_random,
+    is_random_module,
+    leaf_modules,
+)
 from .guard import Borrowed, autocast_aliases, replaced
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
+_EFFECTS = (torch._C._set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -63,6 +75,7 @@ class Recorder(GraphWriter):
         self.num_calls = 0
         self.leaves = leaf_modules(held.model)
         self.calls: dict[Any, RecordedCall] = {}
+        self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
         self.draws: _DrawWatch | None = None  # watches the custom function being recorded
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -89,7 +102,18 @@ class Recorder(GraphWriter):
                 self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
             return leave(context, *exception)
 
+        check = torch._check_tensor_all_with
+
+        def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
+            if self.busy or not has_tensor(condition) or condition.dtype != torch.bool:
+                return check(kind, condition, message)
+            text = (
+                f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
+            )
+            torch._assert_async(condition.all() if condition.dim() else condition, text)
+
         changes = [
+            (torch, "_check_tensor_all_with", on_check),
             (nn.Module, "__call__", on_call),
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (torch.autocast, "__enter__", on_enter),
@@ -109,11 +133,14 @@ class Recorder(GraphWriter):
         if call is None:
             call = self.calls[key] = classify(func, len(args), bool(kwargs))
         if call.kind == "query":
-            return self.run(func, args, kwargs)
+            return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
             return iter(self.on_function(torch.Tensor.unbind, (args[0], 0), {}))
+        if func in SPARSE:
+            args, kwargs, was_sparse = densely(func, args, kwargs)
+            self.has_sparse |= was_sparse
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
@@ -121,6 +148,12 @@ class Recorder(GraphWriter):
     def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
         path = self.held.paths.get(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{self.lines.current()}\n  calls {path or type(module).__name__!r}, a module that torch.jit.script or "
+                "trace compiled, whose Python code is gone: put the original module there (load_state_dict takes the "
+                "weights over)"
+            )
         if path is None:  # made on the fly inside forward; its calls belong to the caller
             return call(module, *args, **kwargs)
         self.num_calls += 1
@@ -166,7 +199,7 @@ class Recorder(GraphWriter):
         exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
         result = self.run(run, exec_args, exec_kwargs)
         mutated = tuple(dict.fromkeys(node for node, tensor, version in touched if tensor._version != version))
-        if not mutated and call.target is not torch._C._set_grad_enabled and not has_tensor(result):
+        if not mutated and call.target not in _EFFECTS and not has_tensor(result):
             return result
         result = self._fresh(result, mutated)
         node = self._record(call, args, kwargs, result, touched)
@@ -194,8 +227,9 @@ class Recorder(GraphWriter):
         return (
             f"{self.lines.where()}\n  this line needs the value of a tensor, but a program is compiled before any "
             "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
-            "numpy(), and fixed-size masks instead of nonzero() or boolean indexing; in a mixture of experts choose a "
-            'batched implementation (transformers: model.set_experts_implementation("batched_mm"))'
+            "numpy(), fixed-size masks instead of nonzero() or boolean indexing, and torch._check_tensor_all to check "
+            "values; in a mixture of experts choose a batched implementation (transformers: "
+            'model.set_experts_implementation("batched_mm"))'
         )
 
     def _record(self, call: RecordedCall, args: Any, kwargs: Any, value: Any, touched: list) -> fx.Node:
@@ -258,6 +292,14 @@ class Recorder(GraphWriter):
             return real_args, real_kwargs
         self.rebuild_args = False
         return fx.map_arg(args, lambda n: n.meta["val"]), fx.map_arg(kwargs, lambda n: n.meta["val"])
+
+
+_TEXTS = ("__repr__", "__format__")
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    """What a message says in place of a tensor's value."""
+    return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
 
 
 def _apply_of(kind: type) -> Callable[..., Any]:

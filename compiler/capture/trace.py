@@ -18,17 +18,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...ir.errors import CaptureError
+from ...passes.graph.blocks import storage_root
 from ...passes.graph.cuda_autocast import autocast_as
-from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, missing_buffers
+from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 from .lines import SourceLines
 from .python_state import REMEDY, state_of
 from .recorder import Recorder
+from .refusals import refused
 from .repeat import require_repeatable
 from .replay import Misaligned, Replay
 from .writer import Unrecordable
+
+
+_DENSE = (
+    "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of a "
+    "whole table"
+)
 
 
 def trace(
@@ -71,6 +79,7 @@ def trace(
     )
     found = _captured(model, example_inputs, options, tracer)
     found.hooks = hooks
+    _refuse_written_constants(found)
     return found
 
 
@@ -79,14 +88,17 @@ def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, trac
         return _export(model, example_inputs, options)
     try:
         return _record(model, example_inputs, options)
-    except Unrecordable as error:
-        if tracer == "recorder":
-            raise
+    except CaptureError as error:
+        if tracer == "recorder" or not isinstance(error, Unrecordable):
+            raise refused(error) from error.__cause__
         reason = error
     try:
         found = _export(model, example_inputs, options)
         again = _export(model, example_inputs, options)
     except CaptureError as error:
+        told = refused(reason)
+        if told is not reason:
+            raise told from reason.__cause__
         same = str(reason.__cause__) == str(error.__cause__)  # an error of the user's own code
         also = "" if same else f"\nand torch.export could not capture the model either: {error}"
         raise CaptureError(f"{reason}{also}") from reason.__cause__
@@ -94,6 +106,17 @@ def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, trac
         raise CaptureError(f"{reason}\nand torch.export finds that forward does not do the same twice: {REMEDY}")
     found.fallback_reason = str(reason)
     return found
+
+
+def _refuse_written_constants(graph: OpGraph) -> None:
+    for node in graph.nodes:
+        for target in node.meta.get("mutates", ()):
+            name = str(storage_root(target).target)
+            if name in graph.constants:
+                raise CaptureError(
+                    f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not register, "
+                    "so that the change would be lost: make it a buffer (register_buffer), or change a clone() of it"
+                )
 
 
 def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
@@ -123,16 +146,18 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
     _check_symbols(inputs)
     _remove(recorder.graph, removable)
+    constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
     return OpGraph(
-        module=build_module(model, recorder.graph, recorder.constants),
+        module=build_module(model, recorder.graph, constants),
         inputs=inputs.tensors,
         outputs=nodes,
         model=model,
         eval_error=eval_error,
         missing_buffers=missing_buffers(model),
-        constants=recorder.constants,
+        constants=constants,
         symbols=inputs.symbols,
         param_dtype=options.param_dtype,
+        notes=(_DENSE,) if recorder.has_sparse else (),
     )
 
 
@@ -189,7 +214,7 @@ def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        effect = node.op in ("output", "placeholder") or is_mode_switch(node)
+        effect = node.op in ("output", "placeholder") or is_mode_switch(node) or is_check(node)
         if effect or node.meta["mutates"] or "updates_buffers" in node.meta or node in needed:
             needed.add(node)
             needed.update(node.all_input_nodes)

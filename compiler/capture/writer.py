@@ -153,10 +153,11 @@ class GraphWriter:
         if id(tensor) not in self.constant_of:
             if tensor.requires_grad:
                 raise CaptureError(
-                    f"{self.lines.where()}\n  uses a trainable tensor of shape {list(tensor.shape)} that is not "
-                    "registered in the model: assign it as an nn.Parameter attribute of a module"
+                    f"{self.lines.where()}\n  uses a trainable tensor {self.held.constant_names.take(tensor)!r} of shape "
+                    f"{list(tensor.shape)} that is not registered in the model, so that nothing would train it: assign "
+                    "it as an nn.Parameter attribute of a module, or detach() it"
                 )
-            name = f"_constant{len(self.constants)}"
+            name = self.held.constant_names.take(tensor)
             self.busy = True
             with torch._C.DisableTorchFunction(), self.fake_mode:
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -40,7 +40,7 @@ from .batch import BatchShape
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, of_all_lanes, rows_of
 from .feed import PART, WHOLE, Feed
 from .one_call import OneCall, one_call
-from .preflight import own_device, require_machine
+from .preflight import own_device, require_constants, require_machine
 from .sampler import RankSampler
 from .state import (
     Held,
@@ -367,10 +367,11 @@ class Job:
         refused: PenstockError | None = None
         try:
             require_machine(self.hardware, self.programs, self.folder.settings.ssd_dirs)
+            require_constants(self.folder)
             if self._directory is None:
                 self._scratch = scratch.temporary("job")
                 self._directory = self.folder.write(self._scratch.path)
-        except HardwareError as error:
+        except (HardwareError, PlanError) as error:
             refused = error
         except OSError as error:
             refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")

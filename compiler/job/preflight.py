@@ -16,6 +16,7 @@ from ...ir.program import Program, bind, profile_memory
 from ...ir.units import format_bytes, short_bytes
 from ...runtime.measure.detect import ram_bytes
 from ...runtime.processes.torchrun import TorchrunDriver
+from ..folder import Folder
 
 USABLE = 0.8  # part of the machine's memory that the advice gives: the system and the processes need the rest
 
@@ -40,6 +41,17 @@ def require_machine(hardware: Hardware, programs: Sequence[Program], ssd_dirs: S
             f"the plan keeps a part of the model on ssd{host}, but no directory is known for its files: give "
             'ssd_dirs=["/mnt/nvme0"], one directory per SSD, to penstock.compile (--ssd-dir on the command line), or '
             f"write `directory` under hosts[{host}].ssds of the hardware document"
+        )
+
+
+def require_constants(folder: Folder) -> None:
+    """Raise `PlanError` where the model uses an unregistered tensor that has no value, as it was made on meta."""
+    used = {row.name for spec in folder.interface.stages.values() for row in spec.constants}
+    missing = sorted(used - folder.constants.keys())
+    if missing:
+        raise PlanError(
+            f"the model uses {', '.join(missing)}, tensors on the meta device that it does not register: they are in "
+            "no file of weights. Make them under torch.device('cpu'), or register them (register_buffer)"
         )
 
 

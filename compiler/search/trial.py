@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ...ir import ops
-from ...ir.errors import DoesNotFit, PenstockError, PlanError
+from ...ir.errors import DoesNotFit, PenstockError, PlanError, VerifyError
 from ...ir.units import format_bytes, format_seconds
 from ..plan import SAME_PLAN, Rival
 from .candidate import Candidate
@@ -75,7 +75,10 @@ class Trial:
 
 
 def why_not(error: PenstockError) -> str:
-    """One line: which memory lacks how much, or the whole message where it says more than that."""
+    """One line: which memory lacks how much, or the whole message where it says more than that. What the verifier shows
+    of a program says nothing to a person who reads about another one."""
+    if isinstance(error, VerifyError):
+        return f"refused by the verifier: {str(error).splitlines()[0].rstrip(':')}"
     if isinstance(error, DoesNotFit) and error.memory not in ("", ops.DEVICE) and error.missing_bytes:
         return f"does not fit: {error.memory} lacks {format_bytes(error.missing_bytes)}"
     text = " ".join(str(error).split())

@@ -35,7 +35,8 @@ class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name.
 
     `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
-    is what the user's gradient hooks do to its gradient, once that is complete.
+    is what the user's gradient hooks do to its gradient, once that is complete. A buffer without an owner is a
+    constant: a tensor that the model uses but does not register, whose value is the programs'.
     """
 
     name: str
@@ -131,6 +132,16 @@ class StageSpec:
         hooked = [p for p in self.params if p.hook]
         portions = (min(p.numel, HOOK_PORTION_ELEMENTS) * max(4, dtype_bytes(p.dtype)) for p in hooked)
         return max(((len(p.hook) + 3) * size for p, size in zip(hooked, portions)), default=0)
+
+    @property
+    def constants(self) -> tuple[ParamSpec, ...]:
+        """The buffers that the programs have the values of: no model and no checkpoint holds them."""
+        return tuple(buffer for buffer in self.buffers if not buffer.owner)
+
+    @property
+    def model_buffers(self) -> tuple[ParamSpec, ...]:
+        """The buffers that the user's model holds."""
+        return tuple(buffer for buffer in self.buffers if buffer.owner)
 
     @property
     def trained_params(self) -> int:

@@ -40,6 +40,14 @@ from .loss_terms import LossRules
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 
+CHECKS = (torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+
+
+def is_check(node: fx.Node) -> bool:
+    """True for a check of the model's own that reads tensors' values: it gives nothing, and it stays in the programs."""
+    return node.op == "call_function" and node.target in CHECKS
+
+
 def is_mode_switch(node: fx.Node) -> bool:
     """True for a node that only turns gradients or autocast on or off for the nodes after it."""
     return node.op == "call_function" and node.target in MODE_SWITCHES
@@ -64,6 +72,7 @@ class OpGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
+    notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
 

@@ -18,7 +18,7 @@ from torch import fx
 from ...ir.errors import PassError, PlanError
 from ...ir.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, shared_nodes, storage_root
-from .opgraph import OpGraph, build_module, value_tensors
+from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .split_costs import split_costs
 from .stage_costs import stage_costs
@@ -49,6 +49,7 @@ def build_block_stages(graph: OpGraph, blocks: Sequence[Block]) -> list[PlannedS
     """Every block as a stage of its own, to be timed: shared tensors (masks) enter as inputs instead of being computed,
     so that the seconds of several blocks add up to those of a stage that holds them."""
     cut = _Cut(graph, blocks, [[block.name] for block in blocks])
+    cut.drop_checks()
     given = {node for node in cut.shared if isinstance(node.meta.get("val"), torch.Tensor)}
     cut.shared -= given
     cut.home.update(dict.fromkeys(given, -1))
@@ -81,6 +82,38 @@ class _Cut:
                 name = self.ties.get(name, name)
                 self.first_use[name] = min(index, self.first_use.get(name, index))
         self.live = live_nodes(graph)
+        self.checks = self._shared_checks()
+
+    def _shared_checks(self) -> list[list[fx.Node]]:
+        """For each stage, the model's checks of the batch alone that run in it: the first stage that reads the same
+        inputs, else the last."""
+        found: list[list[fx.Node]] = [[] for _ in self.partition]
+        read = [_inputs_in(self.shared_closure([a for n in nodes for a in n.all_input_nodes])) for nodes in self.nodes]
+        for check in (n for n in self.graph.nodes if n in self.shared and is_check(n)):
+            wanted = _inputs_in(self.shared_closure([check]))
+            found[next((i for i, inputs in enumerate(read) if wanted <= inputs), len(read) - 1)].append(check)
+        return found
+
+    def drop_checks(self) -> None:
+        """Leave out the model's checks: values that are made up to time a stage do not pass them."""
+        self.nodes = [[n for n in nodes if not is_check(n)] for nodes in self.nodes]
+        self.checks = [[] for _ in self.checks]
+
+    def shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
+        """The shared nodes of `wanted`, the shared nodes that they read, and those that write one of them in place."""
+        found: set[fx.Node] = set()
+        stack = [n for n in wanted if n in self.shared]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(a for a in node.all_input_nodes if a in self.shared)
+                stack.extend(self.writers.get(storage_root(node), ()))
+        return found
+
+
+def _inputs_in(nodes: set[fx.Node]) -> set[fx.Node]:
+    return {node for node in nodes if node.op == "placeholder"}
 
 
 def live_nodes(graph: OpGraph) -> set[fx.Node]:
@@ -148,7 +181,7 @@ class _Builder:
         own = self.cut.nodes[self.index]
         results = {name: node for name, node in self.graph.outputs.items() if self._is_mine(node)}
         read = [a for n in own for a in n.all_input_nodes]
-        outside = self._shared_closure([*read, *results.values()])
+        outside = self.cut.shared_closure([*read, *results.values(), *self.cut.checks[self.index]])
         boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
         batch = [n for n in self._in_order(outside) if n.op == "placeholder"]
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
@@ -165,18 +198,6 @@ class _Builder:
 
     def _is_mine(self, node: fx.Node) -> bool:
         return self.home.get(node) == self.index or (node not in self.home and self.is_last)
-
-    def _shared_closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
-        """The shared nodes of `wanted`, the shared nodes that they read, and those that write one of them in place."""
-        found: set[fx.Node] = set()
-        stack = [n for n in wanted if n in self.cut.shared]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(a for a in node.all_input_nodes if a in self.cut.shared)
-                stack.extend(self.cut.writers.get(storage_root(node), ()))
-        return found
 
     def _module(self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
         graph = fx.Graph()
@@ -259,7 +280,8 @@ class _Builder:
                 canonical = self.cut.ties.get(name, name)
                 shape = tuple(tensor.shape)
                 if not is_parameter:
-                    held.setdefault(name, ParamSpec(name, shape, _name(tensor.dtype), False))
+                    is_models = name not in self.graph.constants
+                    held.setdefault(name, ParamSpec(name, shape, _name(tensor.dtype), False, is_models))
                 elif canonical not in found:
                     owner = self.cut.first_use[canonical] == self.index
                     dtype = _name(compute_dtype(self.graph, tensor))

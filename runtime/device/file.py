@@ -12,21 +12,23 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ir.documents import Unreadable, read_text
-from ...ir.errors import VerifyError
+from ...ir.errors import CheckpointError, VerifyError
 from ...ir.program import Interface, Program, StageSpec, parse_program
 from ..source.file import run_verified
 from ..source.trust import ONLY_VERIFIED, Trust
+from ..state.tensor_file import CODES, TensorFile
 
 INTERFACE_FILE = "interface.json"
+CONSTANTS_FILE = "constants.safetensors"
 StageClass = Callable[[], nn.Module]
 
 
@@ -59,6 +61,31 @@ class DeviceFile(ProgramFile):
         """The stage's module on the meta device: names and shapes, no memory."""
         with torch.device("meta"):
             return self.stages[stage]()
+
+    def constants(self, spec: StageSpec) -> dict[str, Tensor]:
+        """The values of a stage's constants, from the directory's file of them. Raises `VerifyError` naming that file
+        where it lacks one."""
+        return read_constants(self.path.parent, [spec])
+
+
+def read_constants(folder: Path, specs: Iterable[StageSpec]) -> dict[str, Tensor]:
+    """The values of all constants of these stages. Raises `VerifyError` where the folder's file lacks one of them or
+    has it in another shape or dtype."""
+    wanted = {row.name: row for spec in specs for row in spec.constants}
+    if not wanted:
+        return {}
+    try:
+        file = TensorFile(folder / CONSTANTS_FILE)
+        for row in wanted.values():
+            found = file.entries.get(row.name)
+            if found is None or (found.shape, CODES.get(found.code)) != (row.shape, getattr(torch, row.dtype)):
+                has = "nothing of that name" if found is None else f"{found.code}{list(found.shape)}"
+                raise VerifyError(
+                    f"{file.path}: the programs use {row.name!r}, {row.dtype}{list(row.shape)}; the file holds {has}"
+                )
+        return {name: file.read(name) for name in wanted}
+    except CheckpointError as error:
+        raise VerifyError(f"the programs use {', '.join(wanted)}: {error}") from error
 
 
 def read_directory(directory: str | Path, interface: Interface) -> list[ProgramFile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import traceback
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,12 +157,22 @@ class DeviceSession:
         place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
             located = copy.copy(error)  # keeps its fields, such as the file and the missing bytes
-            located.args = (f"{place}: {error}",)
+            located.args = (f"{place}: {error}{self._line_in_stage(error)}",)
             return located
         if isinstance(error, torch.OutOfMemoryError):
             live = largest_values(self.state.memory.accounts[ops.DEVICE].live)
             return BudgetExceeded(f"{place}: the GPU has no room left: {error}\nAccounted live values:\n{live}")
-        return WorkerError(f"{place}: {type(error).__name__}: {error}", device=self.index, line=issue.text)
+        message = f"{place}: {type(error).__name__}: {error}{self._line_in_stage(error)}"
+        return WorkerError(message, device=self.index, line=issue.text)
+
+    def _line_in_stage(self, error: BaseException) -> str:
+        """The line of a stage's forward that raised, on a line of its own; empty where none did."""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [number for frame, number in frames if frame.f_code.co_filename == str(self.file.path)]
+        if not lines:
+            return ""
+        code = self.file.text.splitlines()[lines[-1] - 1].partition("  #")[0].strip()
+        return f"\n--> {self.file.path}:{lines[-1]}: {code}"
 
     def _report(self, runtime: DeviceRuntime, plan: Issues, seconds: float) -> dict[str, Any]:
         self.spans, busy_share = [], {}

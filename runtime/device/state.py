@@ -180,6 +180,7 @@ class DeviceState:
             folder=self.memory.folder,
             staging=self.memory.staging,
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
+            constants=file.constants(self.interface.stages[stage]),
         )
 
     def _piece(self, group: str) -> tuple[int, int] | None:

@@ -38,7 +38,7 @@ class StageStore:
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
     precision. `optimizer` is None if the stage is not trained here. `piece`: (index, count) of the shard of all
     parameters that is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`;
-    `staging(num_bytes)` lends a buffer of DRAM between steps.
+    `staging(num_bytes)` lends a buffer of DRAM between steps. `constants` are buffers that are neither loaded nor saved.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class StageStore:
         folder: SsdFolder | None = None,
         staging: Callable[[int], Tensor] | None = None,
         workspace: Workspace | None = None,
+        constants: Mapping[str, Tensor] | None = None,
     ):
         self.spec, self.home, self.piece = spec, home, piece
+        self._constants = dict(constants or {})
         self.part = spec if piece is None else spec.shard(piece[1])
         moving = home.weights != ops.DEVICE or piece is not None
         self.runner = StageRunner(spec, module, device, precision, weights_move=moving)
@@ -184,7 +186,7 @@ class StageStore:
             self.weights[name].copy_(given)
             if self.file is None and name in self.masters:  # masters lie in a file, if there is one, or are the weights
                 self.masters[name].copy_(given)
-        self.runner.load_buffers(dict(buffers))
+        self.runner.load_buffers({**buffers, **self._constants})
 
     def _write(self, flat: Tensor) -> None:
         assert self.file is not None
@@ -203,7 +205,7 @@ class StageStore:
         if self.file is None:
             weights = {name: self.masters.get(name, weight) for name, weight in self.weights.items()}
             optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-            return StagePart(weights, self.runner.buffers(), optimizer)
+            return StagePart(weights, self._buffers(), optimizer)
         flat = self._stage()
         self.file.read_all(flat)
         staged = self.file.views(flat)
@@ -215,7 +217,10 @@ class StageStore:
             optimizer["states"] = {name: {key: t.clone() for key, t in row.items()} for name, row in rows}
         copies = {name: t.clone() if name not in self.weights else t for name, t in weights.items()}
         copies |= {name: t.clone() for name, t in staged.masters.items()}
-        return StagePart(copies, self.runner.buffers(), optimizer)
+        return StagePart(copies, self._buffers(), optimizer)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self.runner.buffers().items() if name not in self._constants}
 
     def load_state(self, state: StagePart) -> None:
         """The reverse of `state`, with copies. What lies on SSD is not read: a checkpoint may have to repair it."""

@@ -196,13 +196,13 @@ class Checkpoint:
             if states:
                 optimizer[param.name] = states
         weights = {param.name: take("weights", param.name) for param in spec.params}
-        return SavedStage(weights, {b.name: take("buffers", b.name) for b in spec.buffers}, optimizer)
+        return SavedStage(weights, {b.name: take("buffers", b.name) for b in spec.model_buffers}, optimizer)
 
     def require(self, *specs: StageSpec) -> None:
         """Raise `CheckpointError` if the checkpoint lacks tensors of these stages or has them in another shape."""
         wrong = []
         for spec in specs:
-            for kind, rows in (("weights", spec.params), ("buffers", spec.buffers)):
+            for kind, rows in (("weights", spec.params), ("buffers", spec.model_buffers)):
                 for row in rows:
                     found = self._manifest.tensors.of_kind(kind).get(self._canonical(row.name))
                     if found is None:

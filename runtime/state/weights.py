@@ -142,9 +142,9 @@ def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) ->
 
 
 def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
-    """The stage's buffers, in the dtypes that it computes with; the caller may write to them."""
+    """The model's buffers in the stage, in the dtypes that it computes with; the caller may write to them."""
     result = {}
-    for buffer in spec.buffers:
+    for buffer in spec.model_buffers:
         dtype = getattr(torch, buffer.dtype)
         result[buffer.name] = _read(source, buffer).to(dtype, copy=source.is_shared(buffer.name))
     return result

@@ -1,0 +1,41 @@
+"""What no program can hold, told by the file of torch in which a model's forward failed: the reason and a way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from ...ir.errors import CaptureError
+
+_ROOT = os.path.dirname(torch.__file__)
+_WAYS_OUT = {
+    os.path.join(_ROOT, "nn", "attention", "flex_attention.py"): (
+        "flex_attention takes Python functions of scores and positions, which no program can hold: use "
+        "F.scaled_dot_product_attention with attn_mask, a mask of booleans in place of mask_mod or of numbers to add in "
+        'place of score_mod (transformers: attn_implementation="sdpa")'
+    ),
+    os.path.join(_ROOT, "_functorch", ""): (
+        "this function transform (torch.func, torch.autograd.functional) cannot be captured here: write it as operations "
+        "on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
+    ),
+}
+
+
+def refused(error: CaptureError) -> CaptureError:
+    """The error with a way out instead of its reason, where one is known for the file of torch that failed."""
+    files = [*_files(error), *_files(error.__cause__)]
+    for place, text in _WAYS_OUT.items():
+        if any(file.startswith(place) for file in files):
+            line = str(error).partition("\n")[0]
+            return CaptureError(f"{line}\n  {text}")
+    return error
+
+
+def _files(error: BaseException | None) -> Iterator[str]:
+    """The files that an error came through."""
+    traceback = error.__traceback__ if error is not None else None
+    while traceback is not None:
+        yield traceback.tb_frame.f_code.co_filename
+        traceback = traceback.tb_next
