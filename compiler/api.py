@@ -214,8 +214,8 @@ def _check_real(model: nn.Module) -> None:
     found = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
     if found:
         raise PlanError(
-            f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be trained "
-            "here. Make it a real one with a last dimension of 2, and use torch.view_as_complex(parameter) in forward"
+            f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be "
+            "trained here. Make it real, with a last dimension of 2, and use torch.view_as_complex in forward"
         )
 
 

@@ -40,8 +40,8 @@ _REFUSED = {
 }
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward)
 _OWN_DERIVATIVE = (
-    ", for which the graph of the whole model would have to be there: write the derivative as tensor operations, or put "
-    "the computation and its derivative into a torch.autograd.Function, which is one call to a program"
+    ", for which the graph of the whole model would have to be there: write the derivative as tensor operations, or "
+    "put the computation and its derivative into a torch.autograd.Function, which is one call to a program"
 )
 # Python operators reach the tracer under the method's name; two plain arguments read better as the operator.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}

@@ -106,7 +106,8 @@ class Recorder(GraphWriter):
 
         def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
             if self.busy or not has_tensor(condition) or condition.dtype != torch.bool:
-                return check(kind, condition, message)
+                check(kind, condition, message)
+                return
             text = (
                 f"{kind.__name__}: {message()}" if message is not None else f"{kind.__name__} in {self.lines.current()}"
             )

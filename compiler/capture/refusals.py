@@ -13,12 +13,12 @@ _ROOT = os.path.dirname(torch.__file__)
 _WAYS_OUT = {
     os.path.join(_ROOT, "nn", "attention", "flex_attention.py"): (
         "flex_attention takes Python functions of scores and positions, which no program can hold: use "
-        "F.scaled_dot_product_attention with attn_mask, a mask of booleans in place of mask_mod or of numbers to add in "
-        'place of score_mod (transformers: attn_implementation="sdpa")'
+        "F.scaled_dot_product_attention with attn_mask, a mask of booleans in place of mask_mod or of numbers to add "
+        'in place of score_mod (transformers: attn_implementation="sdpa")'
     ),
     os.path.join(_ROOT, "_functorch", ""): (
-        "this function transform (torch.func, torch.autograd.functional) cannot be captured here: write it as operations "
-        "on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
+        "this function transform (torch.func, torch.autograd.functional) cannot be captured here: write it as "
+        "operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
     ),
 }
 

@@ -32,10 +32,9 @@ from .repeat import require_repeatable
 from .replay import Misaligned, Replay
 from .writer import Unrecordable
 
-
 _DENSE = (
-    "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of a "
-    "whole table"
+    "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
+    "a whole table"
 )
 
 
@@ -89,7 +88,9 @@ def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, trac
     try:
         return _record(model, example_inputs, options)
     except CaptureError as error:
-        if tracer == "recorder" or not isinstance(error, Unrecordable):
+        if tracer == "recorder":
+            raise
+        if not isinstance(error, Unrecordable):
             raise refused(error) from error.__cause__
         reason = error
     try:
@@ -114,8 +115,8 @@ def _refuse_written_constants(graph: OpGraph) -> None:
             name = str(storage_root(target).target)
             if name in graph.constants:
                 raise CaptureError(
-                    f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not register, "
-                    "so that the change would be lost: make it a buffer (register_buffer), or change a clone() of it"
+                    f"{node.meta['source']}\n  changes the tensor {name!r} in place, which the model does not "
+                    "register, so that the change would be lost: make it a buffer (register_buffer) or change a clone"
                 )
 
 

@@ -153,9 +153,9 @@ class GraphWriter:
         if id(tensor) not in self.constant_of:
             if tensor.requires_grad:
                 raise CaptureError(
-                    f"{self.lines.where()}\n  uses a trainable tensor {self.held.constant_names.take(tensor)!r} of shape "
-                    f"{list(tensor.shape)} that is not registered in the model, so that nothing would train it: assign "
-                    "it as an nn.Parameter attribute of a module, or detach() it"
+                    f"{self.lines.where()}\n  uses a trainable tensor, {self.held.constant_names.take(tensor)!r}, of "
+                    f"shape {list(tensor.shape)} that is not registered in the model, so that nothing would train it: "
+                    "assign it as an nn.Parameter attribute of a module, or detach() it"
                 )
             name = self.held.constant_names.take(tensor)
             self.busy = True

@@ -74,7 +74,12 @@ class BatchShape:
         size = part_size if part_size is not None and sizes == {part_size} else self.size
         for name, value in found.items():
             (_, *rest), dtype = self.leaves[name]
-            if tuple(value.shape) != (size, *rest) or value.dtype != dtype:
+            if value.dtype != dtype:
+                raise BatchError(
+                    f"batch[{name!r}] has dtype {value.dtype}, compiled for {dtype}: convert it (batch[{name!r}]"
+                    f".to({dtype})), or compile again for the new dtype"
+                )
+            if tuple(value.shape) != (size, *rest):
                 raise BatchError(
                     f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
                     + self._advice([*value.shape[1:]] == rest, part_size)

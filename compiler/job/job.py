@@ -196,18 +196,19 @@ class Job:
             )
 
     @one_call
-    def evaluate(self, batch: Any) -> Outputs:
-        """Forward only, in evaluation mode: the loss and the model's outputs, for the whole batch."""
+    def evaluate(self, batch: Any, outputs: bool = True) -> Outputs:
+        """Forward only, in evaluation mode: the loss and the model's outputs, for the whole batch. With `outputs=False`
+        the loss only: logits of a large vocabulary stay where they are."""
         if self.folder.settings.evaluation is not None:
             raise PlanError(
                 f"this model cannot be evaluated through its programs: {self.folder.settings.evaluation}; call "
                 "job.sync() and evaluate the model itself"
             )
-        leaves = self._given("evaluate", batch)
+        leaves = self._given("evaluate", batch, "evaluate" if outputs else "evaluate(outputs=False)")
         driver = self.driver
         with finishing("evaluate"):
             with self._breaking():
-                result = driver.evaluate(leaves)
+                result = driver.evaluate(leaves, loss_only=not outputs)
             driver.stop_if_interrupted()
         return Outputs({name: _joined(values) for name, values in result.values.items() if values})
 
@@ -242,9 +243,9 @@ class Job:
         seed = self.folder.settings.seed if seed is None else seed
         return self._feed.sample(dataset, shuffle, seed, last, start)
 
-    def _given(self, function: str, batch: Any) -> dict[str, Tensor]:
+    def _given(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
         """The batch's tensors, and what is counted over all of it. Where each rank hands over a batch, all ranks raise
-        if one batch is wrong."""
+        if one batch is wrong, or if their calls (by default `function`) differ."""
         if self._feed.device is None:
             leaves, kind = self._feed.read(function, batch, ())
             return leaves | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
@@ -257,7 +258,7 @@ class Job:
             counts = self._counted(batch, leaves, kind)
         except BatchError as error:
             refused = error
-        rows = driver.agree_on_batch(function, kind, refused, counts)
+        rows = driver.agree_on_batch(call or function, kind, refused, counts)
         self._feed.keep_to(function, kind)
         return leaves | self._divisors(function, rows, kind)
 

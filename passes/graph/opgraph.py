@@ -44,7 +44,7 @@ CHECKS = (torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.a
 
 
 def is_check(node: fx.Node) -> bool:
-    """True for a check of the model's own that reads tensors' values: it gives nothing, and it stays in the programs."""
+    """True for a check of tensors' values that the model makes: it gives nothing, and stays in the programs."""
     return node.op == "call_function" and node.target in CHECKS
 
 

@@ -104,13 +104,13 @@ class DeviceSession:
         self.state.commit()
         return result
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """The forward pass in evaluation mode."""
+    def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
+        """The forward pass in evaluation mode. With `loss_only` no other output leaves the device."""
         if "evaluate" not in self.plans:
             raise PlanError(f"the file of device {self.index} has no `evaluate`")
-        return self._run("evaluate", batch)
+        return self._run("evaluate", batch, loss_only)
 
-    def _run(self, function: str, batch: Mapping[str, Tensor]) -> StepResult:
+    def _run(self, function: str, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         if self.broken is not None:
             raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
         plan = self.plans[function]
@@ -119,7 +119,8 @@ class DeviceSession:
         results, report = self._execute(function, batch)
         if self.state.step_count == 0:
             self._charge_kept(plan)
-        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in results.items()}
+        wanted = {name: handles for name, handles in results.items() if name == "loss" or not loss_only}
+        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in wanted.items()}
         self.state.forget_values()
         return StepResult(values, report)
 

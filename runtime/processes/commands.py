@@ -30,7 +30,8 @@ def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) 
 
 
 def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    return pack_result(session.evaluate(tensors))
+    """The forward pass; with `loss_only` only the loss comes back."""
+    return pack_result(session.evaluate(tensors, args.get("loss_only", False)))
 
 
 def load_stage(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:

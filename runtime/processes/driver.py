@@ -48,25 +48,25 @@ class Driver:
         """Stop the devices. May be called twice."""
         raise NotImplementedError
 
-    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+    def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         raise NotImplementedError
 
     # --- what all do
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """One training step on the global batch. Raises `BatchError` before anything has run, else `WorkerError`."""
-        return self._run("run_step", "step", batch)
+        return self._run("run_step", "step", batch, {})
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """Forward only, in evaluation mode."""
-        return self._run("run_evaluate", "evaluate", batch)
+    def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
+        """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves."""
+        return self._run("run_evaluate", "evaluate", batch, {"loss_only": loss_only})
 
-    def _run(self, command: str, function: str, batch: Mapping[str, Tensor]) -> StepResult:
+    def _run(self, command: str, function: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> StepResult:
         self._require_open()
         if any(function not in programs for programs in self.setup.roles):
             raise PlanError(f"the files have no `{function}`")
         self._check(function, batch)
-        return merge_results(self._run_all(command, batch), self.setup.hardware)
+        return merge_results(self._run_all(command, batch, args), self.setup.hardware)
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         self.setup.whole.check_batch(batch, self.inputs[function])
@@ -165,8 +165,8 @@ class InProcessDriver(Driver):
         self._require_open()
         return COMMANDS[command](self.session, args or {}, tensors or {})
 
-    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
-        return [self.session.step(batch) if command == "run_step" else self.session.evaluate(batch)]
+    def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
+        return [self.session.step(batch) if command == "run_step" else self.session.evaluate(batch, **args)]
 
     def close(self) -> None:
         if not self.closed:

@@ -189,10 +189,10 @@ class LocalWorkers(Driver):
         self._require_open()
         return self._exchange({device: (command, args or {}, tensors or {})})[device]
 
-    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+    def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         requests: dict[int, tuple[str, Mapping[str, Any], Tensors]] = {}
         for device, names in self._names.items():
-            requests[device] = command, {}, self.part({name: batch[name] for name in names}, device)
+            requests[device] = command, args, self.part({name: batch[name] for name in names}, device)
         answers = self._exchange(requests)
         return [result_of(answers[worker.device]) for worker in self.workers]
 

@@ -47,7 +47,7 @@ class RehearsingWorkers(LocalWorkers):
 
     def rehearse(self) -> Timeline:
         """Run one step and return its timeline."""
-        results = self._run_all("run_step", {})
+        results = self._run_all("run_step", {}, {})
         peak_bytes: dict[str, int] = {}
         for result in results:
             for memory, peak in result.report["peak_bytes"].items():

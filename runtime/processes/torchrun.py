@@ -196,11 +196,11 @@ class TorchrunDriver(Driver):
         whole = any(len(value) > self._lane_rows(name) for name, value in batch.items())
         (self.setup.whole if whole else self.setup.interface).check_batch(batch, self.inputs[function])
 
-    def _run_all(self, command: str, batch: Mapping[str, Tensor]) -> list[StepResult]:
+    def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         """The results of every rank: of other ranks' steps only the scalars, of an evaluation everything."""
         part = self.part(batch, self.rank)
         with self._together():
-            own = self.session.step(part) if command == "run_step" else self.session.evaluate(part)
+            own = self.session.step(part) if command == "run_step" else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}

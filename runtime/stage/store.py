@@ -38,7 +38,7 @@ class StageStore:
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
     precision. `optimizer` is None if the stage is not trained here. `piece`: (index, count) of the shard of all
     parameters that is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`;
-    `staging(num_bytes)` lends a buffer of DRAM between steps. `constants` are buffers that are neither loaded nor saved.
+    `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded nor saved.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.ir.errors import PlanError
 from penstock.passes.draft import Draft
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
@@ -139,3 +140,47 @@ def test_errors_can_be_imported_by_name() -> None:
     from penstock.errors import DoesNotFit
 
     assert DoesNotFit is penstock.errors.DoesNotFit and issubclass(DoesNotFit, penstock.errors.PenstockError)
+
+
+class Rotation(nn.Module):
+    """A complex product, with a complex parameter or with a real one that is read as complex."""
+
+    def __init__(self, complex_parameter: bool):
+        super().__init__()
+        turn = torch.randn(4, 4, dtype=torch.complex64)
+        self.turn = nn.Parameter(turn if complex_parameter else torch.view_as_real(turn))
+        self.complex_parameter = complex_parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = self.turn if self.complex_parameter else torch.view_as_complex(self.turn)
+        return (x.to(torch.complex64) @ turn).abs().mean()
+
+
+def test_a_complex_parameter_is_refused_and_a_real_one_read_as_complex_trains() -> None:
+    torch.manual_seed(0)
+    x, sgd = torch.randn(2, 4), partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(PlanError, match=r"turn: a complex parameter.*view_as_complex"):
+        penstock.compile(Rotation(True), machine(num_devices=1), example_inputs=(x,))
+    model = Rotation(False)
+    with penstock.compile(model, machine(num_devices=1), example_inputs=(x,), optimizer=sgd, micro_batches=1) as job:
+        loss, found = job.step((x,)), job.state_dict()
+    expected = model(x)
+    expected.backward()
+    sgd(model.parameters()).step()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found["turn"], model.turn.detach())
+
+
+def test_sparse_gradients_are_dense_and_that_is_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    x, sgd = torch.tensor([[1, 2], [2, 3]]), partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"optimizer": sgd, "micro_batches": 1, "loss_fn": lambda out, _: out.square().mean()}
+    with pytest.warns(UserWarning, match="sparse=True; its gradients are dense"):
+        job = penstock.compile(model, machine(num_devices=1), example_inputs=(x,), **options)
+    with job:
+        job.step((x,))
+        found = job.state_dict()
+    model(x).square().mean().backward()
+    sgd(model.parameters()).step()
+    torch.testing.assert_close(found, dict(model.state_dict()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from zoo import zoo
 
+import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import is_mode_switch
@@ -90,6 +92,38 @@ def test_auto_falls_back_with_the_reason():
     torch.testing.assert_close(opgraph.module(x)["loss"], model(x))
     with pytest.raises(CaptureError, match="recorder cannot see"):
         trace(model, x, tracer="recorder")
+
+
+class Wide(nn.Module):
+    """Function transforms in the middle of a model."""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.before, self.after, self.transform = nn.Linear(4, 4), nn.Linear(4, 4), transform
+
+    def forward(self, x):
+        return self.after(self.transform(self.before(x))).square().mean()
+
+
+@pytest.mark.parametrize("transform", [
+    lambda h: torch.vmap(lambda row: row.tanh() * row.sum())(h),
+    lambda h: torch.func.jvp(torch.tanh, (h,), (h,))[1],
+])  # fmt: skip
+def test_a_job_of_an_exported_graph_trains(transform):
+    torch.manual_seed(0)
+    model, x = Wide(transform), torch.randn(4, 4)
+    twin = copy.deepcopy(model)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
+    with penstock.compile(model, hardware, example_inputs=(x,), optimizer=optimizer, micro_batches=1) as job:
+        loss = job.step((x,))
+        found = job.state_dict()
+    expected = twin(x)
+    expected.backward()
+    optimizer(twin.parameters()).step()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, dict(twin.state_dict()))
+    assert not torch.equal(found["before.weight"], model.before.weight)
 
 
 def test_a_custom_function_is_not_exported():

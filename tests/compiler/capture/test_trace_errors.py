@@ -207,3 +207,75 @@ def test_what_forward_leaves_in_the_model_is_dropped():
     model = Hoarder()
     trace(model, torch.randn(3, 4))
     assert model.seen == [] and not hasattr(model, "last")
+
+
+def test_flex_attention_and_its_way_out():
+    """A mask of booleans does what mask_mod says, and is captured."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def flexible(h):
+        q = h.view(1, 1, 3, 4)
+        mask = create_block_mask(lambda b, head, i, j: i >= j, None, None, 3, 3, device="cpu")
+        return flex_attention(q, q, q, block_mask=mask).sum()  # the line to blame
+
+    def scored(h):
+        q = h.view(1, 1, 3, 4)
+        return flex_attention(q, q, q, score_mod=lambda s, b, head, i, j: s + i - j).sum()  # the line to blame
+
+    def masked(h):
+        q = h.view(1, 1, 3, 4)
+        mask = torch.ones(3, 3, dtype=torch.bool, device=h.device).tril()
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum()
+
+    for function in (flexible, scored):
+        message = failure(function)
+        assert message.startswith("test_trace_errors.py:") and "attn_mask" in message and len(message.split("\n")) == 2
+    assert trace(Model(masked), torch.randn(3, 4)).tracer == "recorder"
+
+
+class Slope(torch.autograd.Function):
+    """The derivative of tanh(h) summed up, which autograd.grad gives inside of one call."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            return torch.autograd.grad(h.tanh().sum(), h)[0]
+
+    @staticmethod
+    def backward(ctx, dslope):
+        with torch.enable_grad():
+            h = ctx.saved_tensors[0].detach().requires_grad_()
+            slope = torch.autograd.grad(h.tanh().sum(), h, create_graph=True)[0]
+            return torch.autograd.grad(slope, h, dslope)[0]
+
+
+def test_autograd_grad_inside_forward_and_its_ways_out():
+    def direct(h):
+        return torch.autograd.grad(h.tanh().sum(), h, create_graph=True)[0].square().sum()  # the line to blame
+
+    message = failure(direct)
+    assert message.startswith("test_trace_errors.py:") and "autograd.Function" in message
+    x = torch.randn(3, 4)
+    for way_out in (lambda h: Slope.apply(h).square().sum(), lambda h: (1 - h.tanh().square()).square().sum()):
+        model = Model(way_out)
+        traced = trace(model, x)
+        found = torch.autograd.grad(traced.module(x)["loss"], model.linear.weight)[0]
+        model.function = direct
+        wanted = torch.autograd.grad(model(x), model.linear.weight)[0]
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_function_transform_that_export_does_not_see_through():
+    def forward(h):
+        return torch.vmap(torch.func.grad(lambda row: row.tanh().sum()))(h).square().sum()  # the line to blame
+
+    message = failure(forward)
+    assert message.startswith("test_trace_errors.py:") and "whole batches" in message
+
+
+def test_a_scripted_module():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    with pytest.raises(CaptureError, match=r"'1', a module that torch\.jit\.script"):
+        trace(model, torch.randn(3, 4), loss_fn=lambda output, batch: output.sum())

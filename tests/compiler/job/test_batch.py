@@ -91,7 +91,14 @@ def test_a_later_batch() -> None:
     assert torch.equal(shape.check(MODEL, good)["x"], good["x"])
     for wrong, said in (
         ({"x": torch.ones(4, 3), "mask": None}, r"'x'\] is torch.float32\[4, 3\], compiled for torch.float32\[4, 2\]"),
-        ({"x": torch.ones(4, 2, dtype=torch.float64), "mask": None}, "float64"),
+        (
+            {"x": torch.ones(4, 2, dtype=torch.float64), "mask": None},
+            "has dtype torch.float64, compiled for torch.float32",
+        ),
+        (
+            {"x": torch.ones(3, 2, dtype=torch.float64), "mask": None},
+            "has dtype torch.float64, compiled for torch.float32",
+        ),
         ({"x": torch.ones(4, 2), "mask": torch.ones(4)}, "mask, which was not compiled; expected x"),
         ({"x": torch.ones(4, 2)}, "'mask'.*absent, compiled as None"),
         ({"mask": None}, "lacks x; it has no tensor"),

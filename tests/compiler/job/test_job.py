@@ -65,6 +65,7 @@ def test_evaluate_gives_loss_and_outputs_of_the_whole_batch_and_trains_nothing()
             twin = eager.model.eval()
             parts = [twin(**part_of(batch, m, MICRO_BATCHES)).logits for m in range(MICRO_BATCHES)]
         assert_close({"logits": out["logits"]}, {"logits": torch.cat(parts)}, 1e-6)
+        assert_close(job.evaluate(batch, outputs=False), {"loss": out.loss}, 0.0)
         with pytest.raises(AttributeError, match="logits"):
             out.hidden_states  # noqa: B018
         before = job.state_dict()

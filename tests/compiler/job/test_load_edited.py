@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.ir.errors import PlanError, VerifyError
+from penstock.ir.errors import PlanError, VerifyError, WorkerError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 
 
@@ -199,3 +199,21 @@ def test_a_directory_or_model_that_is_not_its_own(written: Path, tmp_path: Path)
     other, _ = zoo_case("bert")
     with pytest.raises(PlanError, match="the files are for gpt2"):
         penstock.load(written, other)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"), [("a = torch.foo(input_)", "no attribute 'foo'"), ("a = input_ @ input_", "mat1")]
+)
+def test_a_bad_op_in_a_stage_is_reported_at_its_line(statement: str, said: str, tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB")
+    options: dict[str, Any] = {"loss_fn": lambda out, _: out.mean(), "optimizer": SGD, "micro_batches": 1}
+    penstock.compile(model, hardware, example_inputs={"input": x}, **options).write(tmp_path)
+    lines = (tmp_path / "device0.py").read_text().splitlines()
+    at = line_with(lines, "def forward(self, input_") + 1
+    lines.insert(at, f"        {statement}")
+    (tmp_path / "device0.py").write_text("\n".join(lines) + "\n")
+    with penstock.load(tmp_path, model) as job, pytest.raises(WorkerError, match=said) as caught:
+        job.step({"input": x})
+    assert f"--> {tmp_path}/device0.py:{at + 1}: {statement}" in str(caught.value)

@@ -26,7 +26,7 @@ from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.search import search
 from penstock.compiler.search.trial import why_not
 from penstock.compiler.strategies import PASSES, STRATEGIES
-from penstock.ir.errors import DoesNotFit, PassError, PlanError
+from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
@@ -198,6 +198,8 @@ def test_a_reason_is_short_where_bytes_say_it_all_and_else_whole() -> None:
     short = DoesNotFit("a long story\nof many lines", memory="gpu0", missing_bytes=3 * 2**30)
     assert why_not(short) == "does not fit: gpu0 lacks 3.00 GiB"
     assert why_not(PassError("a pass\n  refused")) == "a pass refused"
+    ring = VerifyError("device 1, line 7: deadlock, 2 places wait in a ring:\n    device 1\n--> 7     x = rt.recv()")
+    assert why_not(ring) == "refused by the verifier: device 1, line 7: deadlock, 2 places wait in a ring"
 
 
 def test_more_devices_than_blocks_and_one_block() -> None:
