@@ -151,7 +151,7 @@ class Recorder(GraphWriter):
         path = self.held.paths.get(id(module))
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{self.lines.current()}\n  calls {path or type(module).__name__!r}, a module that torch.jit.script or "
+                f"{self.lines.where()}\n  calls {path or type(module).__name__!r}, a module that torch.jit.script or "
                 "trace compiled, whose Python code is gone: put the original module there (load_state_dict takes the "
                 "weights over)"
             )

@@ -28,8 +28,9 @@ def refused(error: CaptureError) -> CaptureError:
     files = [*_files(error), *_files(error.__cause__)]
     for place, text in _WAYS_OUT.items():
         if any(file.startswith(place) for file in files):
-            line = str(error).partition("\n")[0]
-            return CaptureError(f"{line}\n  {text}")
+            lines = str(error).splitlines()
+            places = [lines[0], *(line for line in lines[1:2] if line.startswith("  in "))]  # the user's, a library's
+            return CaptureError("\n".join([*places, f"  {text}"]))
     return error
 
 
