@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
@@ -275,13 +276,15 @@ class Job:
         return self._counts
 
     def _buffers(self, names: Sequence[str], driver: Driver) -> dict[str, Tensor]:
-        """The values of some buffers: those that a stage holds, else the model's own."""
-        found: dict[str, Tensor] = {}
+        """The values of some buffers: the programs' constants, those that a stage holds, else the model's own."""
+        found = {name: tensor for name, tensor in self.folder.constants.items() if name in names}
         for spec in self.folder.interface.stages.values():
-            if not found.keys() >= {buffer.name for buffer in spec.buffers}.intersection(names):
+            if not found.keys() >= {buffer.name for buffer in spec.model_buffers}.intersection(names):
                 found |= whole_state(driver, spec, with_optimizer=False).buffers
         if not found.keys() >= set(names):
-            found = stage_buffers(self._source(), counts_spec(self.folder.settings.counts)) | found
+            spec = counts_spec(self.folder.settings.counts)
+            rest = tuple(buffer for buffer in spec.buffers if buffer.name not in found)
+            found |= stage_buffers(self._source(), dataclasses.replace(spec, buffers=rest))
         return found
 
     def _counted(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
