@@ -17,7 +17,8 @@ from ...ir.errors import PenstockError, PlanError, error_from_data, error_to_dat
 from ...ir.machine.hardware import Hardware
 from ...runtime.processes.agreement import differences
 from ...runtime.processes.joint_hardware import joint_hardware
-from ...runtime.processes.ranks import Member, Ranks, Told
+from ...runtime.processes.ranks import Ranks, Told
+from ...runtime.processes.rows import Member
 from ...runtime.processes.store_thread import connect_store
 from ...runtime.processes.torchrun import TorchrunDriver
 from ..plan import Plan

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ir.errors import PlanError
-from .ranks import Member, Ranks
+from .ranks import Ranks
+from .rows import Member
 
 if TYPE_CHECKING:
     from ...ir.machine.hardware import Device

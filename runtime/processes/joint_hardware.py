@@ -11,7 +11,8 @@ import psutil
 from ...ir.errors import HardwareError, PenstockError, error_from_data, error_to_data
 from ...ir.machine.hardware import Hardware
 from ..measure.detect import detect_hardware
-from .ranks import Member, Ranks
+from .ranks import Ranks
+from .rows import Member
 
 NETWORK_BYTES_S = 1.25e9  # 10 Gb/s, if the system does not know a network interface's rate
 NETWORK_LATENCY_S = 50e-6

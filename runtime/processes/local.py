@@ -8,14 +8,13 @@ process is killed, the workers see their channels close and end by themselves, a
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,19 @@ from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
 from ..emulate.turn_server import TurnServer
 from ..scratch import Scratch
+from ..simulate import simulate
 from .commands import Answer, Tensors
 from .driver import Driver, InProcessDriver, result_of
-from .position import describe_position
+from .local_worker import Worker
 from .setup import RunSetup
 from .torchrun import TorchrunDriver
-from .wire import receive_message, send_message
+from .watch import RUNS, SET_UP, Lost, WorkerWatch, meeting_lines
+from .wire import LOOK_S, Packed, pack, receive_message, send
 from .worker import open_board
 
 GRACE_S = 1.0  # how long to wait for the culprit's report when several workers fail
 CLOSE_S = 5.0
-LOG_TAIL_BYTES = 4000
-RUNS = ("run_step", "run_evaluate")  # after an error in one of these the devices are in different states
+NEVER_S = 1e7  # the timeout of connections between workers: this process judges who is lost
 
 
 def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Driver:
@@ -70,26 +70,6 @@ def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Drive
     return LocalWorkers(setup)
 
 
-@dataclass
-class Worker:
-    """One started worker process. For `board` see `worker.open_board`."""
-
-    device: int
-    name: str
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    board: MutableSequence[int]
-    file: Path
-    log: Path
-
-    def position(self) -> tuple[str, str]:
-        """See `describe_position`."""
-        return describe_position(self.file, self.board)
-
-    def log_tail(self) -> str:
-        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
-
-
 class LocalWorkers(Driver):
     """Starts one worker per device on this host. Raises `WorkerError` if a worker does not start, `PlanError` for GPUs
     of several hosts. Several hosts of CPU devices are emulated here, with the network throttled if the document is."""
@@ -108,6 +88,7 @@ class LocalWorkers(Driver):
         self._folder = scratch.temporary("workers")
         self.scratch = str(self._folder.path)
         self.workers: list[Worker] = []
+        self._watch = WorkerWatch(self.workers, meeting_lines(setup), self._patience_s())
         self.link_server: LinkServer | None = None
         self._servers: list[LinkServer | TurnServer] = []
         self._stop = weakref.finalize(
@@ -121,7 +102,7 @@ class LocalWorkers(Driver):
             self.turns = self._serve_turns()
             self._servers += [] if self.turns is None else [self.turns]
             requests: dict[int, tuple[str, Mapping[str, Any], Tensors]]
-            requests = {w.device: ("set_up", self._for_device(w.device), {}) for w in self.workers}
+            requests = {w.device: (SET_UP, self._for_device(w.device), {}) for w in self.workers}
             answers = self._exchange(requests)
         except BaseException:
             self._abandon()
@@ -155,7 +136,7 @@ class LocalWorkers(Driver):
         """The arguments of a worker's first command, `set_up`."""
         own = self.setup.for_device(device)
         share = replace(own.share, hostname=LOOPBACK)
-        setup = replace(own, share=share, paces=self._paces(device))
+        setup = replace(own, share=share, paces=self._paces(device), timeout_s=NEVER_S)
         return {"store": os.path.join(self.scratch, "store"), "setup": setup.to_json()}
 
     def _paces(self, device: int) -> Paces:
@@ -181,6 +162,14 @@ class LocalWorkers(Driver):
         ordered = any(d.kind == "cuda" and hardware.hosts[d.host].ordered_fetches for d in hardware.devices)
         return TurnServer(os.path.join(self.scratch, "turns")) if ordered else None
 
+    def _patience_s(self) -> float:
+        """How long a worker may give no sign of life. On throttled links an op lasts as long as the document says."""
+        hardware = self.setup.hardware
+        if not hardware.throttled:
+            return self.setup.timeout_s
+        programs = [programs["step"] for programs in self.setup.programs]
+        return self.setup.timeout_s + simulate(programs, hardware, precision=self.setup.precision).step_s
+
     # --- commands
 
     def call(
@@ -198,30 +187,37 @@ class LocalWorkers(Driver):
 
     def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:
         """Send each device its command and wait for all answers; if a run fails anywhere, stop all workers."""
-        waiting = {device: self.workers[device] for device in requests}
-        answers: dict[int, Answer] = {}
-        failures: dict[int, dict[str, Any]] = {}
+        command = next(iter(requests.values()))[0]
+        messages = {device: pack({**args, "command": name}, found) for device, (name, args, found) in requests.items()}
         try:
-            for device, (command, args, tensors) in requests.items():
-                try:
-                    send_message(self.workers[device].channel, {**args, "command": command}, tensors)
-                except OSError:
-                    failures[device] = {}  # the worker is gone; `_error_of` finds out why
-            while waiting and not failures:
-                self._collect(waiting, answers, failures, None)
-            if failures:
-                fatal = any(not f for f in failures.values()) or next(iter(requests.values()))[0] in (*RUNS, "set_up")
-                if not fatal:
-                    while waiting:
-                        self._collect(waiting, answers, failures, None)
-                    raise self._error_of(*next(iter(failures.items())))
-                self._find_culprit(waiting, answers, failures)
-                raise self._stopped_by(failures)
+            return self._answers(command, messages)
+        except Lost as lost:
+            raise self._stopped_by({lost.device: {}}, lost.what) from None
         except PenstockError:
             raise
         except BaseException:
             self._abandon()
             raise
+
+    def _answers(self, command: str, messages: Mapping[int, Packed]) -> dict[int, Answer]:
+        waiting = {device: self.workers[device] for device in messages}
+        answers: dict[int, Answer] = {}
+        failures: dict[int, dict[str, Any]] = {}
+        self._watch.begin(command)
+        for device, message in messages.items():
+            try:
+                send(self.workers[device].channel, message, self._watch.idle(device))
+            except OSError:
+                failures[device] = {}  # the worker is gone; `_error_of` finds out why
+        while waiting and not failures:
+            self._collect(waiting, answers, failures)
+        if failures and all(failures.values()) and command not in (*RUNS, SET_UP):
+            while waiting:
+                self._collect(waiting, answers, failures)
+            raise self._error_of(*next(iter(failures.items())))
+        if failures:
+            self._find_culprit(waiting, answers, failures)
+            raise self._stopped_by(failures)
         return answers
 
     def _collect(
@@ -229,15 +225,19 @@ class LocalWorkers(Driver):
         waiting: dict[int, Worker],
         answers: dict[int, Answer],
         failures: dict[int, dict[str, Any]],
-        timeout_s: float | None,
+        timeout_s: float = LOOK_S,
     ) -> None:
-        """Receive what has arrived: answers, and errors as `failures` (empty for a process that is gone)."""
+        """Receive what has arrived: answers, and errors as `failures` (empty for a process that is gone). Raises `Lost`
+        if waiting longer is in vain."""
         channels = {worker.channel: device for device, worker in waiting.items()}
-        for channel in wait(channels, timeout_s):
+        ready = wait(channels, timeout_s)
+        if not ready:
+            self._watch.look(waiting)
+        for channel in ready:
             device = channels[channel]  # type: ignore[index]
             del waiting[device]
             try:
-                header, tensors = receive_message(self.workers[device].channel)
+                header, tensors = receive_message(self.workers[device].channel, self._watch.idle(device))
             except EOFError:
                 failures[device] = {}
                 continue
@@ -256,18 +256,19 @@ class LocalWorkers(Driver):
         while waiting and all(f and f["waited"] for f in failures.values()) and time.monotonic() < deadline:
             self._collect(waiting, answers, failures, 0.05)
 
-    def _stopped_by(self, failures: dict[int, dict[str, Any]]) -> PenstockError:
+    def _stopped_by(self, failures: dict[int, dict[str, Any]], what: str = "") -> PenstockError:
         """Stop all workers and return the error of the likeliest culprit: a worker that is gone, else one that failed
-        by itself, else one that waited."""
+        by itself, else one that waited. For `what` see `_error_of`."""
         device = min(failures, key=lambda d: (bool(failures[d]), bool(failures[d]) and failures[d]["waited"]))
         worker = self.workers[device]
-        if not failures[device]:
+        if not failures[device] and not what:
             _wait(worker.process, GRACE_S)
-        error = self._error_of(device, failures[device])
+        error = self._error_of(device, failures[device], what)
         self._abandon()
         return error
 
-    def _error_of(self, device: int, failure: dict[str, Any]) -> PenstockError:
+    def _error_of(self, device: int, failure: dict[str, Any], what: str = "") -> PenstockError:
+        """The error of a device from its own report, else of a process that is gone, or of which `what` is known."""
         worker = self.workers[device]
         if failure:
             return error_from_data(failure["error"], f"device {device} ({worker.name})", device)
@@ -275,7 +276,7 @@ class LocalWorkers(Driver):
         tail = worker.log_tail()
         message = (
             f"device {device} ({worker.name}): its worker, process {worker.process.pid}, "
-            f"{_how_it_ended(worker.process)} at {where}. All other workers have been stopped."
+            f"{what or worker.how_it_ended()}; it was at {where}. All workers have been stopped."
         )
         message += f"\nIts last output:\n{tail}" if tail else ""
         return WorkerError(message, device=device, line=line, remote=tail)
@@ -285,15 +286,19 @@ class LocalWorkers(Driver):
         self._stop()
         self.keeper.close()
 
+    @staticmethod
+    def _no_room(left_bytes: int) -> None:
+        raise BlockingIOError
+
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         for worker in self.workers:
             try:
-                send_message(worker.channel, {"command": "close"})
+                send(worker.channel, pack({"command": "close"}), self._no_room)
             except OSError:
-                continue  # the worker is gone already
+                continue  # the worker is gone already, or stopped in the middle of a message
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
             _wait(worker.process, max(0.0, deadline - time.monotonic()))
@@ -317,17 +322,6 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
     }
-
-
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    if code is None:
-        return "closed its channel"
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
-        return f"was ended by {name}{hint}"
-    return f"ended with exit code {code}"
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -13,70 +13,53 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ...ir.errors import WorkerError, error_to_data
-from .store_thread import StoreLost, StoreThread, Waited, address, agent_has_store, another_connection, local_address
+from .rows import Beat, Failure, Given, Member, Roster, from_row, to_row
+from .store_thread import (
+    LOOPBACKS,
+    StoreLost,
+    StoreThread,
+    Waited,
+    address,
+    agent_has_store,
+    another_connection,
+    local_address,
+)
 
 BEAT_S = 0.5  # between two signs of life
 SILENT_BEATS = 5  # the number of missed signs of life after which a rank or its network counts as gone
 POLL_S = 0.1
 SEARCH_S = 5.0  # how long to look for the rank that is to blame
-LOOPBACKS = ("127.", "::1")
 ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # what the kernel says of a process
 LAST_WORDS_S = 5.0  # how long a report may take to reach the store
-
-
-@dataclass(frozen=True)
-class Member:
-    """One rank. `node` is the same for all ranks of one torchrun agent; `clock_s` is wall-clock time less
-    `perf_counter`; `address` is its host's, on the way to the store's host."""
-
-    rank: int
-    id: str
-    node: str
-    host: str
-    pid: int
-    clock_s: float
-    address: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (on {self.host}, process {self.pid})"
-
-
-@dataclass
-class Failure:
-    """A rank's report. `error` is as `error_to_data` returns it; `blamed` is the rank that the error is about.
-
-    `waited` says that the rank only lost another one, and that the rank to blame is unknown. `left_round` is the number
-    of exchanges that the rank had finished when it ended or closed; it matters only to ranks that go on.
-    """
-
-    rank: int
-    error: dict[str, Any]
-    blamed: int | None = None
-    waited: bool = False
-    left_round: int | None = None
+T = TypeVar("T")
 
 
 @dataclass
 class _Heard:
     failures: list[Failure] = field(default_factory=list)
-    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # per rank: its last sign of life, and when
+    rows: int = 0  # the number of rows of failures that have been read
+    beats: dict[int, tuple[Beat | None, float]] = field(default_factory=dict)  # per rank: its last one, and when
 
 
 class Ranks:
-    """This rank's connection to all ranks. `node` is the same for the ranks of one host. `patience_s` limits how long
-    an exchange may take while all ranks live; a rank that gives no sign of life for `timeout_s` counts as lost.
+    """This rank's connection to all ranks. `run` is their random identity, which all rows carry.
+
+    `node` is the same for the ranks of one host. `patience_s` limits how long an exchange may take while all ranks
+    live; a rank that gives no sign of life for `timeout_s` counts as lost.
 
     `beat` returns the data to send with each sign of life, and `describe` turns another rank's data into text. `alarm`
     is called, in another thread, with the first failure that ends the ranks' common work.
@@ -107,13 +90,13 @@ class Ranks:
         self._lock = threading.Lock()
         self._asker = StoreThread(store)
         try:
-            room = self._arrive(time.monotonic() + timeout_s)
+            self.run = self._arrive(time.monotonic() + timeout_s)
         except BaseException:
             self._asker.close()
             raise
-        self.store = dist.PrefixStore(room, store)  # for the connections between the devices
-        self._room = room
-        self._watch = StoreThread(dist.PrefixStore(room, another_connection(store)), self._look_around, POLL_S)
+        self._room = f"penstock/{self.run}"
+        self.store = dist.PrefixStore(self._room, store)  # for the connections between the devices
+        self._watch = StoreThread(dist.PrefixStore(self._room, another_connection(store)), self._look_around, POLL_S)
 
     # --- arriving
 
@@ -128,37 +111,41 @@ class Ranks:
             time.time() - time.perf_counter(),
             local_address(os.environ.get("MASTER_ADDR", "localhost")),
         )
-        self._set(f"penstock/arrived/{self.rank}", asdict(mine))
+        self._set(f"penstock/arrived/{self.rank}", mine)
         wait_s = 0.002
         while True:
             if self.rank == 0:
                 self._list_arrivals()
-            roster = self._get("penstock/roster") or {}
-            rows = roster.get("members", [])
-            if len(rows) == self.size and rows[self.rank]["id"] == mine.id:
-                self._set(f"penstock/confirmed/{self.rank}", roster["room"])
-                if self._all_confirmed(roster["room"]):
-                    self.members = [Member(**row) for row in rows]
-                    return f"penstock/{roster['room']}"
+            roster = self._get("penstock/roster", Roster)
+            rows = [] if roster is None else roster.members
+            if roster is not None and len(rows) == self.size and rows[self.rank] == mine:
+                self._set(f"penstock/confirmed/{self.rank}", roster.run)
+                if self._all_confirmed(roster.run):
+                    self.members = rows
+                    return roster.run
             if time.monotonic() > deadline_s:
                 raise WorkerError(self._absent())
             wait_s = min(POLL_S, 1.5 * wait_s)
             time.sleep(wait_s)
 
-    def _list_arrivals(self) -> None:
-        """Write a new list of ranks, with a new name, whenever another process has arrived. Rank 0 calls it."""
-        rows = [self._get(f"penstock/arrived/{rank}") for rank in range(self.size)]
-        roster = self._get("penstock/roster") or {}
-        if all(rows) and rows != roster.get("members"):
-            self._set("penstock/roster", {"room": uuid.uuid4().hex[:12], "members": rows})
+    def _arrived(self) -> list[Member]:
+        """The ranks that are there, in order."""
+        found = [self._get(f"penstock/arrived/{rank}", Member) for rank in range(self.size)]
+        return [member for rank, member in enumerate(found) if member is not None and member.rank == rank]
 
-    def _all_confirmed(self, room: str) -> bool:
-        if self.rank == 0 and all(self._get(f"penstock/confirmed/{r}") == room for r in range(self.size)):
-            self._set("penstock/begun", room)
-        return bool(self._get("penstock/begun") == room)
+    def _list_arrivals(self) -> None:
+        """Write a new list of ranks, with a new identity, whenever another process has arrived. Rank 0 calls it."""
+        members, roster = self._arrived(), self._get("penstock/roster", Roster)
+        if len(members) == self.size and (roster is None or members != roster.members):
+            self._set("penstock/roster", Roster(secrets.token_hex(16), members))
+
+    def _all_confirmed(self, run: str) -> bool:
+        if self.rank == 0 and all(self._get(f"penstock/confirmed/{r}", str) == run for r in range(self.size)):
+            self._set("penstock/begun", run)
+        return self._get("penstock/begun", str) == run
 
     def _absent(self) -> str:
-        here = [rank for rank in range(self.size) if self._get(f"penstock/arrived/{rank}") is not None]
+        here = [member.rank for member in self._arrived()]
         missing = [rank for rank in range(self.size) if rank not in here]
         who = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks began together"
         return (
@@ -169,11 +156,11 @@ class Ranks:
     # --- plain data in the store
 
     def _set(self, key: str, value: Any) -> None:
-        self._asker.ask(lambda store: store.set(key, json.dumps(value)), self.timeout_s)
+        self._asker.ask(lambda store: store.set(key, to_row(value)), self.timeout_s)
 
-    def _get(self, key: str) -> Any:
-        """The present value of `key`, None if it has none."""
-        return self._asker.ask(lambda store: _peek(store, key), self.timeout_s)
+    def _get(self, key: str, kind: type[T]) -> T | None:
+        """The present value of `key`, None if it has none of this kind."""
+        return self._asker.ask(lambda store: from_row(_peek(store, key), kind), self.timeout_s)
 
     def exchange(self, mine: Any) -> list[Any]:
         """The plain data `mine` of every rank, in the ranks' order. All ranks must call it.
@@ -182,31 +169,40 @@ class Ranks:
         fails meanwhile, or `Waited` if one does not answer within `patience_s`.
         """
         number, prefix = self.round, f"{self._room}/round"
-        text = json.dumps(mine)
+        text = to_row(Given(mine), self.run)
+        own = json.loads(text)["value"]["value"]  # as the others will read it
 
-        def collect(store: dist.Store) -> str:
-            rows = [json.loads(store.get(f"{prefix}/{number}/{rank}")) for rank in range(1, self.size)]
-            joined = json.dumps([json.loads(text), *rows])
-            store.set(f"{prefix}/{number}", joined)
+        def collect(store: dist.Store) -> list[Any]:
+            rows = [self._given(store, f"{prefix}/{number}/{rank}") for rank in range(1, self.size)]
+            joined = [own, *rows]
+            store.set(f"{prefix}/{number}", to_row(Given(joined), self.run))
             if number:  # all ranks have given their data now, so they have read the previous round's
                 store.delete_key(f"{prefix}/{number - 1}")
             return joined
 
-        def give(store: dist.Store) -> str:
+        def give(store: dist.Store) -> list[Any]:
             store.set(f"{prefix}/{number}/{self.rank}", text)
-            joined = store.get(f"{prefix}/{number}").decode()
+            joined: list[Any] = self._given(store, f"{prefix}/{number}")
             store.delete_key(f"{prefix}/{number}/{self.rank}")
             return joined
 
         try:
-            joined = self._asker.ask(collect if self.rank == 0 else give, self.patience_s, self._check_waiting())
+            found = self._asker.ask(collect if self.rank == 0 else give, self.patience_s, self._check_waiting())
         except StoreLost:
             raise
         except RuntimeError as error:  # the store's own timeout
             raise Waited(f"rank {self.rank} has waited {self.patience_s:g} s for the others") from error
         self.round += 1
-        found: list[Any] = json.loads(joined)
         return found
+
+    def _given(self, store: dist.Store, key: str) -> Any:
+        """The value under `key`, as soon as there is one."""
+        given = from_row(store.get(key), Given, self.run)
+        if given is None:
+            raise WorkerError(
+                f"{key} in the rendezvous store {address()} is not what this run writes: another program uses the store"
+            )
+        return given.value
 
     # --- failures
 
@@ -254,9 +250,12 @@ class Ranks:
     def report(self, failure: Failure) -> None:
         """Tell all ranks of a failure. Raises nothing if the store is out of reach: the others then find out alone."""
 
+        row = to_row(failure, self.run)
+
         def post(store: dist.Store) -> None:
-            number = store.add("failures", 1)
-            store.set(f"failure/{number}", json.dumps(asdict(failure)))
+            for number in count(1):  # the first that is free; nothing else is taken for a row of ours
+                if store.compare_set(f"failure/{number}", "", row) == row.encode():
+                    return
 
         with contextlib.suppress(RuntimeError, WorkerError):
             self._watch.ask(post, LAST_WORDS_S)
@@ -318,8 +317,8 @@ class Ranks:
     def last_place(self, rank: int) -> str:
         """Where a rank was when it last gave a sign of life; empty if it gave none."""
         with self._lock:
-            text = self._heard.beats.get(rank, ("", 0.0))[0]
-        return self.describe(rank, json.loads(text)[1]) if text else ""
+            beat, _ = self._heard.beats.get(rank, (None, 0.0))
+        return "" if beat is None else self.describe(rank, beat.place)
 
     # --- the thread that listens
 
@@ -327,7 +326,7 @@ class Ranks:
         now_s = time.monotonic()
         if now_s >= self._next_beat_s:
             self._beats, self._next_beat_s = self._beats + 1, now_s + BEAT_S
-            store.set(f"beat/{self.rank}", json.dumps([self._beats, self.beat()]))
+            store.set(f"beat/{self.rank}", to_row(Beat(self._beats, self.beat()), self.run))
         before = self.told()
         for failure in self._new_failures(store):
             with self._lock:
@@ -340,17 +339,19 @@ class Ranks:
             self.alarm(after)
 
     def _new_failures(self, store: dist.Store) -> Iterator[Failure]:
-        while (row := _peek(store, f"failure/{len(self._heard.failures) + 1}")) is not None:
-            yield Failure(**row)
+        while (row := _peek(store, f"failure/{self._heard.rows + 1}")) is not None:
+            self._heard.rows += 1
+            failure = from_row(row, Failure, self.run)
+            if failure is not None and failure.rank in range(self.size):
+                yield failure
 
     def _read_beats(self, store: dist.Store) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
-            key = f"beat/{rank}"
-            text = store.get(key).decode() if store.check([key]) else ""
+            beat = from_row(_peek(store, f"beat/{rank}"), Beat, self.run)
             with self._lock:
-                if rank not in self._heard.beats or self._heard.beats[rank][0] != text:
-                    self._heard.beats[rank] = text, time.monotonic()
+                if rank not in self._heard.beats or (beat is not None and self._heard.beats[rank][0] != beat):
+                    self._heard.beats[rank] = beat, time.monotonic()
 
     # --- the end
 
@@ -382,8 +383,9 @@ class Told(WorkerError):
         self.failure = failure
 
 
-def _peek(store: dist.Store, key: str) -> Any:
-    return json.loads(store.get(key)) if store.check([key]) else None
+def _peek(store: dist.Store, key: str) -> bytes | None:
+    """The row under `key`; None if there is none, or an empty one, which `compare_set` takes for none, too."""
+    return store.get(key) or None if store.check([key]) else None
 
 
 def _process_state(pid: int) -> str:

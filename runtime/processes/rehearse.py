@@ -14,7 +14,7 @@ import os
 from ...ir.errors import PlanError
 from ..device.pacing import Paces
 from ..emulate.link_server import LinkServer
-from ..simulate import CostModel, Span, Timeline, costs_of
+from ..simulate import CostModel, Span, Timeline, costs_of, simulate
 from .local import LocalWorkers
 from .setup import RunSetup
 
@@ -58,6 +58,12 @@ class RehearsingWorkers(LocalWorkers):
             for s in found.spans
         ]
         return Timeline(spans, found.device_names, peak_bytes)
+
+    def _patience_s(self) -> float:
+        """Every op waits for as long as the document says, `time_scale` times."""
+        programs = [programs["step"] for programs in self.setup.programs]
+        step_s = simulate(programs, self.setup.hardware, precision=self.setup.precision).step_s
+        return self.setup.timeout_s + step_s * self.time_scale
 
     def _serve_links(self) -> LinkServer:
         address = os.path.join(self.scratch, "links")

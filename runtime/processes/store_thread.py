@@ -6,11 +6,13 @@ long as the kernel retransmits. So a separate thread makes the calls, over its o
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +25,8 @@ from ...ir.errors import WorkerError
 
 END_S = 1.0  # how long to wait for the end of a thread that is not blocked
 LOOK_S = 0.05  # between two checks whether to go on waiting
+LOOPBACKS = ("127.", "::1")
+BACKLOG = 1024  # connections of ranks that come at once
 T = TypeVar("T")
 
 
@@ -93,7 +97,7 @@ class StoreThread:
         assert self._idle is not None
         try:
             self._idle(self._store)
-        except RuntimeError as error:
+        except Exception as error:  # a thread that ended without a word would leave all calls to their timeouts
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
@@ -123,8 +127,8 @@ def connect_store(timeout_s: float) -> dist.Store:
         if os.environ["RANK"] == "0" and not agent_has_store():
             _serve(host, port)
         return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        used = "EADDRINUSE" in str(error)
+    except (RuntimeError, OSError) as error:
+        used = "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE
         advice = "; another run, or another program, has that port: choose another MASTER_PORT" if used else ""
         raise WorkerError(
             f"the rendezvous store {address()} cannot be reached: {_first_line(error)}{advice}"
@@ -133,8 +137,32 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 @functools.cache
 def _serve(host: str, port: int) -> dist.Store:
-    """The store itself, kept for as long as this process lives because other ranks use it again."""
-    return dist.TCPStore(host, port, None, True, wait_for_workers=False)
+    """The store itself, kept for as long as this process lives because other ranks use it again. It listens on the
+    address of `host` only, unless other hosts could not reach it there."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if _is_out_of_reach(str(where[0])):
+        warnings.warn(
+            f"MASTER_ADDR={host} is {where[0]} here, at which other hosts do not reach this one: the rendezvous store "
+            "listens on all addresses of this host. Name the address that the other hosts use",
+            stacklevel=2,
+        )
+        return dist.TCPStore(host, port, None, True, wait_for_workers=False)
+    listener = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _is_out_of_reach(own: str) -> bool:
+    """Whether other hosts cannot reach this one at `own`, its address as it finds it: a loopback address while ranks
+    run on other hosts, or the address of a gateway."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if own.startswith(LOOPBACKS):
+        return os.environ.get("LOCAL_WORLD_SIZE", world) != world
+    with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as probe:
+        try:
+            probe.bind((own, 0))
+        except OSError:
+            return True
+    return False
 
 
 def another_connection(store: dist.Store) -> dist.Store:

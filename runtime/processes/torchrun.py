@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
+from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
@@ -30,7 +31,8 @@ from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver
 from .interrupt import RankInterrupt
 from .position import describe_position
-from .ranks import Failure, Ranks, Told
+from .ranks import Ranks, Told
+from .rows import Failure
 from .setup import RunSetup
 from .store_thread import Waited, connect_store
 from .worker import build_session
@@ -318,8 +320,10 @@ class TorchrunDriver(Driver):
             return "its start"
         return list(self._session.streams.board) if self._busy else "its script, between two steps"
 
-    def _describe_place(self, rank: int, shown: str | list[int]) -> str:
-        return shown if isinstance(shown, str) else describe_position(self.setup.file_of(rank), shown)[0]
+    def _describe_place(self, rank: int, shown: str | list[int] | None) -> str:
+        if isinstance(shown, list) and len(shown) == len(STREAM_SLOTS):
+            return describe_position(self.setup.file_of(rank), shown)[0]
+        return shown if isinstance(shown, str) else ""
 
     def _error_of(self, rank: int, error: dict[str, Any], prefix: str = "") -> PenstockError:
         name = self.setup.hardware.devices[rank].name

@@ -3,47 +3,75 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+LOOK_S = 0.25  # between two looks at whether to go on waiting
 _LENGTH = struct.Struct("<QQ")  # the bytes of the header and of all tensors
 _ALIGNMENT = 64  # of each tensor, so that it can be used in the buffer that received it
 _TENSORS = "tensors"  # the header's key for names, dtypes and shapes
 
 
-def send_message(
-    channel: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
-) -> None:
-    """Send a header of JSON values (the key "tensors" is reserved) and tensors by name. Blocks until all is sent."""
+Idle = Callable[[int], None]  # called with the bytes that are left, about every LOOK_S in which none has moved
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A message as the chunks of memory that are sent one after another."""
+
+    chunks: Sequence[memoryview]
+
+
+def pack(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Packed:
+    """A message of JSON values (the key "tensors" is reserved) and tensors by name, which are not copied if they lie
+    contiguously in host memory."""
     rows: list[list[Any]] = []
-    chunks: list[Any] = []
+    chunks: list[memoryview] = []
     total = 0
     for name, tensor in (tensors or {}).items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data: Any = flat.view(torch.uint8).numpy() if flat.numel() else None
         rows.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), total])
-        if data is not None:
+        if flat.numel():
+            data = flat.view(torch.uint8).numpy().data
             padding = -data.nbytes % _ALIGNMENT
-            chunks += [memoryview(data), bytes(padding)]
+            chunks += [data, memoryview(bytes(padding))]
             total += data.nbytes + padding
     head = json.dumps({**header, _TENSORS: rows}).encode()
-    channel.sendall(_LENGTH.pack(len(head), total) + head)
-    for chunk in chunks:
-        channel.sendall(chunk)
+    return Packed([memoryview(_LENGTH.pack(len(head), total) + head), *chunks])
 
 
-def receive_message(channel: socket.socket) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Receive the next message. Raises `EOFError` if the other side is gone."""
-    head_bytes, total = _LENGTH.unpack(_read(channel, bytearray(_LENGTH.size)))
-    header = json.loads(_read(channel, bytearray(head_bytes)))
+def send(channel: socket.socket, message: Packed, idle: Idle | None = None) -> None:
+    """Return when all is sent. `idle` may raise to end the wait; without it the wait has no end."""
+    if idle is None:
+        for chunk in message.chunks:
+            channel.sendall(chunk)
+        return
+    left = sum(chunk.nbytes for chunk in message.chunks)
+    for chunk in message.chunks:
+        while chunk:
+            try:
+                count = channel.send(chunk, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if not _ready(channel, select.POLLOUT):
+                    idle(left)
+                continue
+            chunk, left = chunk[count:], left - count
+
+
+def receive_message(channel: socket.socket, idle: Idle | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Receive the next message. `idle` as in `send`. Raises `EOFError` if the other side is gone."""
+    head_bytes, total = _LENGTH.unpack(_read(channel, bytearray(_LENGTH.size), idle))
+    header = json.loads(_read(channel, bytearray(head_bytes), idle))
     flat = torch.empty(total, dtype=torch.uint8)
     if total:
-        _read(channel, flat.numpy())
+        _read(channel, flat.numpy(), idle)
     tensors = {}
     for name, dtype_name, shape, start in header.pop(_TENSORS):
         dtype = getattr(torch, dtype_name)
@@ -52,14 +80,25 @@ def receive_message(channel: socket.socket) -> tuple[dict[str, Any], dict[str, T
     return header, tensors
 
 
-def _read(channel: socket.socket, into: Any) -> Any:
+def _read(channel: socket.socket, into: Any, idle: Idle | None) -> Any:
     view = memoryview(into)
     while view:
         try:
-            count = channel.recv_into(view)
+            count = channel.recv_into(view, 0, 0 if idle is None else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            assert idle is not None
+            if not _ready(channel, select.POLLIN):
+                idle(len(view))
+            continue
         except ConnectionResetError:
             count = 0
         if count == 0:
             raise EOFError("the other side has closed the channel")
         view = view[count:]
     return into
+
+
+def _ready(channel: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(channel, event)
+    return bool(poll.poll(LOOK_S * 1000))

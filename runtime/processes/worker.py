@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import MutableSequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from ..device.setup import DeviceSetup
 from ..device.streams import SWITCH_S
 from ..emulate.rehearsed_device import RehearsedSession
 from .commands import COMMANDS
-from .wire import receive_message, send_message
+from .wire import pack, receive_message, send
 
 PARENT_CHECK_MS = 1000
 SLOT = struct.calcsize("i")
@@ -92,6 +93,7 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
             if header["command"] == "set_up":
                 setup = DeviceSetup.from_json(header["setup"])
                 store = dist.FileStore(header["store"], setup.interface.world_size)
+                store.set_timeout(timedelta(seconds=setup.timeout_s))
                 session = build_session(setup, store, board)
                 answer = {"batch_names": session.batch_names}, {}
             else:
@@ -101,7 +103,7 @@ def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
             answer = {"error": error_to_data(error), "waited": session is not None and session.waited}, {}
         del tensors
         try:
-            send_message(channel, *answer)
+            send(channel, pack(*answer))
         except OSError:
             return
 

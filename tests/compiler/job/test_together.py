@@ -19,7 +19,7 @@ from penstock.compiler.job.together import planned_once
 from penstock.ir.errors import DoesNotFit, HardwareError, PassError, PlanError, error_to_data
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.joint_hardware import combine
-from penstock.runtime.processes.ranks import Member
+from penstock.runtime.processes.rows import Member
 from penstock.tests.compiler.job.fed_by_parts import Net
 
 MEMBERS = [

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.agreement import differences, misplaced
-from penstock.runtime.processes.ranks import Member
+from penstock.runtime.processes.rows import Member
 
 
 def member(rank: int, node: str = "0", host: str = "alpha") -> Member:

@@ -13,10 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from penstock.ir.errors import WorkerError, error_to_data
-from penstock.runtime.processes.ranks import Failure, Ranks, Told
+from penstock.runtime.processes.ranks import Ranks, Told
+from penstock.runtime.processes.rows import Failure, to_row
 from penstock.runtime.processes.store_thread import StoreLost, StoreThread
 
 TIMEOUT_S = 10.0
+DATA = error_to_data(WorkerError("not of this run"))
 
 
 @pytest.fixture
@@ -137,6 +139,44 @@ def test_of_own_node_the_process_is_looked_at(server: dist.TCPStore, monkeypatch
     assert found.blamed == 1 and "is stopped (SIGSTOP)" in found.error["message"]
     own = Failure(0, error_to_data(WorkerError("my own fault")))
     assert ranks[0].cause(own) is own
+
+
+JUNK = (b"", b"{", b"\xff\xfe", b"null", b"[" * 5000, b"7", b'{"run": "other", "value": 1}', b'{"value": {"rank": 9}}')
+
+
+def test_what_others_write_into_the_store_ends_nothing(server: dist.TCPStore) -> None:
+    """Rows of no run, of another run and of wrong types, where this run's rows are expected."""
+    other = client(server)
+    for number in range(len(JUNK)):
+        for key in ("penstock/arrived/0", "penstock/arrived/1", "penstock/roster", "penstock/begun"):
+            other.set(key, JUNK[(number + len(key)) % len(JUNK)])
+    ranks = on_all(2, lambda rank: Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank), beat=lambda: [1, 2]))
+    run = ranks[0].run
+    assert len(run) == 32 and ranks[1].run == run
+    room = f"penstock/{run}"
+    for number, junk in enumerate([*JUNK, to_row(Failure(7, DATA), run), to_row(Failure(1, DATA), "other")], 1):
+        other.set(f"{room}/failure/{number}", junk)
+    for rank in (0, 1):
+        other.set(f"{room}/beat/{rank}", to_row({"number": "x", "place": [["y"]]}, run))
+    time.sleep(0.3)
+    assert ranks[0].told() is None and ranks[1].last_place(0) == ""
+    assert on_all(2, lambda rank: ranks[rank].exchange(rank)) == [[0, 1]] * 2
+    ranks[1].report(Failure(1, error_to_data(WorkerError("a report behind the others' rows"))))
+    deadline_s = time.monotonic() + 5
+    while ranks[0].told() is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "behind the others' rows" in ranks[0].told().error["message"]
+    assert all(each._watch._thread.is_alive() and not each._watch.lost for each in ranks)
+    on_all(2, lambda rank: ranks[rank].leave())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_strangers_row_in_an_exchange_is_an_error(rank: int, server: dist.TCPStore) -> None:
+    ranks = arrive(server, 2)
+    key = f"penstock/{ranks[0].run}/round/0" + ("/1" if rank == 0 else "")
+    client(server).set(key, b'{"run": "other", "value": {"value": 1}}')
+    with pytest.raises(WorkerError, match=f"{key} in the rendezvous store .* is not what this run writes"):
+        ranks[rank].exchange("mine")
 
 
 class Deaf(dist.HashStore):

@@ -48,11 +48,12 @@ driver.step({{"x": torch.ones(8, {WIDTH})}})
 """
 
 
-def workers_of(folder: Path, seconds: float = 0.0, failing: str = "") -> LocalWorkers:
+def workers_of(folder: Path, seconds: float = 0.0, failing: str = "", timeout_s: float = 600.0) -> LocalWorkers:
     programs = pipeline(2, 2, 2, width=WIDTH)
     files = write_chain(folder, programs, WIDTH, seconds, failing)
     adamw = OptimizerSpec.from_callable(torch.optim.AdamW)
-    driver = LocalWorkers(RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw))
+    hardware = Hardware.cpu(2, memory="8MB")
+    driver = LocalWorkers(RunSetup(files, programs[0].interface, hardware, adamw, timeout_s=timeout_s))
     for i in range(2):
         driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.eye(WIDTH)}, {})
     return driver
@@ -99,6 +100,46 @@ def test_a_killed_worker_is_named_with_its_line_and_all_others_stop(tmp_path: Pa
     assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
     with pytest.raises(WorkerError, match="have been stopped"):
         driver.step(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "call"),
+    [
+        (0, "step"),
+        *(
+            pytest.param(device, call, marks=pytest.mark.slow)
+            for device, call in ((1, "step"), (0, "state"), (1, "load"))
+        ),
+    ],
+)
+def test_a_stopped_worker_is_named_after_the_timeout(stopped: int, call: str, tmp_path: Path) -> None:
+    """Not the healthy one, which waits for it; nor does a message that is larger than the channel wait for ever."""
+    driver = workers_of(tmp_path, timeout_s=1.5)
+    ids = driver.process_ids
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: driver.step(BATCH),
+        "state": lambda: driver.call("stage_state", stopped, {"stage": f"stage{stopped}"}),
+        "load": lambda: driver.call("load_stage", stopped, {"stage": "stage1"}, {"weights/x": torch.zeros(1 << 20)}),
+    }
+    if call != "load":
+        calls[call]()
+    os.kill(ids[stopped], signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"device {stopped} \(cpu{stopped}\): .* is stopped \(SIGSTOP\)") as caught:
+        calls[call]()
+    assert caught.value.device == stopped
+    assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
+
+
+@pytest.mark.slow
+def test_a_step_may_last_longer_than_the_timeout_but_no_instruction(tmp_path: Path) -> None:
+    with workers_of(tmp_path / "short", seconds=0.6, timeout_s=1.5) as driver:
+        begin_s = time.monotonic()
+        driver.step(BATCH)
+        assert time.monotonic() - begin_s > 2
+    driver = workers_of(tmp_path / "long", seconds=30.0, timeout_s=1.5)
+    with pytest.raises(WorkerError, match=r"no sign of life for 1\.5 s; .*larger timeout_s; it was at line") as caught:
+        driver.step(BATCH)
+    assert caught.value.device == 0 and caught.value.line is not None and "rt.forward(" in caught.value.line
 
 
 def test_an_exception_in_a_worker_comes_back_with_its_place_and_traceback(tmp_path: Path) -> None:
