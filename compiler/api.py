@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..ir.program import HookCall, Interface, Program, lane_of
 from ..ir.verify import verify
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
+from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
@@ -30,6 +31,7 @@ from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.source.trust import OWN, Trust
+from .coupling import coupled_miss, find_facts, scaled_loss
 from .folder import COUNTS_FILE, Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
@@ -40,8 +42,9 @@ from .job.together import planned_once
 from .loss.rules import captured, refuse_item_count
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
-from .search.attempts import SEARCH_S, SearchResult, Trace, Wishes
+from .search.attempts import SEARCH_S, SearchResult, Wishes
 from .search.candidate import Candidate
+from .search.candidates import micro_batch_counts
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
 from .search.prediction import make_plan
@@ -50,6 +53,7 @@ from .search.what_helps import Help, what_helps
 from .stale import unmarked
 
 LEAST_TIMEOUT_S = 1.0
+Graphs: TypeAlias = "functools._lru_cache_wrapper[OpGraph]"  # a function that makes each graph once
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
 
@@ -138,7 +142,8 @@ def compile(
         by_user = loss_weight is not None
         capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind, by_user)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
-        found = _find(model, capture, machine, wishes)
+        wishes, facts, find_graph = _know_rows(model, capture, machine, wishes)
+        found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     _check_shards(made, spec, best.draft.graph.hooks)
@@ -159,17 +164,20 @@ def compile(
         evaluation=best.no_evaluation,
         loss=best.draft.graph.loss.terms,
         counts=best.draft.graph.loss.rules,
+        rows=facts,
     )
     files = print_files(model, best.draft, best.evaluation, made)
     interface, counts = best.draft.programs[0].interface, print_counts(best.draft.graph.loss)
     constants = _values(best.draft.graph.constants, interface)
     folder = Folder(made, machine, interface, settings, files, counts, constants)
     capture.cache_clear()
+    find_graph.cache_clear()
 
     def helps() -> list[Help]:
         with torch.device("cpu"), rare_collections():
-            found = what_helps(capture, machine, wishes, made)
+            found = what_helps(find_graph, machine, wishes, made)
         capture.cache_clear()
+        find_graph.cache_clear()
         return found
 
     for note in best.draft.graph.notes:
@@ -273,14 +281,49 @@ def _state_bytes(optimizer: OptimizerSpec, name: str, shape: tuple[int, ...]) ->
     return optimizer.state_bytes({name: shape})
 
 
-def _find(model: nn.Module, capture: Trace, machine: Hardware, wishes: Wishes) -> SearchResult:
+def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wishes) -> tuple[Wishes, RowFacts, Graphs]:
+    """Find out what rows have to do with each other. Returns wishes with what follows for the number of micro-batches,
+    the facts, and a function to the graphs to plan with, whose losses average to that of the whole batch."""
     try:
         beyond_bytes = check_states_fit(model, machine, wishes.options)  # before the expensive work
-        return search(capture, machine, dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes))
     except DoesNotFit as miss:
-        profiler = wishes.options.profiler and for_machines_like(wishes.options.profiler, machine)
-        options = dataclasses.replace(wishes.options, profiler=profiler)
-        raise with_nearest(miss, capture, machine, dataclasses.replace(wishes, options=options)) from None
+        raise _nearest(miss, capture, machine, wishes) from None
+    wishes = dataclasses.replace(wishes, beyond_dram_bytes=beyond_bytes)
+    if not _is_synchronous(wishes, machine):  # every micro-batch is a batch of its own
+        return wishes, MEAN_OVER_ROWS, capture
+    usual, more = micro_batch_counts(wishes.batch_size, machine)
+    counts = [*usual, *more] if wishes.micro_batches is None else [wishes.micro_batches]
+    facts = find_facts(capture, counts, wishes.batch_size, machine.devices[0].kind)
+    if facts.couplings and wishes.micro_batches is None:
+        has_lanes = wishes.asked is not None and wishes.asked.mesh is not None  # each has rows of its own
+        wishes = dataclasses.replace(wishes, micro_batches=None if has_lanes else 1, fewest_first=has_lanes)
+
+    @functools.cache
+    def find_graph(count: int) -> OpGraph:
+        return scaled_loss(capture(count), facts, count)
+
+    return wishes, facts, find_graph
+
+
+def _is_synchronous(wishes: Wishes, machine: Hardware) -> bool:
+    candidate = wishes.asked
+    if wishes.decided is not None:
+        candidate = Candidate.of(wishes.decided.passes, machine.num_devices)
+    return candidate is None or candidate.is_synchronous
+
+
+def _find(graphs: Graphs, machine: Hardware, wishes: Wishes, facts: RowFacts, is_left_open: bool) -> SearchResult:
+    try:
+        return search(graphs, machine, wishes)
+    except DoesNotFit as miss:
+        better = _nearest(miss, graphs, machine, wishes)
+        raise (coupled_miss(better, facts.couplings) if facts.couplings and is_left_open else better) from None
+
+
+def _nearest(miss: DoesNotFit, graphs: Graphs, machine: Hardware, wishes: Wishes) -> DoesNotFit:
+    profiler = wishes.options.profiler and for_machines_like(wishes.options.profiler, machine)
+    options = dataclasses.replace(wishes.options, profiler=profiler)
+    return with_nearest(miss, graphs, machine, dataclasses.replace(wishes, options=options))
 
 
 def _count(micro_batches: int | str, shape: BatchShape) -> int | None:

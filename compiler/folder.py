@@ -30,6 +30,7 @@ from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
 from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
+from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants
 from ..runtime.state.tensor_file import write_tensors
 from .plan import Plan
@@ -70,6 +71,7 @@ class Settings(BaseModel):
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
     loss: list[LossTerm] = []
     counts: CountRules = CountRules()
+    rows: RowFacts = MEAN_OVER_ROWS  # how the loss depends on the rows of a batch
 
 
 @dataclass

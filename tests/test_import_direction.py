@@ -31,7 +31,8 @@ ORDER = {
         "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "stale", "strategies", "plan", "pipeline", "folder", "models", "capture", "loss", "profile",
+        "garbage", "stale", "strategies", "plan", "pipeline", "folder", "models", "capture", "coupling", "loss",
+        "profile",
         "search",
         "report", "job", "check", "api",
     ),

@@ -126,15 +126,6 @@ def is_random_module(module: nn.Module) -> bool:
     return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-    """A grouped matrix product (mixtures of experts) on fake tensors: torch's own shape rule takes bf16 only."""
-    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
-
-
-# Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
-SHAPE_RULES = {torch._grouped_mm: _grouped_mm}
-
-
 SPARSE = (F.embedding, F.embedding_bag)
 
 

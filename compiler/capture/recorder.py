@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
+from ...passes.graph.cost_kernels import SHAPE_RULES
 from ...passes.graph.opgraph import CHECKS
 from .calls import (
-    SHAPE_RULES,
     SPARSE,
     RecordedCall,
     classify,

@@ -82,8 +82,10 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
     """
     planned = _by_plan(job, batches)
     ours = copy.deepcopy(model).train()
-    seed, weight = job.folder.settings.seed, job.loss_weight
-    run, is_random = graph_runner(ours, job.plan, job.hardware, batches[0], seed, loss_fn, weight)
+    settings = job.folder.settings
+    run, is_random = graph_runner(
+        ours, job.plan, job.hardware, batches[0], settings.seed, loss_fn, job.loss_weight, settings.rows
+    )
     precision = job.plan.precision
     by_graph = _by_eager(job, ours, run, batches, job.plan.micro_batches)
     differences = list(_compare("captured graph", planned, by_graph, precision))

@@ -18,11 +18,13 @@ from ...ir.program import HookCall, ParamSpec
 from ...passes.draft import Draft, Options
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.opgraph import OpGraph
+from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.runner import micro_batch_seed
 from ..capture.guard import LossFn
+from ..coupling import scaled_loss
 from ..job.batch import flatten, micro_batch_spec
 from ..job.counts import BatchCounts, LossWeight, part_of
 from ..loss.rules import captured
@@ -124,6 +126,7 @@ def graph_runner(
     seed: int,
     loss_fn: LossFn | None = None,
     loss_weight: LossWeight | None = None,
+    rows: RowFacts = MEAN_OVER_ROWS,
 ) -> tuple[RunMicroBatch, bool]:
     """A function that runs the captured op graph on `model`'s own parameters, and whether it draws random numbers.
 
@@ -134,6 +137,7 @@ def graph_runner(
     kind = hardware.devices[0].kind
     by_user = loss_weight is not None
     graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
+    graph = scaled_loss(graph, rows, plan.micro_batches)
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     stage_of = stages_of_nodes(graph, plan, hardware)
     names = list(graph.inputs)

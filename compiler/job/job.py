@@ -133,8 +133,8 @@ class Job:
         """
         if self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
-        loss = self.folder.settings.loss
-        return explain(self.plan, self.programs, self.hardware, self._records, self._helps, loss)
+        known = self.folder.settings
+        return explain(self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, rows=known.rows)
 
     def simulate(self) -> Timeline:
         """One step on the described hardware, without running anything."""

@@ -12,7 +12,9 @@ from ...ir.program import Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
+from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.simulate import Timeline, simulate
+from ..coupling import fact_lines
 from ..pipeline import PassRecord
 from ..plan import Plan
 from ..search.what_helps import Help, changed_machines
@@ -35,6 +37,7 @@ def explain(
     records: Sequence[PassRecord] = (),
     helps: Sequence[Help] | None = None,
     loss: Sequence[LossTerm] = (),
+    rows: RowFacts = MEAN_OVER_ROWS,
 ) -> str:
     """The plan in a page: stages, terms of the loss, prediction, bounds, what would help, rivals and passes.
 
@@ -43,6 +46,7 @@ def explain(
     parts = [
         _stages(plan, programs, hardware),
         _loss(loss, programs),
+        _rows(rows, programs),
         _prediction(plan, hardware),
         _bounds(plan, programs, hardware),
     ]
@@ -79,6 +83,12 @@ def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:
     """How the loss of the whole batch is put together from its micro-batches."""
     lines = loss_lines(terms, programs[0].interface.asynchronous)
     return "\n".join(["loss", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
+
+
+def _rows(facts: RowFacts, programs: Sequence[Program]) -> str:
+    interface = programs[0].interface
+    lines = fact_lines(facts, interface.total_micro_batches, interface.asynchronous)
+    return "\n".join(row for line in lines for row in _wrapped("", [line]))
 
 
 def _staleness(staleness: Mapping[str, int]) -> list[str]:

@@ -31,7 +31,8 @@ SEARCH_S = 33.0  # of computation
 @dataclass
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
-    computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`."""
+    computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
+    `fewest_first`: the first number of micro-batches that fits, from one on."""
 
     asked: Candidate | None
     micro_batches: int | None
@@ -41,6 +42,7 @@ class Wishes:
     decided: Plan | None = None
     search_s: float = SEARCH_S
     beyond_dram_bytes: int = 0  # lasting bytes that devices and DRAM cannot hold, at least
+    fewest_first: bool = False
 
 
 @dataclass

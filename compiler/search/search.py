@@ -60,6 +60,8 @@ class Sweep(Attempts):
         self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
         if wishes.micro_batches is not None:
             self.usual, self.last_resort = [wishes.micro_batches], []
+        elif wishes.fewest_first:
+            self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     def one(self, candidate: Candidate) -> None:
         """Try the candidate that the user asked for: only the number of micro-batches is open."""

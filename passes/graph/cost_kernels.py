@@ -87,6 +87,13 @@ def grouped_product(
     return out
 
 
+def grouped_shape(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    """The same product's shape and dtype on fake tensors: torch's own shape rule takes bf16 only."""
+    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
+
+
+# Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
+SHAPE_RULES: dict[Any, Any] = {torch._grouped_mm: grouped_shape}
 STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product}
 CUDA_STAND_INS: dict[Any, Any] = {
     **STAND_INS,

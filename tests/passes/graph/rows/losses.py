@@ -1,0 +1,165 @@
+"""Small losses over rows, by name: `losses()["mean"](model, h, y)`; `h` are eight features a row, `y` a class a row.
+
+Each list says what is true of them: `MEANS` are means over rows, `SUMS` sums, and in `COUPLED` rows meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES = 8
+Loss = Callable[["WithHead", Tensor, Tensor], Tensor]
+
+
+class WithHead(nn.Module):
+    """One layer, a norm that a loss may use, and a loss of its output and a class a row."""
+
+    def __init__(self, loss: Loss):
+        super().__init__()
+        self.layer, self.norm, self.loss = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, torch.tanh(self.layer(x)), y)
+
+
+def batch_of(rows: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, FEATURES, generator=generator)
+    return {"x": x, "y": torch.randint(0, FEATURES, (rows,), generator=generator)}
+
+
+def _picked(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return -h.log_softmax(-1)[torch.arange(len(h)), y].mean()
+
+
+def _doubled(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    first, second = torch.cat([h, h.sin()]).exp().chunk(2)
+    return F.mse_loss(first, second)
+
+
+def _row_first(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    scores = torch.einsum("rf,gf->gr", h, model.layer.weight).t().reshape(-1, 2, 4).flatten(0, 1)
+    return scores.softmax(-1).square().mean()
+
+
+def _focal(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(h, y, reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def _dice_of_rows(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    p, t = h.sigmoid(), (h.detach() > 0).float()
+    return (1 - 2 * (p * t).sum(1) / (p.sum(1) + t.sum(1) + 1)).mean()
+
+
+def _filled(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    wide = h.new_zeros(len(h), 2, FEATURES)
+    wide[:, 1] = h
+    return (wide.flatten(1) @ model.layer.weight.repeat(2, 1)).square().mean()
+
+
+def _sorted_back(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """Rows grouped by class, as experts see them, and back in their order."""
+    order = torch.argsort(y)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return ((h[order] * 2).exp()[back] * h).mean()
+
+
+MEANS: dict[str, Loss] = {
+    "mean": lambda model, h, y: F.cross_entropy(h, y),
+    "smoothed": lambda model, h, y: F.cross_entropy(h, y, label_smoothing=0.1),
+    "squares": lambda model, h, y: F.mse_loss(h, h.detach().roll(1, 1)),
+    "with decay": lambda model, h, y: F.cross_entropy(h, y) + 0.1 * model.layer.weight.square().sum(),
+    "sum over rows by number": lambda model, h, y: F.cross_entropy(h, y, reduction="sum") / len(h),
+    "sum of shares": lambda model, h, y: (F.cross_entropy(h, y, reduction="none") / len(y)).sum(),
+    "batchmean": lambda model, h, y: F.kl_div(h.log_softmax(-1), h.detach().softmax(0 + 1), reduction="batchmean"),
+    "picked": _picked,
+    "gathered": lambda model, h, y: -h.log_softmax(-1).gather(1, y[:, None]).mean(),
+    "of both views": _doubled,
+    "row first": _row_first,
+    "triplets in a row": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.cos()),
+    "focal": _focal,
+    "dice of rows": _dice_of_rows,
+    "instance norm": lambda model, h, y: F.instance_norm(h.view(-1, 2, 4)).exp().mean(),
+    "filled": _filled,
+    "sorted and back": _sorted_back,
+}
+SUMS: dict[str, Loss] = {
+    "sum": lambda model, h, y: F.cross_entropy(h, y, reduction="sum"),
+    "sum by a constant": lambda model, h, y: F.cross_entropy(h, y, reduction="none").sum() / 4,
+    "sum of squares": lambda model, h, y: 0.5 * h.square().sum(),
+    "product with itself": lambda model, h, y: torch.trace(h.t() @ h),
+}
+
+
+def _simclr(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    both = torch.cat([h, h.sin()])
+    similar = F.cosine_similarity(both[:, None], both[None], dim=-1)
+    return -F.log_softmax(similar, dim=-1).diagonal().mean()
+
+
+def _in_batch(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    unit = F.normalize(h, dim=-1)
+    return F.cross_entropy(unit @ unit.t() / 0.1, torch.arange(len(unit)))
+
+
+def _dino(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    return -(F.softmax(h - h.mean(0), -1) * F.log_softmax(h, -1)).sum(-1).mean()
+
+
+def _barlow(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    z = (h - h.mean(0)) / h.std(0)
+    return (z.t() @ z / len(z) - torch.eye(FEATURES)).square().sum()
+
+
+def _halves(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    chosen, rejected = h.chunk(2)
+    return F.softplus(rejected - chosen).mean()
+
+
+def _dice(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    p, t = h.sigmoid(), (h.detach() > 0).float()
+    return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+
+def _balanced(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+    """The auxiliary loss of a mixture of experts: the share of rows times the mean probability of each."""
+    chosen = F.one_hot(h.argmax(-1), FEATURES).float()
+    return F.cross_entropy(h, y) + 0.01 * (chosen.mean(0) * h.softmax(-1).mean(0)).sum()
+
+
+COUPLED: dict[str, Loss] = {
+    "in-batch negatives": _in_batch,
+    "simclr": _simclr,
+    "triplets of rows": lambda model, h, y: F.triplet_margin_loss(h, h.sin(), h.roll(1, 0)),
+    "dino": _dino,
+    "barlow twins": _barlow,
+    "halves": _halves,
+    "dice": _dice,
+    "balanced experts": _balanced,
+    "variance": lambda model, h, y: F.relu(1 - h.var(0)).mean(),
+    "root of a mean": lambda model, h, y: F.mse_loss(h, h.cos()).sqrt(),
+    "norm of all": lambda model, h, y: h.norm(),
+    "hardest rows": lambda model, h, y: F.cross_entropy(h, y, reduction="none").topk(2).values.mean(),
+    "mixup": lambda model, h, y: (0.5 * h + 0.5 * h.flip(0)).square().mean(),
+    "distances": lambda model, h, y: torch.cdist(h, h).mean(),
+    "number of a row": lambda model, h, y: (F.cross_entropy(h, y, reduction="none") * torch.arange(len(h))).mean(),
+    "sum and decay": lambda model, h, y: F.cross_entropy(h, y, reduction="sum") + model.layer.weight.square().sum(),
+    "batch norm": lambda model, h, y: F.cross_entropy(model.norm(h), y),
+}
+
+
+def model_of(loss: Loss, seed: int = 0) -> WithHead:
+    torch.manual_seed(seed)
+    return WithHead(loss)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    found = model(**batch)
+    return found if isinstance(found, Tensor) else found["loss"]
