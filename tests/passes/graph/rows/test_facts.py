@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.compiler.capture.trace import trace
 from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.loss.rules import captured
 from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.rows.facts import RowFacts, row_facts
@@ -34,7 +34,7 @@ def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: li
     def graph(num_micro_batches: int) -> OpGraph:
         if traced is not None:
             traced.append(num_micro_batches)
-        return trace(model, micro_batch_spec(batch, num_micro_batches))
+        return captured(model, micro_batch_spec(batch, num_micro_batches))
 
     return row_facts(graph, count, size)
 
@@ -82,6 +82,27 @@ def test_rows_that_meet(name: str, count: int) -> None:
 def test_how_rows_meet(name: str, kind: Kind) -> None:
     (coupling,) = facts_of(model_of(COUPLED[name]), batch_of(ROWS)).couplings
     assert coupling.kind is kind
+
+
+def test_a_mean_over_what_the_whole_batch_counts_is_one_over_rows() -> None:
+    def masked(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        mask = (y > 3).float()
+        return (F.cross_entropy(h, y, reduction="none") * mask).sum() / mask.sum()
+
+    def ignoring(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, y, ignore_index=3)
+
+    for loss in (masked, ignoring):
+        for count in (1, 2):
+            assert facts_of(model_of(loss), batch_of(ROWS), count) == RowFacts()
+
+
+def test_a_mean_over_what_only_the_forward_knows_couples_rows() -> None:
+    def by_own_classes(model: WithHead, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, h.detach().argmax(-1), ignore_index=3)
+
+    (coupling,) = facts_of(model_of(by_own_classes), batch_of(ROWS)).couplings
+    assert coupling.kind is Kind.COUNT
 
 
 NORMS = 13  # of the wide ResNet
