@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from ..ir.errors import CaptureError, DoesNotFit
 from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.rows.facts import Coupling, RowFacts, Trace, row_facts
+from ..passes.graph.rows.facts import Coupling, GraphOf, RowFacts, row_facts
 from ..passes.graph.rows.states import Kind
 
 MOST_NAMED = 4
 
 
-def find_facts(trace: Trace, counts: Sequence[int], batch_size: int, device_kind: str) -> RowFacts:
+def find_facts(trace: GraphOf, counts: Sequence[int], batch_size: int, device_kind: str) -> RowFacts:
     """The facts of a loss. `counts`: the numbers of micro-batches that may be planned, the likeliest first."""
     try:
         return row_facts(trace, counts[0], batch_size, device_kind)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..opgraph import value_tensors
-from .states import Free, Kind, Mixed, Places, Rows, Scale, State, Total
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale
 
 
 class Watcher(Protocol):
@@ -18,13 +18,13 @@ class Watcher(Protocol):
     rows: int
     is_clear: bool
 
-    def state(self, tensor: torch.Tensor) -> State: ...
+    def state(self, tensor: torch.Tensor) -> RowState: ...
     def met(self, kind: Kind) -> None: ...
     def scale(self, number: float) -> Scale: ...
     def new_order(self) -> int: ...
 
 
-class Call:
+class OperatorCall:
     """A call of one of torch's operators: arguments by the names of its schema, the result, and the states."""
 
     def __init__(self, watcher: Watcher, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any):
@@ -38,12 +38,12 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> RowState:
         """The state of a tensor argument; that of a number or None is `Free`."""
         value = self.given[name]
         return self.watcher.state(value) if isinstance(value, torch.Tensor) else Free()
 
-    def of(self, tensor: torch.Tensor) -> State:
+    def of(self, tensor: torch.Tensor) -> RowState:
         return self.watcher.state(tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -68,14 +68,14 @@ class Call:
         return Mixed()
 
 
-Rule = Callable[[Call], "State | list[State]"]
-RULES: dict[str, Rule] = {}
+RowRule = Callable[[OperatorCall], "RowState | list[RowState]"]
+RULES: dict[str, RowRule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[RowRule], RowRule]:
     """Enter a rule for operators of these names; in-place forms have the name without the underscore."""
 
-    def enter(function: Rule) -> Rule:
+    def enter(function: RowRule) -> RowRule:
         for name in names:
             assert name not in RULES, name
             RULES[name] = function
@@ -90,17 +90,17 @@ def operator_name(func: Any) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def plain(state: State) -> State:
+def plain(state: RowState) -> RowState:
     """The state after an operation that is not linear but keeps each element's row."""
-    if isinstance(state, Rows):
+    if isinstance(state, ByRow):
         return replace(state, scale=Scale(), step=0)
     return Free(varies=state.varies) if isinstance(state, Free) else state
 
 
-def nonlinear(call: Call, *states: State) -> Mixed | None:
+def nonlinear(call: OperatorCall, *states: RowState) -> Mixed | None:
     """The result's state if one of `states` is no value of single rows, so that any nonlinear function of it mixes."""
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
-    if any(isinstance(state, Total) for state in states):
+    if any(isinstance(state, OverRows) for state in states):
         return call.mix(Kind.NONLINEAR)
-    return call.mix(Kind.ACROSS) if any(isinstance(state, Places) for state in states) else None
+    return call.mix(Kind.ACROSS) if any(isinstance(state, Permutation) for state in states) else None

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .call import Call, nonlinear, plain, rule
+from .call import OperatorCall, nonlinear, plain, rule
 from .pointwise import spread
 from .reductions import PER_ROW
-from .states import Free, Kind, Mixed, Places, Rows, Span, State, Total, differs, whole
+from .states import ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Stretch, differs, whole
 
 
-def contracted(call: Call, first: str, second: str, out: str, left: State, right: State) -> State:
+def contracted(call: OperatorCall, first: str, second: str, out: str, left: RowState, right: RowState) -> RowState:
     """The state of a product with these labels of dimensions, as in einsum; labels not in `out` are summed."""
     states = (left, right)
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
-    if any(isinstance(state, Places) for state in states):
+    if any(isinstance(state, Permutation) for state in states):
         return call.mix(Kind.ACROSS)
     scale = left.scale.times(right.scale)
-    if any(isinstance(state, Total) for state in states):
-        if all(isinstance(state, Total | Free) for state in states):
-            both = all(isinstance(state, Total) for state in states)
-            return call.mix(Kind.NONLINEAR) if both else Total(scale=scale)
+    if any(isinstance(state, OverRows) for state in states):
+        if all(isinstance(state, OverRows | Free) for state in states):
+            both = all(isinstance(state, OverRows) for state in states)
+            return call.mix(Kind.NONLINEAR) if both else OverRows(scale=scale)
         return call.mix(Kind.REUSED)
-    rows = [(s, labels[s.dim]) for s, labels in zip(states, (first, second)) if isinstance(s, Rows)]
+    rows = [(s, labels[s.dim]) for s, labels in zip(states, (first, second)) if isinstance(s, ByRow)]
     if not rows:
         return Free(scale=scale, varies=_free_varies(first, second, out, states))
     row, label = rows[0]
@@ -34,17 +34,17 @@ def contracted(call: Call, first: str, second: str, out: str, left: State, right
         if isinstance(state, Free) and label in labels and differs(state, labels.index(label), row.inner, call.rows):
             call.watcher.met(Kind.ROW_NUMBER)
     if label not in out:
-        return Total(scale=scale.times(PER_ROW))
-    return Rows(scale=scale, dim=out.index(label), inner=row.inner, order=row.order)
+        return OverRows(scale=scale.times(PER_ROW))
+    return ByRow(scale=scale, dim=out.index(label), inner=row.inner, order=row.order)
 
 
-def _free_varies(first: str, second: str, out: str, states: Sequence[State]) -> frozenset[Span]:
+def _free_varies(first: str, second: str, out: str, states: Sequence[RowState]) -> frozenset[Stretch]:
     spans = {(label[d], low, high) for s, label in zip(states, (first, second)) if isinstance(s, Free)
              for d, low, high in s.varies}  # fmt: skip
     return frozenset((out.index(label), low, high) for label, low, high in spans if label in out)
 
 
-def product(call: Call, first: str, second: str) -> State:
+def product(call: OperatorCall, first: str, second: str) -> RowState:
     """A product of two matrices, or two batches of such."""
     a, b = call[first], call[second]
     labels = {
@@ -58,13 +58,13 @@ def product(call: Call, first: str, second: str) -> State:
 
 
 @rule("mm", "bmm", "mv", "dot", "vdot")
-def matrices(call: Call) -> State:
+def matrices(call: OperatorCall) -> RowState:
     names = list(call.given)
     return product(call, names[0], names[1])
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv", "addr")
-def added_product(call: Call) -> State:
+def added_product(call: OperatorCall) -> RowState:
     names = list(call.given)
     if call.name in ("addbmm", "addr"):
         return nonlinear(call, *map(call.of, call.tensors())) or call.mix(Kind.UNKNOWN)
@@ -75,16 +75,18 @@ def added_product(call: Call) -> State:
     return _with_offset(call, found, offset, value.shape)
 
 
-def _with_offset(call: Call, found: State, offset: State, shape: Sequence[int]) -> State:
+def _with_offset(call: OperatorCall, found: RowState, offset: RowState, shape: Sequence[int]) -> RowState:
     out = call.results()[0].shape
     if isinstance(offset, Mixed) or isinstance(found, Mixed):
         return Mixed()
-    if isinstance(offset, Total) or isinstance(found, Total):
-        same = found.scale.power == offset.scale.power and not isinstance(found, Rows) and not isinstance(offset, Rows)
-        return Total(scale=found.scale) if same else call.mix(Kind.UNEVEN)
+    if isinstance(offset, OverRows) or isinstance(found, OverRows):
+        same = (
+            found.scale.power == offset.scale.power and not isinstance(found, ByRow) and not isinstance(offset, ByRow)
+        )
+        return OverRows(scale=found.scale) if same else call.mix(Kind.UNEVEN)
     spread_out = spread(call, offset, shape, out)
-    if isinstance(found, Rows):
-        if isinstance(spread_out, Rows):
+    if isinstance(found, ByRow):
+        if isinstance(spread_out, ByRow):
             same = (spread_out.dim, spread_out.inner) == (found.dim, found.inner)
             return found if same else call.mix(Kind.PAIRS)
         if isinstance(spread_out, Free) and differs(spread_out, found.dim, found.inner, call.rows):
@@ -96,7 +98,7 @@ def _with_offset(call: Call, found: State, offset: State, shape: Sequence[int]) 
 
 
 @rule("linear")
-def linear(call: Call) -> State:
+def linear(call: OperatorCall) -> RowState:
     value = call["input"]
     labels = "abcdefgh"[: value.dim() - 1]
     found = contracted(call, labels + "k", "mk", labels + "m", call.of(value), call.state("weight"))
@@ -108,7 +110,7 @@ def linear(call: Call) -> State:
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
       "_scaled_dot_product_attention_math_for_mps", "scaled_dot_product_attention")  # fmt: skip
-def attention(call: Call) -> State:
+def attention(call: OperatorCall) -> RowState:
     """Queries meet keys of the same row and head; rows lie along the dimensions before the last two."""
     parts = [(call.state(name), call[name]) for name in ("query", "key", "value")]
     for name in ("attn_mask", "attn_bias"):
@@ -119,10 +121,10 @@ def attention(call: Call) -> State:
         return mixed
     count = call["query"].dim()
     rows: set[tuple[int, int, int | None]] = set()
-    varies: set[Span] = set()
+    varies: set[Stretch] = set()
     for state, value in parts:
         shift = count - value.dim()
-        if isinstance(state, Rows):
+        if isinstance(state, ByRow):
             rows.add((state.dim + shift, state.inner, state.order))
         elif isinstance(state, Free):
             varies |= {(d + shift, low, high) for d, low, high in state.varies}
@@ -133,22 +135,22 @@ def attention(call: Call) -> State:
         return call.mix(Kind.PAIRS)
     if differs(Free(varies=frozenset(varies)), dim, inner, call.rows):
         call.watcher.met(Kind.ROW_NUMBER)
-    return Rows(dim=dim, inner=inner, order=order)
+    return ByRow(dim=dim, inner=inner, order=order)
 
 
 @rule("convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable")
-def convolved(call: Call) -> State:
+def convolved(call: OperatorCall) -> RowState:
     state, weight = call.state("input"), call.state("weight")
     mixed = nonlinear(call, weight) if not isinstance(weight, Free) else None
     if mixed is not None:
         return mixed
-    if isinstance(weight, Rows) and isinstance(state, Rows):
+    if isinstance(weight, ByRow) and isinstance(state, ByRow):
         return call.mix(Kind.PAIRS)
-    if isinstance(state, Rows) and state.dim != 0:
+    if isinstance(state, ByRow) and state.dim != 0:
         return call.mix(Kind.ACROSS)
-    if isinstance(state, Total):
+    if isinstance(state, OverRows):
         return state if call["bias"] is None else call.mix(Kind.UNEVEN)
-    if isinstance(weight, Rows):
+    if isinstance(weight, ByRow):
         return call.mix(Kind.UNKNOWN)
     return nonlinear(call, state) or (
         Free(varies=whole(range(call["input"].dim()))) if isinstance(state, Free) else state
@@ -156,15 +158,15 @@ def convolved(call: Call) -> State:
 
 
 @rule("embedding")
-def embedded(call: Call) -> State:
+def embedded(call: OperatorCall) -> RowState:
     """Rows of a table by their numbers."""
     table, numbers = call.state("weight"), call.state("indices")
     mixed = nonlinear(call, numbers)
     if mixed is not None or isinstance(table, Mixed):
         return mixed or Mixed()
-    if isinstance(table, Rows):
+    if isinstance(table, ByRow):
         return call.mix(Kind.REORDERED)
-    if isinstance(table, Total):
+    if isinstance(table, OverRows):
         return table if isinstance(numbers, Free) else call.mix(Kind.REUSED)
     if isinstance(numbers, Free):
         return Free(varies=numbers.varies | whole({call["indices"].dim()}))
@@ -172,24 +174,24 @@ def embedded(call: Call) -> State:
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
-def bagged(call: Call) -> State:
+def bagged(call: OperatorCall) -> RowState:
     """Bags are found by offsets into all numbers, so that rows are where the offsets say."""
     states = [call.of(tensor) for tensor in call.tensors()]
     if all(isinstance(state, Free) for state in states):
         return Free(varies=whole({0, 1}))
     offsets, numbers = call.state("offsets"), call.state("indices")
-    if isinstance(offsets, Free) and isinstance(numbers, Rows) and offsets.counts == (0, numbers.inner):
-        return Rows(dim=0)
+    if isinstance(offsets, Free) and isinstance(numbers, ByRow) and offsets.counts == (0, numbers.inner):
+        return ByRow(dim=0)
     return nonlinear(call, *states) or call.mix(Kind.UNKNOWN)
 
 
 @rule("_grouped_mm", "_scaled_grouped_mm")
-def grouped(call: Call) -> State:
+def grouped(call: OperatorCall) -> RowState:
     """Runs of places with a matrix each; `offs` counts the places of each run."""
     state, weight = call.state("self"), call.state("mat2")
     if not isinstance(weight, Free) or isinstance(state, Mixed):
         return nonlinear(call, state, weight) or call.mix(Kind.PAIRS)
     offsets = call.state("offs") if call.given.get("offs") is not None else Free()
-    if isinstance(state, Rows) and isinstance(offsets, Total | Free) and call["self"].dim() == 2 and state.dim == 0:
+    if isinstance(state, ByRow) and isinstance(offsets, OverRows | Free) and call["self"].dim() == 2 and state.dim == 0:
         return plain(state)
     return nonlinear(call, state, offsets) or (state if isinstance(state, Free) else call.mix(Kind.UNKNOWN))

@@ -17,7 +17,7 @@ from ..opgraph import OpGraph
 from .follow import Powers, Trail, follow, powers_of
 from .states import Kind, Mixed
 
-Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
+GraphOf = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 
 
 class Coupling(BaseModel):
@@ -46,7 +46,7 @@ class RowFacts(BaseModel):
 MEAN_OVER_ROWS = RowFacts()
 
 
-def row_facts(trace: Trace, count: int, batch_size: int, device_kind: str = "cpu") -> RowFacts:
+def row_facts(trace: GraphOf, count: int, batch_size: int, device_kind: str = "cpu") -> RowFacts:
     """The facts of a model whose global batch has `batch_size` rows; `count` is a number of micro-batches whose graph
     is needed in any case. Another graph is traced only where that one leaves something open."""
     if batch_size == 1:

@@ -26,8 +26,8 @@ from ..cost_kernels import SHAPE_RULES
 from ..cuda_autocast import autocast_as
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from . import contractions, indexing, layers, pointwise, reductions, views
-from .call import RULES, Call, nonlinear, operator_name, plain
-from .states import Free, Kind, Mixed, Rows, Scale, State, whole
+from .call import RULES, OperatorCall, nonlinear, operator_name, plain
+from .states import ByRow, Free, Kind, Mixed, RowState, Scale, whole
 
 RULE_FILES = (contractions, indexing, layers, pointwise, reductions, views)  # each enters its rules
 Met = tuple[Kind, str]  # in what way rows met, and in which operator of torch
@@ -39,7 +39,7 @@ class Trail:
     loss depends on, `numbers` the plain numbers that each node multiplied by.
     `is_clear`: False where one row was too few to tell what happens."""
 
-    loss: State = field(default_factory=Free)
+    loss: RowState = field(default_factory=Free)
     met: dict[fx.Node, list[Met]] = field(default_factory=dict)
     reaching: frozenset[fx.Node] = frozenset()
     numbers: list[list[float]] = field(default_factory=list)
@@ -63,7 +63,7 @@ def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind:
 class _Effect:
     """What a node does: the states of its tensors, how rows met in it, and the numbers that it multiplied by."""
 
-    states: tuple[State, ...]
+    states: tuple[RowState, ...]
     met: tuple[Met, ...]
     numbers: tuple[float, ...]
 
@@ -72,7 +72,7 @@ class _Follower(TorchDispatchMode):
     def __init__(self, graph: OpGraph, rows: int, powers: Powers | None):
         super().__init__()
         self.graph, self.rows, self.powers, self.is_clear = graph, rows, powers, True
-        self.states: dict[int, State] = {}  # tensor's id -> state
+        self.states: dict[int, RowState] = {}  # tensor's id -> state
         self.origins: dict[int, frozenset[fx.Node]] = {}  # tensor's id -> nodes where the rows in it met
         self.alive: list[torch.Tensor] = []  # ids stay those of one tensor
         self.sharing: dict[int, list[torch.Tensor]] = {}  # storage -> its tensors of nodes
@@ -87,7 +87,7 @@ class _Follower(TorchDispatchMode):
 
     # --- what rules ask and tell (`Watcher`)
 
-    def state(self, tensor: torch.Tensor) -> State:
+    def state(self, tensor: torch.Tensor) -> RowState:
         return self.states.get(id(tensor)) or Free(varies=whole(d for d, n in enumerate(tensor.shape) if n != 1))
 
     def met(self, kind: Kind) -> None:
@@ -123,11 +123,11 @@ class _Follower(TorchDispatchMode):
             self.found[node] = list(effect.met)
         self._note(node, tensors, effect)
 
-    def _entering(self, name: str, tensor: torch.Tensor) -> State:
+    def _entering(self, name: str, tensor: torch.Tensor) -> RowState:
         """The state of an input: rows, or a number counted over the whole batch."""
         if name in self.counted:
             return Free(scale=Scale(int(self.counted[name])))  # a share of the whole batch's count grows with the rows
-        return Rows(dim=0) if tensor.dim() else Free()
+        return ByRow(dim=0) if tensor.dim() else Free()
 
     def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Effect:
         key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
@@ -165,11 +165,11 @@ class _Follower(TorchDispatchMode):
             return None
         return key
 
-    def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[State, ...]:
+    def _run(self, node: fx.Node, tensors: list[torch.Tensor]) -> tuple[RowState, ...]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mode = next((t.fake_mode for t in self._fake_tensors(node)), None)
         try:
-            with mode or nullcontext(), _LossByRow(), self:
+            with mode or nullcontext(), _Unsmoothed(), self:
                 out = self._call(node, args, kwargs)
         except Exception as error:  # a call that works only while it is traced
             self.operator = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -216,7 +216,7 @@ class _Follower(TorchDispatchMode):
                 for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
                     self._set(other, self.state(other), origins | self.origins.get(id(other), frozenset()))
 
-    def _set(self, tensor: torch.Tensor, state: State, origins: frozenset[fx.Node]) -> None:
+    def _set(self, tensor: torch.Tensor, state: RowState, origins: frozenset[fx.Node]) -> None:
         self.states[id(tensor)] = state
         self.origins[id(tensor)] = frozenset() if isinstance(state, Free) else origins
         self.alive.append(tensor)
@@ -229,14 +229,14 @@ class _Follower(TorchDispatchMode):
         for other in self.sharing.get(tensor.untyped_storage()._cdata, ()):
             self.states[id(other)] = self._seen_through(self.state(tensor), tensor, other)
 
-    def _seen_through(self, state: State, written: torch.Tensor, other: torch.Tensor) -> State:
+    def _seen_through(self, state: RowState, written: torch.Tensor, other: torch.Tensor) -> RowState:
         """The state of a value after another one that shares its storage got `state`."""
         old = self.state(other)
         if written is other or (written.shape == other.shape and written.stride() == other.stride()):
             return state
         if isinstance(state, Free):
             return Free(varies=whole(range(other.dim()))) if isinstance(old, Free) else old
-        if not isinstance(state, Rows):
+        if not isinstance(state, ByRow):
             return state
         step = written.stride(state.dim) * state.inner
         for dim in range(other.dim()):
@@ -247,8 +247,8 @@ class _Follower(TorchDispatchMode):
                 and other.shape[dim] % (inner * self.rows) == 0
                 and other.shape[dim] >= inner * self.rows
             ):
-                new = Rows(scale=state.scale, dim=dim, inner=inner, order=state.order)
-                agrees = isinstance(old, Free) or (isinstance(old, Rows) and (old.dim, old.inner) == (dim, inner))
+                new = ByRow(scale=state.scale, dim=dim, inner=inner, order=state.order)
+                agrees = isinstance(old, Free) or (isinstance(old, ByRow) and (old.dim, old.inner) == (dim, inner))
                 if agrees and (self.rows > 1 or other.shape[dim] == inner):
                     return new
         self.met(Kind.UNKNOWN)
@@ -263,7 +263,7 @@ class _Follower(TorchDispatchMode):
         if not made and not func._schema.is_mutable:
             return out
         self.operator = operator_name(func)
-        call = Call(self, func, args, kwargs, out)
+        call = OperatorCall(self, func, args, kwargs, out)
         found = self._effect_of(call)
         states = found if isinstance(found, list) else [found] * len(made)
         assert len(states) >= len(made), f"the rule of {call.name} lacks results"
@@ -276,7 +276,7 @@ class _Follower(TorchDispatchMode):
             self._written(tensor)
         return out
 
-    def _effect_of(self, call: Call) -> State | list[State]:
+    def _effect_of(self, call: OperatorCall) -> RowState | list[RowState]:
         known = RULES.get(call.name)
         if known is not None:
             return known(call)
@@ -291,8 +291,8 @@ class _Follower(TorchDispatchMode):
         """The result, once all nodes were seen."""
         (tensor,) = value_tensors(loss.meta["val"])
         state = self.state(tensor)
-        is_clear = self.is_clear and not (isinstance(state, Rows) and self.rows == 1)
-        state = Mixed() if isinstance(state, Rows) else state
+        is_clear = self.is_clear and not (isinstance(state, ByRow) and self.rows == 1)
+        state = Mixed() if isinstance(state, ByRow) else state
         return Trail(state, self.found, self.origins.get(id(tensor), frozenset()), self.numbers, is_clear)
 
 
@@ -314,7 +314,7 @@ def _power(first: float, second: float, ratio: float) -> float | None:
     return float(round(power)) if abs(power - round(power)) < 1e-9 else None
 
 
-class _LossByRow(TorchFunctionMode):
+class _Unsmoothed(TorchFunctionMode):
     """Label smoothing averages over what counts in several steps, which would hide that it is an average."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,35 +7,35 @@ from dataclasses import replace
 
 import torch
 
-from .call import Call, nonlinear, plain, rule
-from .states import ONE, Free, Kind, Mixed, Places, Rows, Scale, State, Total, differs
+from .call import OperatorCall, nonlinear, plain, rule
+from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, differs
 
-Operand = tuple[State, Sequence[int]]  # a value's state and shape
+Operand = tuple[RowState, Sequence[int]]  # a value's state and shape
 
 
-def operands(call: Call, *names: str) -> list[Operand]:
+def operands(call: OperatorCall, *names: str) -> list[Operand]:
     """States and shapes of the tensors among these arguments; without names, of all."""
     values = [call[name] for name in names] if names else list(call.tensors())
     return [(call.of(value), value.shape) for value in values if isinstance(value, torch.Tensor)]
 
 
-def combined(call: Call, parts: Sequence[Operand], shape: Sequence[int]) -> State:
+def combined(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
     """The state of a value whose element depends on one element of each operand, broadcast to `shape`, in some way that
     is not linear."""
     states = [state for state, _ in parts]
-    if any(isinstance(state, Rows) for state in states) and any(isinstance(state, Total) for state in states):
+    if any(isinstance(state, ByRow) for state in states) and any(isinstance(state, OverRows) for state in states):
         return call.mix(Kind.REUSED)
     return nonlinear(call, *states) or plain(together(call, parts, shape))
 
 
-def together(call: Call, parts: Sequence[Operand], shape: Sequence[int]) -> State:
+def together(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:
     """The state of a value whose element depends on one element of each operand; none is a total or mixed. The scale is
     left open."""
-    found = [_broadcast(call, state, own, shape) for state, own in parts if isinstance(state, Rows)]
+    found = [_broadcast(call, state, own, shape) for state, own in parts if isinstance(state, ByRow)]
     frees = [_broadcast_free(state, own, shape) for state, own in parts if isinstance(state, Free)]
     if not found:
         return Free(varies=frozenset().union(*(free.varies for free in frees)))
-    rows = [row for row in found if isinstance(row, Rows)]
+    rows = [row for row in found if isinstance(row, ByRow)]
     if len(rows) < len(found):
         return Mixed()
     first = rows[0]
@@ -51,7 +51,7 @@ def together(call: Call, parts: Sequence[Operand], shape: Sequence[int]) -> Stat
     return replace(first, step=max(row.step for row in rows))
 
 
-def _broadcast(call: Call, state: Rows, own: Sequence[int], shape: Sequence[int]) -> Rows | Mixed:
+def _broadcast(call: OperatorCall, state: ByRow, own: Sequence[int], shape: Sequence[int]) -> ByRow | Mixed:
     dim = state.dim + len(shape) - len(own)
     return replace(state, dim=dim) if own[state.dim] == shape[dim] else call.unclear()
 
@@ -64,7 +64,7 @@ def _broadcast_free(state: Free, own: Sequence[int], shape: Sequence[int]) -> Fr
     )
 
 
-def elementwise(call: Call) -> State:
+def elementwise(call: OperatorCall) -> RowState:
     """Any operator that torch marks as pointwise and that has no rule of its own."""
     return combined(call, operands(call), call.results()[0].shape)
 
@@ -76,54 +76,54 @@ rule("native_dropout", "glu", "bernoulli", "rrelu_with_noise", "_fake_quantize_l
 
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "neg", "contiguous", "positive",
       "conj", "_conj", "real", "imag", "resolve_conj", "_neg_view")  # fmt: skip
-def same(call: Call) -> State:
+def same(call: OperatorCall) -> RowState:
     """Linear in its only operand, and of its shape."""
     state = next(call.of(tensor) for tensor in call.tensors())
-    if isinstance(state, Rows | Free) and call.name == "neg":
-        return replace(state, **({"step": 0} if isinstance(state, Rows) else {"counts": None}))
+    if isinstance(state, ByRow | Free) and call.name == "neg":
+        return replace(state, **({"step": 0} if isinstance(state, ByRow) else {"counts": None}))
     return state
 
 
 @rule("copy")
-def copied(call: Call) -> State:
+def copied(call: OperatorCall) -> RowState:
     source = call["src"]
     return spread(call, call.of(source), source.shape, call["self"].shape)
 
 
-def spread(call: Call, state: State, own: Sequence[int], shape: Sequence[int]) -> State:
+def spread(call: OperatorCall, state: RowState, own: Sequence[int], shape: Sequence[int]) -> RowState:
     """The state of a value broadcast to a shape."""
-    if isinstance(state, Rows):
+    if isinstance(state, ByRow):
         return _broadcast(call, state, own, shape)
     return _broadcast_free(state, own, shape) if isinstance(state, Free) else state
 
 
 @rule("add", "sub", "rsub", "__add__", "__sub__", "lerp")
-def added(call: Call) -> State:
+def added(call: OperatorCall) -> RowState:
     """A sum: of totals with the same scale a total, else row by row."""
     parts = operands(call)
     states = [state for state, _ in parts]
     factor = call["alpha"] if call.given.get("alpha") is not None else 1
     if call.name == "lerp" and isinstance(call["weight"], torch.Tensor):
         return combined(call, parts, call.results()[0].shape)
-    if not any(isinstance(state, Total | Mixed | Places) for state in states):
+    if not any(isinstance(state, OverRows | Mixed | Permutation) for state in states):
         found = combined(call, parts, call.results()[0].shape)
-        if isinstance(found, Rows | Free):
+        if isinstance(found, ByRow | Free):
             scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)] or [ONE]
             return replace(_sum_of(call, found, parts), scale=_same_scale(call, scales, factor))
         return found
-    if any(isinstance(state, Mixed | Places) for state in states):
+    if any(isinstance(state, Mixed | Permutation) for state in states):
         return nonlinear(call, *states) or Mixed()
-    if any(isinstance(state, Rows) for state in states):
+    if any(isinstance(state, ByRow) for state in states):
         return call.mix(Kind.REUSED)
     numbers = [call[name] for name in ("self", "other") if isinstance(call.given.get(name), int | float)]
     scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)]
     scales += [ONE for number in numbers if number != 0]
     if len({scale.power for scale in scales}) > 1:
         return call.mix(Kind.UNEVEN)
-    return Total(scale=_same_scale(call, scales, factor))
+    return OverRows(scale=_same_scale(call, scales, factor))
 
 
-def _sum_of(call: Call, found: State, parts: Sequence[Operand]) -> State:
+def _sum_of(call: OperatorCall, found: RowState, parts: Sequence[Operand]) -> RowState:
     """Row numbers stay so if a constant is added to them; zeros stay zeros if zeros are."""
     if not isinstance(found, Free):
         return found
@@ -133,7 +133,7 @@ def _sum_of(call: Call, found: State, parts: Sequence[Operand]) -> State:
     return found
 
 
-def _same_scale(call: Call, scales: Sequence[Scale], factor: float) -> Scale:
+def _same_scale(call: OperatorCall, scales: Sequence[Scale], factor: float) -> Scale:
     """The scale of a sum; a scale differs between row by row values only where the model divides by the number of rows
     in one place and not in another, which is left to the totals."""
     unsure = any(scale.unsure for scale in scales)
@@ -142,7 +142,7 @@ def _same_scale(call: Call, scales: Sequence[Scale], factor: float) -> Scale:
 
 
 @rule("mul", "div", "true_divide", "__mul__", "floor_divide")
-def multiplied(call: Call) -> State:
+def multiplied(call: OperatorCall) -> RowState:
     """A product: of a total and a constant a total, of two totals a mix."""
     parts = operands(call)
     states = [state for state, _ in parts]
@@ -151,25 +151,25 @@ def multiplied(call: Call) -> State:
     scale = _product_scale(call, over)
     if any(isinstance(state, Mixed) for state in states):
         return Mixed()
-    if isinstance(states[0], Places):
+    if isinstance(states[0], Permutation):
         number = call["other"]
         is_share = rounds and isinstance(number, int) and len(states) == 1
         return replace(states[0], share=states[0].share * number) if is_share else call.mix(Kind.ACROSS)
-    if not any(isinstance(state, Total) for state in states):
+    if not any(isinstance(state, OverRows) for state in states):
         found = combined(call, parts, call.results()[0].shape)
         if isinstance(found, Free):
             return _constant_product(call, replace(found, scale=scale), states)
-        return replace(found, scale=scale) if isinstance(found, Rows) and not rounds else found
+        return replace(found, scale=scale) if isinstance(found, ByRow) and not rounds else found
     if rounds or (over and len(states) == 2 and isinstance(states[0], Free)):
         return call.mix(Kind.NONLINEAR)
-    if sum(isinstance(state, Total) for state in states) == 2:
+    if sum(isinstance(state, OverRows) for state in states) == 2:
         return call.mix(Kind.RATIO if over else Kind.NONLINEAR)
-    if any(isinstance(state, Rows | Places) for state in states):
+    if any(isinstance(state, ByRow | Permutation) for state in states):
         return call.mix(Kind.REUSED)
-    return Total(scale=scale)
+    return OverRows(scale=scale)
 
 
-def _product_scale(call: Call, over: bool) -> Scale:
+def _product_scale(call: OperatorCall, over: bool) -> Scale:
     scales = []
     for name in ("self", "other"):
         value = call.given.get(name)
@@ -177,7 +177,7 @@ def _product_scale(call: Call, over: bool) -> Scale:
     return scales[0].over(scales[1]) if over else scales[0].times(scales[1])
 
 
-def _constant_product(call: Call, found: Free, states: Sequence[State]) -> Free:
+def _constant_product(call: OperatorCall, found: Free, states: Sequence[RowState]) -> Free:
     """A product of constants: zeros stay zeros, row numbers times a number are further apart."""
     is_zero = any(isinstance(state, Free) and state.is_zero for state in states) and call.name == "mul"
     first, number = states[0], call.given.get("other")
@@ -187,30 +187,30 @@ def _constant_product(call: Call, found: Free, states: Sequence[State]) -> Free:
 
 
 @rule("where")
-def chosen(call: Call) -> State:
+def chosen(call: OperatorCall) -> RowState:
     """Linear in its two values where the condition is a constant."""
     parts = operands(call)
     values, condition = operands(call, "self", "other"), call.state("condition")
-    if isinstance(condition, Free) and any(isinstance(state, Total) for state, _ in values):
+    if isinstance(condition, Free) and any(isinstance(state, OverRows) for state, _ in values):
         return _linear_choice(call, [state for state, _ in values])
     found = combined(call, parts, call.results()[0].shape)
-    if isinstance(found, Rows):
+    if isinstance(found, ByRow):
         kept = [s.scale for s, _ in values if not (isinstance(s, Free) and s.is_zero)] or [ONE]
         return replace(found, scale=kept[0])
     return found
 
 
-def _linear_choice(call: Call, states: Sequence[State]) -> State:
-    if any(isinstance(state, Rows | Mixed | Places) for state in states):
+def _linear_choice(call: OperatorCall, states: Sequence[RowState]) -> RowState:
+    if any(isinstance(state, ByRow | Mixed | Permutation) for state in states):
         return call.mix(Kind.REUSED)
     scales = [state.scale for state in states if not (isinstance(state, Free) and state.is_zero)]
-    return Total(scale=scales[0]) if len({s.power for s in scales}) == 1 else call.mix(Kind.UNEVEN)
+    return OverRows(scale=scales[0]) if len({s.power for s in scales}) == 1 else call.mix(Kind.UNEVEN)
 
 
 @rule("masked_fill")
-def filled(call: Call) -> State:
+def filled(call: OperatorCall) -> RowState:
     state, mask, value = call.state("self"), call.state("mask"), call["value"]
-    if isinstance(state, Total) and isinstance(mask, Free) and value == 0:
+    if isinstance(state, OverRows) and isinstance(mask, Free) and value == 0:
         return state
     found = combined(call, operands(call), call["self"].shape)
-    return replace(found, scale=state.scale) if isinstance(found, Rows) else found
+    return replace(found, scale=state.scale) if isinstance(found, ByRow) else found

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-Span = tuple[int, int, int]  # (dim, low, high): what changes with `i % high // low` for the place i along a dimension
+Stretch = tuple[
+    int, int, int
+]  # (dim, low, high): what changes with `i % high // low` for the place i along a dimension
 ENDLESS = 1 << 62
 
 
@@ -34,24 +36,24 @@ ONE = Scale()
 
 
 @dataclass(frozen=True)
-class State:
+class RowState:
     """Base of the states of a value."""
 
     scale: Scale = ONE
 
 
 @dataclass(frozen=True)
-class Free(State):
+class Free(RowState):
     """No row has any influence: parameters, buffers, constants. Values differ along `varies`. `counts`: (dim, step) of
     row numbers, the multiples of `step` along a dimension."""
 
-    varies: frozenset[Span] = frozenset()
+    varies: frozenset[Stretch] = frozenset()
     counts: tuple[int, int] | None = None
     is_zero: bool = False
 
 
 @dataclass(frozen=True)
-class Rows(State):
+class ByRow(RowState):
     """Each element depends on one row: that of its place along `dim`. `order` is not None where the places are permuted
     and names the permutation. `step`: the values are positions that count `step` elements for each row."""
 
@@ -62,7 +64,7 @@ class Rows(State):
 
 
 @dataclass(frozen=True)
-class Places(State):
+class Permutation(RowState):
     """A permutation of all places along dimension `dim` of a value of rows, divided by `share`. `is_inverse`: the one
     that undoes the permutation `order`."""
 
@@ -74,12 +76,12 @@ class Places(State):
 
 
 @dataclass(frozen=True)
-class Total(State):
+class OverRows(RowState):
     """A sum over all rows times R ** (power - 1): with power 1 a plain sum, with power 0 an average."""
 
 
 @dataclass(frozen=True)
-class Mixed(State):
+class Mixed(RowState):
     """Elements depend on several rows in some other way."""
 
 
@@ -100,7 +102,7 @@ class Kind(enum.Enum):
     UNKNOWN = "unknown"  # an operator without a rule
 
 
-def whole(dims: Iterable[int]) -> frozenset[Span]:
+def whole(dims: Iterable[int]) -> frozenset[Stretch]:
     """Whole dimensions, as `Free.varies`."""
     return frozenset((dim, 1, ENDLESS) for dim in dims)
 
