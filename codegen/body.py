@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .expressions import IN_PLACE, Expressions, Text
+from .expressions import IN_PLACE, Expressions, Text, literal
 from .imports import Imports
 from .layout import Line, statement, type_text
 from .loops import Loop
@@ -119,6 +119,8 @@ class Body:
     def _node(self, node: fx.Node) -> None:
         types = describe(node.meta.get("val"))
         args: tuple[Any, ...] = node.args
+        if node.meta.get("random"):
+            self._emit("", _call_text("draw_at", ["self", *self._place(node)]))
         if node.target is operator.setitem:
             target = f"{self.expressions.value(args[0]).text}[{self.expressions.index(args[1])}]"
             self._emit(f"{target} = ", self.expressions.value(args[2]))
@@ -276,6 +278,11 @@ class Body:
             self._release()
             self.lines.append(Line(0, [f"# {section}" if section else ""]))
         self.section = section
+
+    def _place(self, node: fx.Node) -> list[str]:
+        """The path of the node's module as seen from the module that this forward belongs to, unless they are one."""
+        path = str(node.meta.get("module_path", self.path))
+        return [] if path == self.path else [literal(local(self.path, path)).text]
 
     def _switch(self, mode: tuple[bool, Any]) -> None:
         """Open or close `with` where gradients or autocast change."""

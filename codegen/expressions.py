@@ -62,8 +62,9 @@ class Expressions:
         self.device = device
 
     def prepare(self, node: fx.Node) -> None:
-        """Import what the node's function needs."""
+        """Import what the node's statement needs."""
         target: Any = node.target
+        self.imports.draws |= bool(node.meta.get("random"))
         if node.op == "call_function" and not self._has_syntax(target):
             self.imports.function(target)
 

@@ -16,7 +16,7 @@ from ..ir import ops
 from ..ir.calls import op_of
 from ..ir.program import Program, line_numbers, program_lines
 from ..runtime.device.file import device_file_name
-from ..runtime.source.homes import BASES
+from ..runtime.source.homes import BASES, DRAWING_BASES
 from .block_source import BlockLibrary
 from .imports import Imports
 from .paths import camel_case
@@ -69,7 +69,8 @@ def write_file(
     programs = [_program_text(program)]
     if evaluate_program is not None:
         programs.append(_program_text(evaluate_program))
-    head = "\n\n".join([header.text(program, stages), f"{imports.text()}\n\n{BASES}"])
+    bases = DRAWING_BASES if imports.draws else BASES
+    head = "\n\n".join([header.text(program, stages), f"{imports.text()}\n\n{bases}"])
     return "\n\n\n".join([head, *imports.copied.values(), *classes, f"STAGES = {{{table}}}", *programs]) + "\n"
 
 

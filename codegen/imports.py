@@ -21,7 +21,8 @@ import torch
 from ..ir.errors import CaptureError
 from ..runtime.source.homes import HOMES, STANDING
 
-TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "step", "evaluate", "rt", "batch", "self"}
+TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "draw_at", "step", "evaluate", "rt"}
+TAKEN |= {"batch", "self"}
 
 
 class Imports:
@@ -31,6 +32,7 @@ class Imports:
         self.lines: dict[str, str] = {name: STANDING[name] for name in ("torch", "nn")}
         self.copied: dict[str, str] = {}  # name -> source of a class or function that nothing can import
         self.homes: dict[str, Any] = {}  # name in the file -> the object that it stands for
+        self.draws = False  # random numbers
 
     def text(self) -> str:
         """The import block, in the order a formatter would choose."""

@@ -70,7 +70,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _is_candidate(node: fx.Node, readers: dict[fx.Node, list[Any]]) -> bool:
     uses = readers.get(node, [])
-    if len(uses) != 1 or not isinstance(uses[0], fx.Node) or node.meta.get("mutates"):
+    if len(uses) != 1 or not isinstance(uses[0], fx.Node) or node.meta.get("mutates") or node.meta.get("random"):
         return False
     reader = uses[0]
     if reader.target in IN_PLACE or not _reads_once(node, reader) or mode_of(node) != mode_of(reader):

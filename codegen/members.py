@@ -80,6 +80,8 @@ class Members:
         trained = {p.requires_grad for p in tensors.values()}
         if trained == {False}:
             text += ".requires_grad_(False)"
+        if not leaf.training:
+            text += ".eval()"
         self.lines.append(Line(0, [f"{self.text(name)} = {text}"], comment))
         if len(trained) == 2:
             for key, parameter in tensors.items():

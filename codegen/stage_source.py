@@ -87,7 +87,7 @@ class StageSource:
         lines = [
             f"class {self.class_name}(Stage):  # {self._comment()}",
             "    def __init__(self):",
-            "        super().__init__()",
+            f"        super().__init__({self._draws()})",
             *block(self._init_lines(), 2),
             "",
             *signature(f"    def forward(self{''.join(f', {a}' for a in arguments)}):", types),
@@ -100,6 +100,15 @@ class StageSource:
         specs: tuple[ParamSpec, ...] = self.spec.params
         held = size(sum(p.numel for p in specs), sum(p.bytes for p in specs)) or "no parameters"
         return f"{self.spec.title}: {held}" if self.spec.title else held
+
+    def _draws(self) -> str:
+        """The numbers of this stage's draws, at places where they are not the first ones of the model."""
+        numbers: dict[str, list[int]] = {}
+        for node in self.module.graph.nodes:
+            if node.meta.get("random"):
+                numbers.setdefault(str(node.meta["module_path"]), []).append(node.meta["draw"])
+        rows = {place: tuple(found) for place, found in numbers.items() if found != list(range(len(found)))}
+        return f"draws={rows!r}" if rows else ""
 
     def _init_lines(self) -> list[Line]:
         calls = [item for item in self.items if isinstance(item, BlockCall)]

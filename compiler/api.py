@@ -85,7 +85,8 @@ def compile(
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
 
-    model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors.
+    model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors. Every module trains
+        in its own mode: call `model.train()` first, as `from_pretrained` returns models in evaluation mode.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
         machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
@@ -111,6 +112,7 @@ def compile(
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
     _check(model, precision, max_grad_norm, strategy, seed)
+    _warn_of_mode(model)
     _check_timeout(timeout_s)
     refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
@@ -224,6 +226,16 @@ def _check_real(model: nn.Module) -> None:
         raise PlanError(
             f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be "
             "trained here. Make it real, with a last dimension of 2, and use torch.view_as_complex in forward"
+        )
+
+
+def _warn_of_mode(model: nn.Module) -> None:
+    if not any(module.training for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} is in evaluation mode as a whole, as from_pretrained returns it, and trains in "
+            "it, as in eager PyTorch: dropout drops nothing, and BatchNorm neither uses nor updates the batch's "
+            "statistics. Call model.train() before compile if they should.",
+            stacklevel=4,
         )
 
 

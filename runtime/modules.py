@@ -6,15 +6,25 @@ the container for every part of such a name, numbers included: `self.transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 
+class Seeding(Protocol):
+    """What seeds the draws of a stage while it runs."""
+
+    def begin(self, place: str) -> int:
+        """Seed the next draw at a place, a dotted path in the user's model. Returns the draw's number there."""
+
+
 class Scope(nn.Module):
     """A part of a dotted name. Members that no attribute can name (`3`, `a-b`) are reached by index: `scope[3]`."""
+
+    _seeding: Seeding | None = None
+    _path = ""
 
     def __init__(self, members: Mapping[int | str, nn.Module] | None = None):
         super().__init__()
@@ -41,10 +51,27 @@ class Scope(nn.Module):
         return len(self._modules)
 
 
+# Functions, so that members of the user's names hide no method of a scope.
+def draw_at(scope: Scope, path: str = "") -> None:
+    """Say that the next line draws random numbers, in the forward of the user's module at this path inside of `scope`.
+
+    The runtime seeds the generators by the place. In a stage that no runtime runs, nothing is done.
+    """
+    if scope._seeding is not None:
+        scope._seeding.begin(f"{scope._path}.{path}" if scope._path and path else scope._path or path)
+
+
 class Stage(Scope):
-    """A part of the model that is run as one: `forward(*inputs)` returns a tuple of the stage's outputs."""
+    """A part of the model that is run as one: `forward(*inputs)` returns a tuple of the stage's outputs.
+
+    `draws` has the numbers of its draws at each place where they are not 0, 1, 2, ...: other stages draw there, too.
+    """
 
     _device: torch.device | None = None
+
+    def __init__(self, draws: Mapping[str, Sequence[int]] | None = None):
+        super().__init__()
+        self._draws = dict(draws or {})
 
     @property
     def device(self) -> torch.device:
@@ -57,3 +84,15 @@ class Stage(Scope):
     @device.setter
     def device(self, device: torch.device) -> None:
         self._device = device
+
+
+def draw_numbers(stage: Stage) -> Mapping[str, Sequence[int]]:
+    """The `draws` that the stage was made with."""
+    return stage._draws
+
+
+def draw_from(stage: Stage, seeding: Seeding) -> None:
+    """Let `seeding` seed all draws of the stage."""
+    for path, scope in stage.named_modules():
+        if isinstance(scope, Scope):
+            scope._seeding, scope._path = seeding, path

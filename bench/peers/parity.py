@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.compiler.check.eager import Eager
-from penstock.ir.precision import PRECISIONS
+from penstock.compiler.check.eager import Eager, module_runner
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.stage.runner import micro_batch_seed, seeded
 
 # Every step moves the weights by the gradients so far, so the difference at the end compares all gradients.
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
@@ -69,20 +67,14 @@ def train_eager(
     model: nn.Module, batches: Sequence[Mapping[str, Tensor]], device: str, precision: str = "fp32",
     optimizer: Any = SGD, micro_batches: int = MICRO_BATCHES, max_grad_norm: float | None = None,
 ) -> Trained:  # fmt: skip
-    """Train a copy of the model, with the random numbers that a plan of one stage draws."""
+    """Train a copy of the model, with the random numbers that a plan draws."""
     mine = copy.deepcopy(model).to(device).train()
     place = next(mine.parameters()).device
-
-    def run(piece: Mapping[str, Tensor], micro_batch: int, step: int) -> Tensor:
-        seed = micro_batch_seed(0, step, "stage0", micro_batch)
-        with seeded(place, seed), PRECISIONS[precision].autocast(place):
-            return mine(**{name: value.to(place) for name, value in piece.items()})["loss"]
-
     eager = Eager(
-        mine, run, OptimizerSpec.from_callable(optimizer), micro_batches=micro_batches, precision=precision,
-        max_grad_norm=max_grad_norm,
+        mine, module_runner(mine, precision), OptimizerSpec.from_callable(optimizer), micro_batches=micro_batches,
+        precision=precision, max_grad_norm=max_grad_norm,
     )  # fmt: skip
-    losses = [eager.step(batch) for batch in batches]
+    losses = [eager.step({name: value.to(place) for name, value in batch.items()}) for batch in batches]
     weights = {name: master.detach().cpu() for name, master in eager.masters.items()}
     return Trained(losses, weights, {name: b.cpu() for name, b in mine.named_buffers()})
 

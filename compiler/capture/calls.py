@@ -92,7 +92,8 @@ def is_data_dependent(func: Callable[..., Any]) -> bool:
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
 _RANDOM |= {"multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"}
-_RANDOM |= {"cauchy_", "log_normal_", "gumbel_softmax", "trunc_normal_"}
+_RANDOM |= {"cauchy_", "log_normal_", "gumbel_softmax", "trunc_normal_", "native_dropout"}
+_RANDOM |= {"binomial", "_standard_gamma", "_sample_dirichlet"}  # those of torch.distributions
 _RANDOM |= {f"fractional_max_pool{n}d{suffix}" for n in (2, 3) for suffix in ("", "_with_indices")}
 _DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {f"{name}_" for name in _DROPOUTS} | {"dropout1d", "dropout2d", "dropout3d"}
@@ -118,12 +119,14 @@ def is_random(call: RecordedCall, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def is_random_module(module: nn.Module) -> bool:
-    """Whether a leaf module draws random numbers in training mode."""
+    """Whether a leaf module draws random numbers in the mode that it is in."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
+        return module.training and module.p > 0
     if isinstance(module, nn.RNNBase):
-        return module.dropout > 0
-    return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+        return module.training and module.dropout > 0
+    if isinstance(module, nn.RReLU):
+        return module.training
+    return isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
 
 
 SPARSE = (F.embedding, F.embedding_bag)

@@ -26,6 +26,7 @@ from .guard import Borrowed, LossFn, TraceOptions, borrowed, replaced
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 from .lines import SourceLines
 from .python_state import require_kept, state_of
+from .writer import number_draws
 
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default)
 
@@ -43,6 +44,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
         self.names = _Names()
+        self.training = model.training
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
         modules = dict(self.model.named_modules())
@@ -60,7 +62,6 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
     inputs = fake_inputs(model, example_inputs, fake_mode, dynamic=False)
     with borrowed(model, fake_mode, options) as held:
         step = _Step(model, options.loss_fn)
-        step.train(options.training)
         training = _export(step, inputs, options.dynamic)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)
@@ -169,6 +170,7 @@ class _Translation:
             raise CaptureError("torch.export made in-place writes functional here: let the recorder capture this model")
         self.outputs = {name: copies[node] for name, node in zip(self.names, results, strict=True)}
         self.graph.output(self.outputs)
+        number_draws(self.graph)
 
     def run(self, fake_mode: FakeTensorMode) -> None:
         """Run the calls on the borrowed model, since export's own values do not say which of them need gradients."""

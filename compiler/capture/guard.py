@@ -1,7 +1,7 @@
 """Borrow the user's model for a trace, and give it back exactly as it was.
 
 While borrowed, every parameter and buffer is a fake cpu tensor (one per object, so ties survive; no weight is read or
-made), the model is in training mode, and Hugging Face caches are off. All of it is undone on exit, also on errors.
+made), every module is in its own mode, and Hugging Face caches are off. All of it is undone on exit, also on errors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Borrowed:
 
 @contextmanager
 def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions) -> Iterator[Borrowed]:
-    """Put fakes into `model`, switch it to training (or evaluation) mode, turn caches off; undo everything on exit.
+    """Put fakes into `model`, switch it to evaluation mode if asked, turn caches off; undo everything on exit.
 
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
@@ -102,7 +102,8 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
         for config in configs:
             if config.__dict__.get("use_cache"):
                 config.__dict__["use_cache"] = False
-        model.train(options.training)
+        if not options.training:
+            model.eval()
         held.saved = [(module, dict(module.__dict__)) for module, _ in saved]
         held.restart()
         yield held

@@ -1,6 +1,6 @@
 """The main tracer: run the model's own forward on fake tensors and write down the torch-level calls it makes.
 
-In: a borrowed model (fake parameters, training mode) and fake inputs. Out: an fx graph with full node meta. Three hooks
+In: a borrowed model (fake parameters) and fake inputs. Out: an fx graph with full node meta. Three hooks
 see everything: a `TorchFunctionMode` (functions, methods, operators), a patched `Module.__call__` (leaf modules,
 paths) and a patched `Function.apply` (custom autograd).
 """
@@ -49,7 +49,7 @@ class _Mode(TorchFunctionMode):
         return self.recorder.on_function(func, args, kwargs or {})
 
 
-class _DrawWatch(TorchDispatchMode):
+class DrawWatch(TorchDispatchMode):
     """Notices whether the ops that run under it draw random numbers."""
 
     seen = False
@@ -76,7 +76,7 @@ class Recorder(GraphWriter):
         self.leaves = leaf_modules(held.model)
         self.calls: dict[Any, RecordedCall] = {}
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
-        self.draws: _DrawWatch | None = None  # watches the custom function being recorded
+        self.draws: DrawWatch | None = None  # watches the custom function being recorded
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Recorder(GraphWriter):
         call = self.calls.get(kind)
         if call is None:
             call = self.calls[kind] = RecordedCall("call_function", _apply_of(kind))
-        self.draws = _DrawWatch()
+        self.draws = DrawWatch()
         with torch._C.DisableTorchFunction():
             return self.perform(call, self.lower(args), {}, self.draws.around(run), args, {})
 
@@ -274,7 +274,8 @@ class Recorder(GraphWriter):
         names: list[str] = []
         if call.kind == "call_module":
             module = self.held.modules[call.target]
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            keeps_statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            if keeps_statistics and module.training:
                 names += [f"{call.target}.{name}" for name, buffer in module._buffers.items() if buffer is not None]
         elif call.target in (nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm):
             node.meta["mutates"] = _running_statistics(call.target, args, kwargs)

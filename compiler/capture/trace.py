@@ -30,7 +30,7 @@ from .recorder import Recorder
 from .refusals import refused
 from .repeat import require_repeatable
 from .replay import Misaligned, Replay
-from .writer import Unrecordable
+from .writer import Unrecordable, number_draws
 
 _DENSE = (
     "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
@@ -66,7 +66,8 @@ def trace(
     evaluation: also find out which arguments differ in evaluation mode.
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
 
-    The model is left exactly as it was. Raises CaptureError with the user's source line and what to do.
+    Every module trains in its own mode (`training`). The model is left exactly as it was. Raises CaptureError with the
+    user's source line and what to do.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model must be an nn.Module; found {type(model).__name__}")
@@ -141,6 +142,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         _store_reassigned_buffers(recorder)
         recorder.graph.output(nodes)
         require_repeatable(recorder, lambda again: _run(again, inputs, options.loss_fn), nodes, before)
+        number_draws(recorder.graph)
         unused, removable = _unused(recorder.graph)
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
@@ -205,6 +206,16 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def number_draws(graph: fx.Graph) -> None:
+    """Number the random nodes of each place of the model; call it before any of them is removed."""
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.meta.get("random"):
+            place = node.meta["module_path"]
+            node.meta["draw"] = counts[place]
+            counts[place] += 1
 
 
 def has_tensor(value: Any) -> bool:

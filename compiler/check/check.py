@@ -1,8 +1,8 @@
 """The parity harness: the same steps by a plan and by plain PyTorch, and the largest difference between them.
 
 It compares the loss of every step, every gradient of the first step (after clipping), and every weight at the end.
-Plain PyTorch runs the captured op graph on one device and draws the random numbers that the plan's stages draw, so that
-dropout agrees. Where the model draws none, plain PyTorch also runs the user's own module, on whole batches.
+Plain PyTorch runs the captured op graph on one device, and the user's own module on whole batches, each in the modes
+(`training`) that the model is in. Both draw the random numbers that any plan draws, so that dropout agrees.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..folder import Folder
 from ..job.job import Job
 from ..stale import unmark
 from .eager import Eager, graph_runner, module_runner
+from .model_draws import NotByRows, shapes_of_draws
 
 # Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
 # of all gradients by 2-norm, of all weights by 1-norm, relative to how far they moved. Adam turns rounding noise in a
@@ -81,22 +82,27 @@ def check(job: Job, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | 
         device; it is not changed. Where the job has a `loss_weight`, the model itself is not compared.
     """
     planned = _by_plan(job, batches)
-    ours = copy.deepcopy(model).train()
+    ours = copy.deepcopy(model)
     settings = job.folder.settings
-    run, is_random = graph_runner(
+    run, graph = graph_runner(
         ours, job.plan, job.hardware, batches[0], settings.seed, loss_fn, job.loss_weight, settings.rows
     )
     precision = job.plan.precision
     by_graph = _by_eager(job, ours, run, batches, job.plan.micro_batches)
     differences = list(_compare("captured graph", planned, by_graph, precision))
-    if is_random:
-        skipped = "it draws random numbers (dropout), which a plan draws per stage; check it with dropout off"
+    if graph.tracer == "export" and any(node.meta.get("random") for node in graph.nodes):
+        skipped = "it draws random numbers (dropout) by calls that torch.export has split; check it with dropout off"
         return CheckReport(differences, planned.losses, skipped)
     if job.loss_weight is not None:
         skipped = "loss_weight weighs micro-batches: there is no loss of the whole batch to compare with"
         return CheckReport(differences, planned.losses, skipped)
-    theirs = copy.deepcopy(model).train()
-    by_module = _by_eager(job, theirs, module_runner(theirs, precision, loss_fn), batches, 1)
+    theirs = copy.deepcopy(model).to(torch.device(job.hardware.devices[0].kind))
+    draws, shapes = job.plan.micro_batches, shapes_of_draws(graph)
+    whole = module_runner(theirs, precision, settings.seed, loss_fn, draws=draws, shapes=shapes)
+    try:
+        by_module = _by_eager(job, theirs, whole, batches, 1)
+    except NotByRows as error:
+        return CheckReport(differences, planned.losses, f"{error}; check it with micro_batches=1")
     return CheckReport([*differences, *_compare("model itself", planned, by_module, precision)], planned.losses)
 
 
@@ -126,7 +132,7 @@ def gradient_job(job: Job) -> Job:
         folder.files,
         folder.counts,
     )
-    return Job(job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight)
+    return Job(job.model, changed, job.programs, ties=ties_of(job.model), loss_weight=job.loss_weight, trust=job.trust)
 
 
 def _roomier(hardware: Hardware) -> Hardware:

@@ -1,7 +1,7 @@
 """Plain PyTorch on one device, as the measure of a plan: same micro-batches, seeds, optimizer, precision.
 
-Two ways to run one micro-batch: the captured op graph node by node, drawing the random numbers that each stage of the
-plan draws (`graph_runner`), or the user's own module called as it is (`module_runner`).
+Two ways to run one micro-batch: the captured op graph node by node (`graph_runner`), or the user's own module called as
+it is (`module_runner`). Both draw the random numbers that any plan draws.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from torch import Tensor, fx, nn
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
 from ...ir.program import HookCall, ParamSpec
-from ...passes.draft import Draft, Options
-from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
-from ...runtime.stage.runner import micro_batch_seed
+from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..capture.guard import LossFn
 from ..coupling import scaled_loss
 from ..job.batch import flatten, micro_batch_spec
 from ..job.counts import BatchCounts, LossWeight, part_of
 from ..loss.rules import captured
-from ..pipeline import parse_pipeline
 from ..plan import Plan
+from .model_draws import ModelDraws, Shapes
 
 RunMicroBatch = Callable[[Any, int, int, int], Tensor]  # (global batch, micro-batch, their number, step) -> loss
 
@@ -102,12 +100,25 @@ class Eager:
                 param.data.copy_(self.masters[name].data)
 
 
-def module_runner(model: nn.Module, precision: str, loss_fn: LossFn | None = None) -> RunMicroBatch:
-    """A function that calls the module itself."""
+def module_runner(
+    model: nn.Module,
+    precision: str,
+    seed: int = 0,
+    loss_fn: LossFn | None = None,
+    *,
+    draws: int = 1,
+    shapes: Shapes | None = None,
+) -> RunMicroBatch:
+    """A function that calls the module itself. Each batch that it is given is of `draws` micro-batches, which draw what
+    they draw in a plan, values of these `shapes`. It raises `NotByRows` where a batch cannot draw so."""
+    device = next(model.parameters()).device
+    drawn = ModelDraws(model, device, shapes)
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         batch = part_of(batch, micro_batch, count)
-        with PRECISIONS[precision].autocast(next(model.parameters()).device):
+        first = micro_batch * draws
+        seeds = [micro_batch_seed(seed, step, m) for m in range(first, first + draws)]
+        with drawn.seeded(seeds, batch), PRECISIONS[precision].autocast(device):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
             if loss_fn is not None:
                 loss: Tensor = loss_fn(output, batch)
@@ -127,19 +138,19 @@ def graph_runner(
     loss_fn: LossFn | None = None,
     loss_weight: LossWeight | None = None,
     rows: RowFacts = MEAN_OVER_ROWS,
-) -> tuple[RunMicroBatch, bool]:
-    """A function that runs the captured op graph on `model`'s own parameters, and whether it draws random numbers.
+) -> tuple[RunMicroBatch, OpGraph]:
+    """A function that runs the captured op graph on `model`'s own parameters, and that graph.
 
     Call this before `model` is cast to a lower precision.
     """
     low = PRECISIONS[plan.precision].low_dtype
     inputs = micro_batch_spec(example, plan.micro_batches)
     kind = hardware.devices[0].kind
+
     by_user = loss_weight is not None
     graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
-    stage_of = stages_of_nodes(graph, plan, hardware)
     names = list(graph.inputs)
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
@@ -147,47 +158,23 @@ def graph_runner(
         leaves |= counter.inputs(counter.of(batch, leaves, count), each_own=False)
         leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
-        seeds = {stage: micro_batch_seed(seed, step, stage, micro_batch) for stage in set(stage_of.values())}
-        with PRECISIONS[plan.precision].autocast(device):
-            outputs = _Seeded(graph.module, stage_of, seeds, device).run(*(leaves[name] for name in names))
+        draws = Draws("the captured graph", graph.module, device)
+        with draws.seeded(micro_batch_seed(seed, step, micro_batch)), PRECISIONS[plan.precision].autocast(device):
+            outputs = Seeded(graph.module, draws).run(*(leaves[name] for name in names))
         loss: Tensor = outputs["loss"]
         return loss
 
-    return run, any(node.meta.get("random") for node in graph.nodes)
+    return run, graph
 
 
-def stages_of_nodes(graph: OpGraph, plan: Plan, hardware: Hardware) -> dict[fx.Node, str]:
-    """The stage that runs each node. Nodes that every stage computes anew have none; they draw no random numbers."""
-    draft = Draft(graph, hardware, Options(micro_batches=plan.micro_batches, precision=plan.precision))
-    passes = parse_pipeline(plan.passes, hardware.num_devices)
-    next(p for p in passes if isinstance(p, Coarsen)).rewrite(draft, plan.decisions.blocks)
-    home = {block: f"stage{i}" for i, blocks in enumerate(plan.decisions.stages) for block in blocks}
-    return {node: home[block.name] for block in draft.blocks for node in block.nodes}
+class Seeded(fx.Interpreter):
+    """Runs a captured graph; each draw is seeded by its place."""
 
-
-class _Seeded(fx.Interpreter):
-    """Runs a graph; each stage draws from a stream of random numbers of its own."""
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        stage_of: Mapping[fx.Node, str],
-        seeds: Mapping[str, int],
-        device: torch.device,
-    ):
+    def __init__(self, module: fx.GraphModule, draws: Draws):
         super().__init__(module)
-        self.stage_of, self.device = stage_of, device
-        self.states = {stage: torch.Generator(device).manual_seed(seed).get_state() for stage, seed in seeds.items()}
+        self.draws = draws
 
     def run_node(self, n: fx.Node) -> Any:
-        stage = self.stage_of.get(n) if n.meta.get("random") else None
-        if stage is None:
-            return super().run_node(n)
-        module: Any = torch.cuda if self.device.type == "cuda" else torch
-        outside = module.get_rng_state()
-        module.set_rng_state(self.states[stage])
-        try:
-            return super().run_node(n)
-        finally:
-            self.states[stage] = module.get_rng_state()
-            module.set_rng_state(outside)
+        if n.meta.get("random"):
+            self.draws.begin(n.meta["module_path"])
+        return super().run_node(n)

@@ -106,7 +106,7 @@ class Job:
         self.plan, self.hardware = folder.plan, folder.hardware
         self.last: StepReport | None = None
         self.step_count = 0
-        self._ties, self._records, self._trust = dict(ties), records, trust
+        self._ties, self._records, self.trust = dict(ties), records, trust
         self._help_finder = help_finder
         self._helps: list[Help] | None = None
         self._directory = Path(directory) if directory is not None else None
@@ -270,7 +270,7 @@ class Job:
             if rules.means:
                 assert self._directory is not None
                 buffers = self._buffers([name for name, _, _ in rules.buffers], driver)
-                self._counts = BatchCounts.from_file(rules, self._directory / COUNTS_FILE, buffers, self._trust)
+                self._counts = BatchCounts.from_file(rules, self._directory / COUNTS_FILE, buffers, self.trust)
             else:
                 self._counts = BatchCounts(rules, loss_weight=self.loss_weight)
         return self._counts
@@ -403,7 +403,7 @@ class Job:
             timeout_s=settings.timeout_s,
             ssd_dirs=settings.ssd_dirs,
             ssd_verify=settings.ssd_verify,
-            trust=self._trust,
+            trust=self.trust,
         )
 
     def _source(self) -> WeightSource:

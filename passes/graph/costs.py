@@ -153,15 +153,10 @@ class _BlockRun:
             return self.fake(getattr(self.graph.module.get_submodule(owner), name))
         if node.op == "call_module":
             leaf = self.graph.module.get_submodule(str(node.target))
-            if self.cuda and isinstance(leaf, torch.nn.Dropout):
+            if self.cuda and isinstance(leaf, torch.nn.Dropout) and leaf.training:
                 return cuda_dropout(args[0], leaf.p)
             own = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
-            was_training = leaf.training
-            leaf.train()
-            try:
-                return torch.func.functional_call(leaf, {name: self.fake(t) for name, t in own}, args, kwargs)
-            finally:
-                leaf.train(was_training)
+            return torch.func.functional_call(leaf, {name: self.fake(t) for name, t in own}, args, kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         stand_ins = CUDA_STAND_INS if self.cuda else STAND_INS

@@ -17,6 +17,7 @@ Node meta (every node but the output node has each of the first ten):
 | `mutates` | the argument nodes whose storage the op writes in place |
 | `alias_of` | a node whose storage the value shares (a view's base, a tied parameter's first name), else None |
 | `random` | draws from the random generator in training mode |
+| `draw` | with `random`: its number among the draws of its `module_path`, from 0, in recorded order |
 | `updates_buffers` | names of the model's buffers that it writes: BatchNorm statistics, in-place counters (if any) |
 | `eval_args`, `eval_kwargs` | the arguments in evaluation mode, present only where they differ |
 

@@ -204,7 +204,7 @@ class _Builder:
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
+            copies[node].meta = {**node.meta, "random": False}  # it was drawn elsewhere
         block_of = {n: block for block in self.cut.blocks[self.index] for n in block.nodes}
         for node in body:
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)

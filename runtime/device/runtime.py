@@ -14,8 +14,8 @@ import torch
 
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
+from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
-from ..stage.runner import micro_batch_seed
 from .issuing import Box, Handle
 from .messages import Messages
 from .prepare import Issue
@@ -33,7 +33,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     ) -> tuple[Handle, ...]:
         issue = self._next("forward")
         store, bound, boxes = self.stores[stage], weights.box, [h.box for h in inputs]
-        seed = self._seed(stage, issue)
+        seed = self._seed(issue)
 
         def run() -> list[Any]:
             with self._bound(store, bound.value) as runner:
@@ -45,10 +45,13 @@ class DeviceRuntime(Transfers, Messages, Versions):
     def evaluate(self, stage: str, weights: Handle, *inputs: Handle, micro_batch: int) -> tuple[Handle, ...]:
         issue = self._next("evaluate")
         runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
+        assert issue.micro_batch is not None
+        state = self.state
+        seed = evaluation_seed(state.seed, state.step_count, state.evaluation_count, issue.micro_batch)
 
         def run() -> list[Any]:
             runner.bind(bound.value)
-            return runner.evaluate([box.value for box in boxes])
+            return runner.evaluate([box.value for box in boxes], seed)
 
         return tuple(self._launch(issue, boxes, run))
 
@@ -70,7 +73,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         grads_box = Box() if grads is None else grads.box
         scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
         given = [d.box if isinstance(d, Handle) else d for d in scaled]
-        seed = self._seed(stage, issue)
+        seed = self._seed(issue)
         if grads is not None:
             grads.release()
 
@@ -98,7 +101,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         kept_box = Box() if kept is None else kept.box
         scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
         given = [d.box if isinstance(d, Handle) else d for d in scaled]
-        seed = self._seed(stage, issue)
+        seed = self._seed(issue)
         if kept is not None:
             kept.release()
 
@@ -141,10 +144,10 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
         return self._launch(issue, [a, b], run)[0]
 
-    def _seed(self, stage: str, issue: Issue) -> int:
+    def _seed(self, issue: Issue) -> int:
         """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
         assert issue.micro_batch is not None
-        return micro_batch_seed(self.state.seed, self.state.step_count, stage, issue.micro_batch)
+        return micro_batch_seed(self.state.seed, self.state.step_count, issue.micro_batch)
 
     # --- ops: update
 

@@ -108,7 +108,9 @@ class DeviceSession:
         """The forward pass in evaluation mode. With `loss_only` no other output leaves the device."""
         if "evaluate" not in self.plans:
             raise PlanError(f"the file of device {self.index} has no `evaluate`")
-        return self._run("evaluate", batch, loss_only)
+        result = self._run("evaluate", batch, loss_only)
+        self.state.evaluation_count += 1
+        return result
 
     def _run(self, function: str, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         if self.broken is not None:

@@ -140,6 +140,7 @@ class DeviceState:
     ):
         self.index, self.interface, self.device = setup.index, interface, device
         self.seed, self.step_count = setup.seed, 0
+        self.evaluation_count = 0  # since the last step
         self.loss_scale = LossScale() if PRECISIONS[setup.precision].scales_loss else None
         self.memory = self._take_memory(setup, plans)
         self._workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
@@ -220,7 +221,7 @@ class DeviceState:
         return {"step": self.step_count, "seed": self.seed, "loss_scale": scale}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        self.step_count, self.seed = counters["step"], counters["seed"]
+        self.step_count, self.seed, self.evaluation_count = counters["step"], counters["seed"], 0
         if self.loss_scale is not None and counters.get("loss_scale"):
             self.loss_scale.scale, self.loss_scale.good_steps = counters["loss_scale"]
 
@@ -231,6 +232,7 @@ class DeviceState:
         for store in self.stores.values():
             store.commit()
         self.step_count += 1
+        self.evaluation_count = 0
 
     @property
     def gradient_scale(self) -> float:

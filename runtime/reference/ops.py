@@ -21,7 +21,8 @@ from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
-from ..stage.runner import Kept, StageRunner, micro_batch_seed
+from ..stage.draws import evaluation_seed, micro_batch_seed
+from ..stage.runner import Kept, StageRunner
 from ..stage.shards import piece_of, whole_of
 from ..stage.split_backward import Rest
 
@@ -131,6 +132,7 @@ class World:
     stages: dict[str, ReferenceStage]
     seed: int
     step: int = 0
+    evaluations: int = 0  # since the last step
     loss_scale: LossScale | None = None
     finite: bool = True
     replicas: dict[tuple[int, str], ReferenceStage] = field(default_factory=dict)
@@ -212,11 +214,12 @@ class ReferenceRuntime:
         self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int, keep: bool | Sequence[str] = True
     ) -> tuple[Any, ...]:
         runner = self._bound(stage, weights)
-        outputs, kept = runner.forward(inputs, self._seed(stage, micro_batch), keep)
+        outputs, kept = runner.forward(inputs, self._seed(micro_batch), keep)
         return (*outputs, kept) if keep else tuple(outputs)
 
     def evaluate(self, stage: str, weights: Weights, *inputs: Tensor, micro_batch: int) -> tuple[Tensor, ...]:
-        return tuple(self._bound(stage, weights).evaluate(inputs))
+        seed = evaluation_seed(self.world.seed, self.world.step, self.world.evaluations, micro_batch)
+        return tuple(self._bound(stage, weights).evaluate(inputs, seed))
 
     def backward(
         self, stage: str, weights: Weights, kept: Kept | None, inputs: list[Tensor],
@@ -226,7 +229,7 @@ class ReferenceRuntime:
         scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
         scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
         held = None if grads is None else grads.tensors
-        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(stage, micro_batch))
+        dinputs, sums = runner.backward(kept, inputs, scaled, held, self._seed(micro_batch))
         return (*dinputs, StageGrads(sums, stage=stage))
 
     def backward_input(
@@ -235,7 +238,7 @@ class ReferenceRuntime:
     ) -> tuple[Any, ...]:  # fmt: skip
         scale = self.world.loss_scale.scale if self.world.loss_scale else 1.0
         scaled = [dout * scale if isinstance(dout, float) else dout for dout in douts]
-        runner, seed = self._bound(stage, weights), self._seed(stage, micro_batch)
+        runner, seed = self._bound(stage, weights), self._seed(micro_batch)
         dinputs, rest = runner.backward_input(kept, inputs, scaled, seed)
         return (*dinputs, rest)
 
@@ -375,8 +378,8 @@ class ReferenceRuntime:
         runner.bind(weights.tensors)
         return runner
 
-    def _seed(self, stage: str, micro_batch: int) -> int:
-        return micro_batch_seed(self.world.seed, self.world.step, stage, micro_batch)
+    def _seed(self, micro_batch: int) -> int:
+        return micro_batch_seed(self.world.seed, self.world.step, micro_batch)
 
 
 def _sum_of_members(members: Sequence[tuple[int, str, str]], arrived: Mapping[int, tuple[Any, ...]]) -> Tensor | None:

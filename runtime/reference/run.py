@@ -95,13 +95,16 @@ class Reference:
         self.world.finite = True
         results = self._run("step", batch)
         self.world.step += 1
+        self.world.evaluations = 0
         if self.world.loss_scale is not None:
             self.world.loss_scale.update(self.world.finite)
         return results
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Run the forward alone, in evaluation mode; returns the same as `step`."""
-        return self._run("evaluate", batch)
+        results = self._run("evaluate", batch)
+        self.world.evaluations += 1
+        return results
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters in full precision by dotted name; a tied one has its owner's value."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
+from ..modules import draw_at
 from .expressions import ExpressionCheck, is_member_chain, is_self
 from .names import FileNames, refuse, shown
 
@@ -63,7 +64,18 @@ class _ForwardCheck:
         self.expressions.value(node.value)
 
     def _call(self, node: ast.Expr) -> None:
-        self.expressions.value(node.value)
+        if not self._is_place(node.value):
+            self.expressions.value(node.value)
+
+    def _is_place(self, node: ast.expr) -> bool:
+        """Whether this is `draw_at(self)` or `draw_at(self, "path")`."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            return False
+        if self.expressions.names.objects.get(node.func.id) is not draw_at:
+            return False
+        scope, *path = node.args or [node]
+        plain = all(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in path)
+        return is_self(scope) and plain and len(path) <= 1 and not node.keywords
 
     def _for(self, node: ast.For) -> None:
         if not isinstance(node.target, ast.Name) or node.orelse:

@@ -22,3 +22,4 @@ HOMES: tuple[tuple[str, types.ModuleType], ...] = (
 )
 STANDING = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
 BASES = "from penstock.runtime.modules import Scope, Stage"
+DRAWING_BASES = f"{BASES}, draw_at"  # where a stage draws random numbers

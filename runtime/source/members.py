@@ -21,11 +21,31 @@ _FIRST = "super().__init__()"
 def check_init(function: ast.FunctionDef, names: FileNames) -> set[str]:
     """The names of the members that the function defines. Raises `VerifyError` where it goes beyond what is printed."""
     first, *rest = function.body
-    if ast.unparse(first) != _FIRST:
+    if not _is_first(first):
         refuse(first, f"`__init__` begins with {_FIRST}", beyond=False)
     check = _InitCheck(names, _loop_names(rest))
     check.body(rest)
     return check.members
+
+
+def _is_first(node: ast.stmt) -> bool:
+    """Whether this is `super().__init__()`, perhaps with `draws={"path": (1, 2)}`."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    call = node.value
+    plain = ast.unparse(ast.Expr(ast.Call(call.func, call.args, []))) == _FIRST
+    return plain and (
+        not call.keywords or ([k.arg for k in call.keywords] == ["draws"] and _is_draws(call.keywords[0]))
+    )
+
+
+def _is_draws(given: ast.keyword) -> bool:
+    if not isinstance(given.value, ast.Dict):
+        return False
+    numbers = [v.elts for v in given.value.values if isinstance(v, ast.Tuple)]
+    places = all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in given.value.keys)
+    plain = all(isinstance(n, ast.Constant) and type(n.value) is int for row in numbers for n in row)
+    return places and plain and len(numbers) == len(given.value.values)
 
 
 def _loop_names(body: Sequence[ast.stmt]) -> set[str]:
@@ -70,7 +90,7 @@ class _InitCheck:
         if not isinstance(node, ast.Call):
             refuse(node, f"{shown(node)} is no member that is printed")
         function = node.func
-        if isinstance(function, ast.Attribute) and function.attr in ("to", "requires_grad_"):
+        if isinstance(function, ast.Attribute) and function.attr in ("to", "requires_grad_", "eval"):
             self._arguments(node)
             self._member(function.value)
         elif isinstance(function, ast.Name) and (function.id in self.names.blocks or function.id == "Scope"):

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from ...ir.errors import VerifyError
-from ..modules import Scope, Stage
+from ..modules import Scope, Stage, draw_at
 from .allowed import BUILTINS
-from .homes import BASES, HOMES, STANDING
+from .homes import BASES, DRAWING_BASES, HOMES, STANDING
 from .trust import HINT, Trust
 
 _MODULES = {name: module for name, module in HOMES} | {"nn": torch.nn}
@@ -65,8 +65,9 @@ class FileNames:
         line = ast.unparse(node)
         if self.blocks:
             refuse(node, f"`{line}`: imports stand above the classes", beyond=False)
-        if line == BASES:
+        if line in (BASES, DRAWING_BASES):
             self.objects |= {"Scope": Scope, "Stage": Stage}
+            self.objects |= {"draw_at": draw_at} if line == DRAWING_BASES else {}
         elif line in _LINES:
             name, module = _LINES[line]
             self.objects[name] = module

@@ -7,7 +7,6 @@ fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so t
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,31 +20,9 @@ from ...ir.errors import VerifyError
 from ...ir.precision import PRECISIONS, Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
+from .draws import Draws
 from .saved_classes import SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
-
-
-def micro_batch_seed(seed: int, step: int, stage: str, micro_batch: int) -> int:
-    """The seed of a stage's random numbers for one micro-batch of one step: equal for its rematerialisation."""
-    text = f"{seed}/{step}/{stage}/{micro_batch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw random numbers as after `torch.manual_seed(seed)`; the global generators are left as they were."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before):
-            generator.set_state(state)
 
 
 class Kept:
@@ -116,6 +93,7 @@ class StageRunner:
         self.classes = SavedClasses(spec)
         if isinstance(module, Stage):
             module.device = self.device
+        self.draws = Draws(spec.name, module, self.device)
         self._params = _own_parameters(spec, module, self.device)
         self._buffers = _named_buffers(module)
         self._changing: list[str] | None = None  # buffers that a forward changes, known after the first
@@ -186,7 +164,7 @@ class StageRunner:
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         versions = [x._version for x in inputs] if first else []
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
-        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext())
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), check_draws=first)
         if first:
             self._check_first(inputs, versions, outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
@@ -249,10 +227,10 @@ class StageRunner:
             weight_half(rest, self._trained())
         return grads
 
-    def evaluate(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def evaluate(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
-        with torch.no_grad(), self.precision.autocast(self.device):
+        with self.draws.seeded(seed), torch.no_grad(), self.precision.autocast(self.device):
             outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
             return self._detached(outputs, inputs)
 
@@ -297,7 +275,12 @@ class StageRunner:
         return Kept(outputs, leaves, 0)
 
     def _run(
-        self, inputs: Sequence[Tensor], seed: int, keep: bool, calls: AbstractContextManager[Any]
+        self,
+        inputs: Sequence[Tensor],
+        seed: int,
+        keep: bool,
+        calls: AbstractContextManager[Any],
+        check_draws: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
         self._set_mode(evaluating=False)
@@ -309,7 +292,7 @@ class StageRunner:
         storages: dict[int, int] = {}
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
         autocast = self.precision.autocast(self.device)
-        with seeded(self.device, seed), torch.set_grad_enabled(keep), autocast, hooks, calls:
+        with self.draws.seeded(seed, check_draws), torch.set_grad_enabled(keep), autocast, hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
         if measure:

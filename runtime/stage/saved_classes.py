@@ -4,7 +4,7 @@ Fuyou (4.5, eq. 12) swaps the outputs of a transformer's linear layers, so that 
 Here a class is the output of any one matrix product or convolution of a stage. A forward without autograd runs under
 `Keeping`, which counts these calls in order and keeps the outputs of those chosen. The forward that backward runs again
 is under `Taking`, below autograd: it hands back the kept outputs in place of computing them, so that autograd records
-the same graph and gradients are the same bits. Nothing random is ever a class: skipping a call draws no random numbers.
+the same graph and gradients are the same bits. Nothing random is ever a class.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_header_survives_quotes_and_backslashes(generated: Generated) -> None:
 
 def test_only_the_public_base_classes_are_imported_from_penstock(generated: Generated) -> None:
     lines = [line for line in generated.text.splitlines() if "penstock" in line]
-    assert lines == ["from penstock.runtime.modules import Scope, Stage"]
+    assert lines == ["from penstock.runtime.modules import Scope, Stage, draw_at"]
 
 
 def gpt(num_layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:

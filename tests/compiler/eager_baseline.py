@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from penstock.compiler.check.model_draws import ModelDraws
 from penstock.compiler.job.job import Job
 from penstock.compiler.job.state import whole_state
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.stage.runner import micro_batch_seed, seeded
+from penstock.runtime.stage.draws import micro_batch_seed
 from penstock.tests.zoo import without_cache, zoo
 
 # With this optimizer the momentum buffers after n steps are a weighted sum of the n gradients, so that comparing them
@@ -46,7 +47,8 @@ class Eager:
         loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
         seed: int = 0,
     ):
-        self.model = without_cache(copy.deepcopy(model)).train()
+        self.model = without_cache(copy.deepcopy(model))
+        self.draws = ModelDraws(self.model, torch.device("cpu"))
         self.micro_batches, self.max_grad_norm, self.seed = micro_batches, max_grad_norm, seed
         self.loss_of = loss_of or loss_of_output
         self.params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -61,7 +63,7 @@ class Eager:
         losses = []
         self.optimizer.zero_grad()
         for m in range(self.micro_batches):
-            with seeded(torch.device("cpu"), micro_batch_seed(self.seed, self.step_count, "stage0", m)):
+            with self.draws.seeded([micro_batch_seed(self.seed, self.step_count, m)], batch):
                 loss = self.loss_of(self.model, part_of(batch, m, self.micro_batches))
             loss.backward(torch.full_like(loss, 1 / self.micro_batches))
             losses.append(loss.detach())
@@ -76,10 +78,12 @@ class Eager:
 
     def evaluate(self, batch: Any) -> Tensor:
         """The mean loss over the micro-batches in evaluation mode."""
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         with torch.no_grad():
             parts = [self.loss_of(self.model, part_of(batch, m, self.micro_batches)) for m in range(self.micro_batches)]
-        self.model.train()
+        for module, training in modes.items():
+            module.training = training
         return torch.stack(parts).mean()
 
     def states(self) -> dict[str, dict[str, Tensor]]:

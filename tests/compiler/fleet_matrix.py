@@ -2,7 +2,7 @@
 
 A combination is compiled as a user's would be, so every pass may refuse it, and the verifier checks the others. These
 are trained by the reference runtime: all devices in this process, the generated stages, the bound programs. The result
-is compared with the user's own module under plain PyTorch with the same micro-batches.
+is compared with the user's own module under plain PyTorch with the same micro-batches and the same dropout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.tests.zoo import gpt2, t5
 
 DEVICES, MICRO_BATCHES, STEPS = 4, 4, 5
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)  # the distance of weights compares the gradients of all steps
-MODELS = {"gpt2": partial(gpt2, 0.0, num_layers=4), "t5": partial(t5, 0.0)}
+MODELS = {"gpt2": partial(gpt2, 0.1, num_layers=4), "t5": partial(t5, 0.1)}
 REFUSALS = (PassError, DoesNotFit)  # no VerifyError: a pass may not write what the verifier refuses
 
 # How far weights may end from eager's, by 2-norm, as a share of how far eager moved them. fp32: the same terms of a
@@ -144,16 +144,16 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return MODELS[name](seed=0)[0], {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def in_process(job: penstock.Job, model: nn.Module) -> Reference:
+def in_process(job: penstock.Job, model: nn.Module, seed: int = 0) -> Reference:
     """The job's programs and generated stages with the model's weights."""
     source, interface = LiveWeights(model), job.folder.interface
     weights = {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
     buffers = {name: b for spec in interface.stages.values() for name, b in stage_buffers(source, spec).items()}
     with tempfile.TemporaryDirectory() as folder:
-        files = open_directory(job.write(folder), interface)
+        files = open_directory(job.write(folder), interface, trust=OWN)
         stages = {name: kind for file in files for name, kind in file.stages.items()}
     optimizer = OptimizerSpec.from_callable(SGD)
-    return Reference(job.programs, stages, weights, optimizer, buffers, precision=job.plan.precision)
+    return Reference(job.programs, stages, weights, optimizer, buffers, precision=job.plan.precision, seed=seed)
 
 
 def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -169,9 +169,9 @@ def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor
 def by_eager(name: str, precision: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """All losses, weights after the last and before the first, as plain PyTorch has them on whole batches."""
     model, batch = made(name)
-    mine = copy.deepcopy(model).train()
+    mine = copy.deepcopy(model)
     spec = OptimizerSpec.from_callable(SGD)
-    eager = Eager(mine, module_runner(mine, precision), spec, micro_batches=1, precision=precision)
+    eager = Eager(mine, module_runner(mine, precision, draws=MICRO_BATCHES), spec, micro_batches=1, precision=precision)
     losses = [eager.step(batch) for _ in range(STEPS)]
     return losses, {n: p.detach() for n, p in eager.masters.items()}, eager.start
 

@@ -1,4 +1,4 @@
-"""Drafts, generated stages and machines for tests of passes, and eager PyTorch with the seeds of a plan's stages."""
+"""Drafts, generated stages and machines for tests of passes, and eager PyTorch with a plan's random numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from penstock.codegen.file import Header, write_directory, write_file
 from penstock.compiler.capture.trace import trace
+from penstock.compiler.check.eager import Seeded
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import Program, parse_program, print_program
 from penstock.ir.verify import verify
@@ -33,7 +34,7 @@ from penstock.runtime.device.file import INTERFACE_FILE, open_directory
 from penstock.runtime.modules import Stage as StageModule
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.reference.run import Reference
-from penstock.runtime.stage.runner import micro_batch_seed
+from penstock.runtime.stage.draws import Draws, micro_batch_seed
 from penstock.tests.zoo import zoo
 
 SEED = 7
@@ -184,43 +185,25 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-class Eager(fx.Interpreter):
-    """The whole op graph in recorded order on a copy of the user's model. Each stage draws random numbers from a stream
-    of its own, even if nodes of other stages stand between its nodes."""
+class Eager(Seeded):
+    """The whole op graph in recorded order on a copy of the user's model."""
 
     def __init__(self, draft: Draft, optimizer: Callable[..., Any] = SGD, max_norm: float | None = None):
-        super().__init__(copy.deepcopy(draft.graph.module))
-        nodes = {block.name: block.nodes for block in draft.blocks}
-        home = {n: s.spec.name for s in draft.stages for block in s.blocks for n in nodes[block]}
-        order = zip(self.module.graph.nodes, draft.graph.nodes)
-        self.stage_of = {mine: home[theirs] for mine, theirs in order if theirs in home}
+        module = copy.deepcopy(draft.graph.module)
+        super().__init__(module, Draws("eager", module, torch.device("cpu")))
         self.names, self.max_norm = list(draft.graph.inputs), max_norm
         self.ties = draft.graph.ties()
         found = self.module.named_parameters(remove_duplicate=False)
         self.params = {self.ties.get(name, name): p for name, p in found}
         self.optimizer = optimizer([p for p in self.params.values() if p.requires_grad])
-        self.micro_batch = self.step_number = 0
-        self.stage = ""
-        self.states: dict[str, Tensor] = {}  # random states of stages that have begun
-
-    def run_node(self, n: fx.Node) -> Any:
-        stage = self.stage_of.get(n, self.stage)
-        if stage != self.stage:
-            self.states[self.stage] = torch.get_rng_state()
-            if stage in self.states:
-                torch.set_rng_state(self.states[stage])
-            else:
-                torch.manual_seed(micro_batch_seed(SEED, self.step_number, stage, self.micro_batch))
-            self.stage = stage
-        return super().run_node(n)
+        self.step_number = 0
 
     def step(self, batches: Sequence[Batch]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Losses per micro-batch, and the gradients of their mean by first name, as the optimizer took them."""
         losses = []
         self.optimizer.zero_grad()
-        for self.micro_batch, batch in enumerate(batches):
-            self.stage, self.states = "", {}
-            with torch.random.fork_rng(devices=[]):
+        for m, batch in enumerate(batches):
+            with self.draws.seeded(micro_batch_seed(SEED, self.step_number, m)):
                 loss = self.run(*(batch[name] for name in self.names))["loss"]
             loss.backward(torch.full_like(loss, 1 / len(batches)))
             losses.append(loss.detach())

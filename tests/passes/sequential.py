@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.ir.program import StageSpec
 from penstock.passes.draft import Draft
-from penstock.runtime.stage.runner import micro_batch_seed
+from penstock.runtime.stage.draws import Draws, micro_batch_seed
 from penstock.tests.passes.running import SEED, Batch, generated
 
 Version = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, and the optimizer's states of each
@@ -53,8 +53,7 @@ class OneStage:
             for name, param in params.items():
                 param.copy_(weights[name])
         leaves = [x.detach().requires_grad_(i.requires_grad) for x, i in zip(inputs, self.spec.inputs)]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with Draws(self.spec.name, self.scratch, torch.device("cpu")).seeded(seed):
             outputs = self.scratch(*leaves)
         return list(outputs[: len(self.spec.outputs)]), leaves, params
 
@@ -128,7 +127,7 @@ class Sequential:
         values, runs = dict(batch), {}
         for stage in self.stages:
             inputs = [values[i.name] for i in stage.spec.inputs]
-            runs[stage.spec.name] = stage.run(self.forward_weights(stage, m), inputs, self.seed(stage, m))
+            runs[stage.spec.name] = stage.run(self.forward_weights(stage, m), inputs, self.seed(m))
             values |= {o.name: y.detach() for o, y in zip(stage.spec.outputs, runs[stage.spec.name][0])}
         grads: dict[str, dict[str, Tensor]] = {}
         found: dict[tuple[str, str], Tensor] = {}  # value, and the stage that its gradient comes from
@@ -136,7 +135,7 @@ class Sequential:
             outputs, leaves, params = runs[stage.spec.name]
             if stage.delay:
                 inputs = [values[i.name] for i in stage.spec.inputs]
-                outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(stage, m))
+                outputs, leaves, params = stage.run(self.backward_weights(stage, m), inputs, self.seed(m))
             given = [self.gradient(stage, o, found) for o in stage.spec.outputs]
             pairs = [(y, g) for y, g in zip(outputs, given) if g is not None]
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
@@ -148,8 +147,8 @@ class Sequential:
         loss = next(s.spec.loss for s in self.stages if s.spec.loss)
         return values[loss]
 
-    def seed(self, stage: OneStage, m: int) -> int:
-        return micro_batch_seed(SEED, self.step_number, stage.spec.name, m)
+    def seed(self, m: int) -> int:
+        return micro_batch_seed(SEED, self.step_number, m)
 
     def forward_weights(self, stage: OneStage, m: int) -> Mapping[str, Tensor]:
         found = {}

@@ -164,8 +164,9 @@ class DropsPaths(nn.Module):
 
 
 def test_evaluation_mode_can_be_captured_itself():
-    model, x = DropsPaths().eval(), torch.randn(3, 4)
+    model, x = DropsPaths(), torch.randn(3, 4)
     training, evaluation = trace(model, x), trace(model, x, training=False)
+    model.eval()
     assert "rand" in training.eval_error and evaluation.eval_error is None
     assert torch.equal(evaluation.evaluation()(x)["loss"], model(x))
     with pytest.raises(ValueError, match="its own trace"):

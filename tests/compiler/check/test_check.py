@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.compiler.capture.trace import trace
 from penstock.compiler.check.check import CheckReport, check
 from penstock.compiler.job.job import Job
+from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.zoo import zoo
 
 HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -38,11 +40,37 @@ def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
     assert len(report.losses) == 2 and report.losses[1] < report.losses[0]
 
 
-def test_dropout_agrees_because_the_seeds_are_the_plans() -> None:
-    report = checked("gpt2", dropout=0.1)
-    assert report.passed
-    assert report.skipped is not None and "dropout" in report.skipped
+@pytest.mark.parametrize("name", ["gpt2", "encoder", "custom_function"])
+def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_itself(name: str) -> None:
+    report = checked(name, dropout=0.1)
+    assert report.passed and report.skipped is None
+    assert {d.against for d in report.differences} == {"captured graph", "model itself"}
     assert max(d.largest for d in report.differences) < 1e-6
+
+
+def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
+    """The whole batch is given to the model at once, and a recurrent layer's states do not begin with its rows."""
+    report = checked("lstm", dropout=0.1)
+    assert report.passed and report.skipped is not None
+    assert "not of single rows" in report.skipped and "micro_batches=1" in report.skipped
+
+
+def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
+    model, batch = zoo()["gpt2"](dropout=0.1)
+    model.gradient_checkpointing_enable()
+    report = check(job_for(model, batch), model, [batch])
+    assert report.passed and max(d.largest for d in report.differences) < 1e-6
+
+
+def test_what_torch_export_splits_is_compared_with_the_captured_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_by_export(*args: Any, **options: Any) -> OpGraph:
+        graph = trace(*args, **options)
+        graph.tracer = "export"
+        return graph
+
+    monkeypatch.setattr("penstock.compiler.check.eager.trace", as_by_export)
+    report = checked("mlp", dropout=0.5)
+    assert report.passed and report.skipped is not None and "torch.export" in report.skipped
 
 
 def test_an_optimizer_without_states_is_probed_all_the_same() -> None:

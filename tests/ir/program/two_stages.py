@@ -22,7 +22,8 @@ from penstock.ir.program import (
     place_frees,
 )
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.runtime.stage.runner import StageRunner, micro_batch_seed
+from penstock.runtime.stage.draws import micro_batch_seed
+from penstock.runtime.stage.runner import StageRunner
 
 ROWS, WIDTH, WORDS, MICRO_BATCHES = 4, 8, 10, 3
 TIE = "tie.embed.weight"
@@ -282,9 +283,9 @@ class Eager:
         losses = []
         for m in range(MICRO_BATCHES):
             ids, labels = (batch[n][m * ROWS : (m + 1) * ROWS] for n in ("ids", "labels"))
-            torch.manual_seed(micro_batch_seed(seed, self.steps, "stage0", m))
+            torch.manual_seed(micro_batch_seed(seed, self.steps, m))
             (h,) = self.parts[0](ids)
-            torch.manual_seed(micro_batch_seed(seed, self.steps, "stage1", m))
+            torch.manual_seed(micro_batch_seed(seed, self.steps, m))
             loss, _ = self.parts[1](h, labels)
             (loss / MICRO_BATCHES).backward()
             losses.append(loss.detach())

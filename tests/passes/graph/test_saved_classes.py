@@ -20,7 +20,8 @@ from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.profile import with_seconds
 from penstock.passes.graph.stages import build_stages
 from penstock.passes.stage_time import TurnSeconds
-from penstock.runtime.stage.runner import Kept, StageRunner, micro_batch_seed
+from penstock.runtime.stage.draws import micro_batch_seed
+from penstock.runtime.stage.runner import Kept, StageRunner
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import zoo
@@ -53,7 +54,7 @@ def train(stages: Stages, batches: list[Batch], choose: Choice | None) -> tuple[
         for spec, runner in stages:
             inputs = [values[i.name] for i in spec.inputs]
             keep = True if choose is None else choose(spec, m)
-            outputs, kept = runner.forward(inputs, micro_batch_seed(SEED, 0, spec.name, m), keep)
+            outputs, kept = runner.forward(inputs, micro_batch_seed(SEED, 0, m), keep)
             values.update(zip((o.name for o in spec.outputs), outputs))
             kepts.append(away_and_back(kept) if choose is not None else kept)
         runs.append((values, kepts))
@@ -63,7 +64,7 @@ def train(stages: Stages, batches: list[Batch], choose: Choice | None) -> tuple[
         for (spec, runner), kept in zip(reversed(stages), reversed(kepts)):
             inputs = [values[i.name] for i in spec.inputs]
             douts = [gradients.get(o.name) for o in spec.outputs]
-            seed = micro_batch_seed(SEED, 0, spec.name, m)
+            seed = micro_batch_seed(SEED, 0, m)
             dinputs, _ = runner.backward(kept, inputs, douts, sums[spec.name], seed)
             gradients.update(zip((i.name for i in spec.inputs if i.requires_grad), dinputs))
     grads = {f"{stage} {name}": g for stage, rows in sums.items() for name, g in rows.items()}

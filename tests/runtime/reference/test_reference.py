@@ -105,7 +105,7 @@ def test_clipping_by_the_norm_over_all_devices(max_norm: float, tied: bool) -> N
     for step in range(2):
         run.step(batch_of(step))
         eager.step(batch_of(step), max_norm=max_norm)
-        assert_equal(run.grads, {n: g for n, g in eager.grads.items() if n in run.grads}, rtol=1e-5, atol=1e-7)
+        assert_equal(run.grads, {n: g for n, g in eager.grads.items() if n in run.grads}, rtol=1e-5, atol=2e-7)
         total = torch.stack([g.norm() for g in run.grads.values()]).norm()
         assert (total <= max_norm * 1.001) and (max_norm > 1 or total > 0.99 * max_norm)
 

@@ -1,0 +1,196 @@
+"""Any plan draws the same random numbers: losses, gradients and weights are those of the user's own module, whose draws
+are seeded by their places. Random models under random plans are in `tests/passes/test_random_plans.py`, all layouts of
+four devices in `test_fleet_matrix.py`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.compiler.check.eager import Eager, module_runner
+from penstock.compiler.strategies import PIPELINE
+from penstock.ir.errors import VerifyError
+from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.tests.compiler.fleet_matrix import SGD, in_process
+
+MICRO_BATCHES, SEED = 4, 3
+# Gradients of a shared layer are added up per stage first: other orders of at most 6 terms in fp64.
+TOLERANCE = 1e-12
+LOSS = 2e-7  # the mean over micro-batches is in fp32
+
+
+class Noise(torch.autograd.Function):
+    """Draws in its own forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(noise := torch.rand_like(x))
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Block(nn.Module):
+    """Several kinds of draws, two of them at one place."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(torch.tanh(self.up(x)), 0.25, self.training)
+        h = Noise.apply(h) + 0.1 * torch.rand_like(h)
+        h = F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], dropout_p=0.2 * self.training)[:, 0]
+        return x + self.drop(self.down(h))
+
+
+class Rounds(nn.Module):
+    """Two blocks in three rounds, so that each place draws in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Block(6) for _ in range(2))
+        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.4, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = self.inlet(x)
+        for _ in range(3):
+            for layer in self.layers:
+                h = layer(h)
+        h = self.head(self.lstm(h)[0].mean(1))
+        return {"loss": F.cross_entropy(h, target), "noisy": h * torch.rand(())}
+
+
+def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 5, 4, dtype=torch.float64), "target": torch.randint(3, (8,))}
+    return Rounds().double(), batch
+
+
+def job_of(model: nn.Module, batch: Any, devices: int, strategy: str, memory: str = "64MB") -> penstock.Job:
+    hardware = penstock.Hardware.cpu(num_devices=devices, memory=memory, dram="1GB", ssd="1GB")
+    return penstock.compile(
+        model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=MICRO_BATCHES, strategy=strategy, seed=SEED
+    )
+
+
+def by_eager(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, the gradients of the first step and the weights at the end."""
+    model, batch = model_and_batch()
+    run = module_runner(model, "fp32", SEED)
+    eager = Eager(model, run, OptimizerSpec.from_callable(SGD), micro_batches=MICRO_BATCHES)
+    losses = [eager.step(batch) for _ in range(steps)]
+    return losses, eager.gradients, {name: p.detach() for name, p in eager.masters.items()}
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        torch.testing.assert_close(found[name], want, rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+
+
+CUT = PIPELINE.replace("partition-balanced", "partition-balanced{stages=5}")
+PLANS = {
+    "one stage": (1, PIPELINE.replace("partition-balanced", "partition-balanced{stages=1}")),
+    "from DRAM, rematerialised": (
+        2,
+        CUT.replace("insert-remat, insert-fetch", "insert-remat{always=true}, insert-fetch{swap=true}"),
+    ),
+    "inside of blocks": (
+        2,
+        PIPELINE.replace("coarsen, partition-balanced", "coarsen{level=operator}, partition-mixed"),
+    ),
+    "activations on SSD": (
+        1,
+        "coarsen, partition-balanced{stages=3}, map-round-robin, schedule-pipeline, "
+        "choose-activations{swap=true, tier=all}, insert-fetch{swap=true}, insert-ssd{tier=all}, overlap-optimizer",
+    ),
+    "split backwards": (4, "zero-bubble"),
+    "replicas": (4, "data-parallel"),
+    "shards": (2, "zero3-offload"),
+}
+
+
+@pytest.mark.parametrize(("devices", "strategy"), PLANS.values(), ids=list(PLANS))
+def test_losses_gradients_and_weights_are_those_of_the_module_itself(devices: int, strategy: str) -> None:
+    model, batch = model_and_batch()
+    machine = in_process(job_of(model, batch, devices, strategy), model, seed=SEED)
+    losses, gradients, weights = by_eager(steps=2)
+    assert float(machine.step(batch)["loss"]) == pytest.approx(losses[0], rel=LOSS)
+    assert_close(machine.grads, gradients)
+    assert float(machine.step(batch)["loss"]) == pytest.approx(losses[1], rel=LOSS)
+    assert_close(machine.weights(), weights)
+
+
+def test_evaluation_draws_the_same_on_any_devices_and_anew_each_time() -> None:
+    rows = []
+    for devices, strategy in ((1, "balanced"), (2, CUT)):
+        model, batch = model_and_batch()
+        with job_of(model, batch, devices, strategy) as job:
+            rows.append([job.evaluate(batch)["noisy"] for _ in range(2)])
+    assert torch.equal(rows[0][0], rows[1][0]) and torch.equal(rows[0][1], rows[1][1])
+    assert not torch.equal(rows[0][0], rows[0][1])
+
+
+def test_a_run_goes_on_with_the_same_draws_on_another_number_of_devices(tmp_path: Path) -> None:
+    losses, _, weights = by_eager(steps=3)
+    model, batch = model_and_batch()
+    with job_of(model, batch, 1, "balanced") as job:
+        found = [float(job.step(batch))]
+        job.save(tmp_path / "checkpoint")
+        job.step(batch)  # lost
+    with job_of(model, batch, 2, "gpipe") as job:
+        job.resume(tmp_path / "checkpoint")
+        found += [float(job.step(batch)) for _ in range(2)]
+        assert_close({name: job.state_dict()[name] for name in weights}, weights)
+    assert found == pytest.approx(losses, rel=LOSS)
+
+
+def test_the_number_of_micro_batches_is_part_of_what_is_drawn() -> None:
+    model, batch = model_and_batch()
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB")
+    losses = []
+    for count in (2, 4):
+        job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=count, seed=SEED)
+        losses.append(float(in_process(job, model, seed=SEED).step(batch)["loss"]))
+    assert losses[0] != losses[1]
+
+
+def test_a_written_file_that_does_not_say_where_it_draws_is_refused(tmp_path: Path) -> None:
+    model, batch = model_and_batch()
+    job_of(model, batch, 1, "balanced").write(tmp_path)
+    path = tmp_path / "device0.py"
+    lines = [line for line in path.read_text().splitlines() if "draw_at(" not in line]
+    path.write_text("\n".join(lines))
+    with (
+        penstock.load(tmp_path, model, trust=True) as job,
+        pytest.raises(VerifyError, match=r"does not say where.*compile.*anew"),
+    ):
+        job.step(batch)
+
+
+def test_blocks_in_a_loop_say_where_they_draw_once() -> None:
+    model, batch = model_and_batch()
+    text = job_of(model, batch, 1, PLANS["one stage"][1]).folder.files[0]
+    assert text.count('draw_at(self, "drop")') == 1 and "for i in range(" in text and "super().__init__()" in text
+    parts = job_of(model, batch, 2, CUT).folder.files
+    assert any('super().__init__(draws={"layers.' in part.replace("'", '"') for part in parts.values())
+
+
+def test_a_copy_of_the_model_is_not_changed_by_its_seeded_run() -> None:
+    model, batch = model_and_batch()
+    twin, before = copy.deepcopy(model), torch.get_rng_state()
+    module_runner(twin, "fp32", SEED)(batch, 0, 1, 0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
