@@ -16,7 +16,7 @@ from penstock.compiler.check.check import check
 from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.strategies import PIPELINE
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.tests.compiler.fleet_matrix import SGD, in_process
+from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
 
 STRATEGY = PIPELINE.replace("partition-balanced", "partition-balanced{stages=3}")
 MICRO_BATCHES = 2
@@ -92,13 +92,14 @@ def test_losses_gradients_weights_and_statistics_are_eagers(set_modes) -> None: 
     model, batch = model_and_batch()
     set_modes(model)
     flags = [module.training for module in model.modules()]
-    machine = in_process(quiet_job_of(model, batch), model)
+    job = quiet_job_of(model, batch)
+    machine, given = in_process(job, model), with_counts(job, batch)
     assert flags == [module.training for module in model.modules()]
     twin = copy.deepcopy(model)
     eager = Eager(twin, module_runner(twin, "fp32"), OptimizerSpec.from_callable(SGD), micro_batches=MICRO_BATCHES)
     for step in range(2):
         want = eager.step(batch)
-        assert float(machine.step(batch)["loss"]) == pytest.approx(want, rel=2e-7)  # the mean is in fp32
+        assert float(machine.step(given)["loss"]) == pytest.approx(want, rel=2e-7)  # the mean is in fp32
         if step == 0:
             for name, gradient in eager.gradients.items():
                 torch.testing.assert_close(machine.grads[name], gradient, rtol=0, atol=TOLERANCE)
@@ -159,7 +160,7 @@ def test_a_model_in_evaluation_mode_is_warned_of_once_and_others_never() -> None
 
 def test_check_compares_in_the_modes_of_the_model() -> None:
     model, batch = model_and_batch()
-    one_layer(model)
+    frozen_norms(model)  # others have other statistics in the whole batch
     report = check(job_of(model, batch, devices=1), model, [batch, batch])
     assert report.passed and report.skipped is None
 

@@ -18,7 +18,7 @@ from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.errors import VerifyError
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
-from penstock.tests.compiler.fleet_matrix import SGD, in_process
+from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
 
 MICRO_BATCHES, SEED = 4, 3
 # Gradients of a shared layer are added up per stage first: other orders of at most 6 terms in fp64.
@@ -125,7 +125,8 @@ PLANS = {
 @pytest.mark.parametrize(("devices", "strategy"), PLANS.values(), ids=list(PLANS))
 def test_losses_gradients_and_weights_are_those_of_the_module_itself(devices: int, strategy: str) -> None:
     model, batch = model_and_batch()
-    machine = in_process(job_of(model, batch, devices, strategy), model, seed=SEED)
+    job = job_of(model, batch, devices, strategy)
+    machine, batch = in_process(job, model, seed=SEED), with_counts(job, batch)
     losses, gradients, weights = by_eager(steps=2)
     assert float(machine.step(batch)["loss"]) == pytest.approx(losses[0], rel=LOSS)
     assert_close(machine.grads, gradients)
@@ -163,7 +164,7 @@ def test_the_number_of_micro_batches_is_part_of_what_is_drawn() -> None:
     losses = []
     for count in (2, 4):
         job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, micro_batches=count, seed=SEED)
-        losses.append(float(in_process(job, model, seed=SEED).step(batch)["loss"]))
+        losses.append(float(in_process(job, model, seed=SEED).step(with_counts(job, batch))["loss"]))
     assert losses[0] != losses[1]
 
 

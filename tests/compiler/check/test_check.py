@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.compiler.capture.trace import trace
 from penstock.compiler.check.check import CheckReport, check
 from penstock.compiler.job.job import Job
+from penstock.compiler.loss.rules import captured
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.zoo import zoo
 
@@ -40,12 +40,12 @@ def test_a_model_without_randomness_is_compared_with_itself_too() -> None:
     assert len(report.losses) == 2 and report.losses[1] < report.losses[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "encoder", "custom_function"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "custom_function"])
 def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_itself(name: str) -> None:
     report = checked(name, dropout=0.1)
     assert report.passed and report.skipped is None
     assert {d.against for d in report.differences} == {"captured graph", "model itself"}
-    assert max(d.largest for d in report.differences) < 1e-6
+    assert max(d.largest for d in report.differences) < 1e-5
 
 
 def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
@@ -64,11 +64,11 @@ def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
 
 def test_what_torch_export_splits_is_compared_with_the_captured_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_by_export(*args: Any, **options: Any) -> OpGraph:
-        graph = trace(*args, **options)
+        graph = captured(*args, **options)
         graph.tracer = "export"
         return graph
 
-    monkeypatch.setattr("penstock.compiler.check.eager.trace", as_by_export)
+    monkeypatch.setattr("penstock.compiler.check.eager.captured", as_by_export)
     report = checked("mlp", dropout=0.5)
     assert report.passed and report.skipped is not None and "torch.export" in report.skipped
 
