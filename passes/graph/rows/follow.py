@@ -130,6 +130,9 @@ class _Follower(TorchDispatchMode):
         return ByRow(dim=0) if tensor.dim() else Free()
 
     def _called(self, node: fx.Node, tensors: list[torch.Tensor]) -> _Effect:
+        if node.target in (torch.tensor, torch.as_tensor) and isinstance(node.args[0], (int, float)):
+            state = Free(scale=self.scale(node.args[0]))  # no operator of torch shows the number
+            return _Effect((state,) * len(tensors), (), tuple(self.now[1]))
         key = None if node.meta["mutates"] or self.own_powers is not None else self._key(node)
         if key is not None and key in self.known:
             return self.known[key]
@@ -235,7 +238,7 @@ class _Follower(TorchDispatchMode):
         if written is other or (written.shape == other.shape and written.stride() == other.stride()):
             return state
         if isinstance(state, Free):
-            return Free(varies=whole(range(other.dim()))) if isinstance(old, Free) else old
+            return _partly(old, state, written, other) if isinstance(old, Free) else old
         if not isinstance(state, ByRow):
             return state
         step = written.stride(state.dim) * state.inner
@@ -312,6 +315,14 @@ def _power(first: float, second: float, ratio: float) -> float | None:
         return None
     power = math.log(second / first) / ratio
     return float(round(power)) if abs(power - round(power)) < 1e-9 else None
+
+
+def _partly(old: Free, new: Free, written: torch.Tensor, other: torch.Tensor) -> Free:
+    """The state of a constant after a part of it was written."""
+    if written.dim() != other.dim():
+        return Free(varies=whole(range(other.dim())))
+    cut = whole(d for d in range(other.dim()) if written.shape[d] != other.shape[d])
+    return Free(varies=old.varies | new.varies | cut)
 
 
 class _Unsmoothed(TorchFunctionMode):

@@ -73,6 +73,9 @@ def at_numbers(call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.
         return _rows_by_number(call, state, value, numbers, parts, shape, at)
     if any(isinstance(s, Permutation) for s in states):
         return call.mix(Kind.REORDERED)
+    if isinstance(state, Free):  # numbers make no difference along dimensions where all is the same
+        differing = {d for d, _, _ in state.varies}
+        parts = [part for part, (d, _) in zip(parts, used) if d in differing or not isinstance(part[0], Free)]
     picked = together(call, parts, shape)
     if isinstance(picked, Mixed):
         return picked
@@ -84,7 +87,7 @@ def at_numbers(call: OperatorCall, value: torch.Tensor, numbers: Sequence[torch.
         return rest if isinstance(rest, ByRow) else picked
     if not isinstance(rest, Free) or not isinstance(picked, Free):
         return call.mix(Kind.REORDERED)
-    return Free(varies=rest.varies | picked.varies | whole(range(at, at + len(shape))))
+    return Free(varies=rest.varies | picked.varies)
 
 
 def _rows_by_number(

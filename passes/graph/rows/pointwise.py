@@ -10,6 +10,7 @@ import torch
 from .call import OperatorCall, nonlinear, plain, rule
 from .states import ONE, ByRow, Free, Kind, Mixed, OverRows, Permutation, RowState, Scale, differs
 
+LIMITS = ("clamp", "clamp_min", "clamp_max")  # which keep a count from being zero
 Operand = tuple[RowState, Sequence[int]]  # a value's state and shape
 
 
@@ -25,7 +26,11 @@ def combined(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int])
     states = [state for state, _ in parts]
     if any(isinstance(state, ByRow) for state in states) and any(isinstance(state, OverRows) for state in states):
         return call.mix(Kind.REUSED)
-    return nonlinear(call, *states) or plain(together(call, parts, shape))
+    found = nonlinear(call, *states) or plain(together(call, parts, shape))
+    if isinstance(found, Free) and any(state.scale != ONE for state in states):
+        same = call.name in LIMITS and len(states) == 1
+        return replace(found, scale=states[0].scale if same else Scale(unsure=True))
+    return found
 
 
 def together(call: OperatorCall, parts: Sequence[Operand], shape: Sequence[int]) -> RowState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,9 @@ def added_up(call: OperatorCall) -> RowState:
     if isinstance(state, ByRow) and state.dim in dims:
         return OverRows(scale=state.scale if call.name == "mean" else state.scale.times(PER_ROW))
     found = reduced(state, value, dims, keep)
+    if isinstance(found, Free) and call.name != "mean":  # constants beside rows are as many as these
+        count = math.prod(value.shape[dim] for dim in dims if dim < value.dim())
+        return replace(found, scale=state.scale.times(call.watcher.scale(count)))
     return replace(found, step=0) if isinstance(found, ByRow) else found
 
 
