@@ -107,7 +107,8 @@ def compile(
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
         that keep something on SSD need any, and only when they run. ssd_verify: check all bytes read from SSD against
         the bytes written.
-    timeout_s: how long a device, or a rank of torchrun, waits for the others before it counts them as lost.
+    timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
+        workers a step may last longer, but none of its instructions.
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """

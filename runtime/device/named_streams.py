@@ -17,7 +17,7 @@ from .host import available_cores, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
 from .setup import DeviceSetup
-from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
+from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream, follow
 
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
@@ -87,7 +87,12 @@ class Streams:
 
     def finish(self, used: Collection[Stream]) -> None:
         """Wait until all of these streams are done. Raises the `Fault` of one that has failed."""
-        for stream in sorted(used, key=lambda stream: stream.is_cuda):  # threads may still feed the GPU
+        on_gpu = [stream for stream in used if isinstance(stream, CudaStream)]
+        for stream in used:
+            if not stream.is_cuda:
+                stream.finish(self._notices)
+        follow(on_gpu)
+        for stream in on_gpu:
             stream.finish(self._notices)
         for _ in used:
             notice = self._notices.get()

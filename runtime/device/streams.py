@@ -286,3 +286,16 @@ class CudaStream(Stream):
             self.spans.append((label, start_s, end_s))
         self.timed = []
         notices.put(self)
+
+
+def follow(streams: Iterable[CudaStream]) -> None:
+    """Wait for the ops of CUDA streams in the order of their lines, so that the board shows how far the GPU is, not how
+    far ahead its ops have been issued."""
+    rows: list[tuple[int, CudaStream, CudaEvent]] = []
+    for stream in streams:
+        stream.board[stream.slot] = -abs(stream.board[stream.slot])
+        rows += [(label.line, stream, event) for label, event in stream.timed]
+    for line, stream, event in sorted(rows, key=lambda row: row[0]):
+        stream.board[stream.slot] = line
+        event.wait()
+        stream.board[stream.slot] = -line

@@ -7,12 +7,13 @@ import time
 import weakref
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.runtime.device.streams import CudaStream, Fault, InlineStream, Stream, ThreadStream
+from penstock.runtime.device.streams import CudaStream, Fault, InlineStream, Stream, ThreadStream, follow
 
 
 @dataclass
@@ -127,6 +128,21 @@ def test_an_inline_stream_runs_at_once_and_raises_here(board) -> None:
     with pytest.raises(Fault) as caught:
         stream.issue(fail, [], Label(4))
     assert isinstance(caught.value.error, ValueError) and board == [0, 4]
+
+
+def test_the_board_follows_the_gpu_not_what_has_been_issued() -> None:
+    """Two CUDA streams, all of whose ops have been issued: their lines are awaited in the order of the file."""
+    board, seen = [7, 9, 4], []
+
+    class End:
+        def wait(self) -> None:
+            seen.append(list(board))
+
+    def stream(slot: int, *lines: int) -> Any:
+        return SimpleNamespace(board=board, slot=slot, timed=[(SimpleNamespace(line=line), End()) for line in lines])
+
+    follow([stream(0, 3, 7), stream(1, 5, 9)])
+    assert seen == [[3, -9, 4], [-3, 5, 4], [7, -5, 4], [-7, 9, 4]] and board == [-7, -9, 4]
 
 
 @pytest.mark.gpu
