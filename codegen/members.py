@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..ir.units import format_bytes
+from .layers import layer_call
 from .layout import Line, type_text
 from .paths import is_under, member, owners
 from .segments import BlockCall
@@ -72,7 +73,9 @@ class Members:
     def _leaf(self, name: str, leaf: nn.Module) -> None:
         tensors = dict(leaf.named_parameters())
         dtypes = {key: self._dtype(f"{name}.{key}", t) for key, t in tensors.items()}
-        text = f"nn.{leaf!r}"
+        call = layer_call(leaf)
+        assert call is not None, f"{name} is no leaf"
+        text = call.text
         if len(set(dtypes.values())) == 1 and set(dtypes.values()) != {torch.float32} and not list(leaf.buffers()):
             text += f".to({next(iter(dtypes.values()))})"
         num_bytes = sum(t.numel() * dtypes[key].itemsize for key, t in tensors.items())

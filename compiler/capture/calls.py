@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...codegen.layers import layer_call
 from ...ir.calls import function_name
 
 
@@ -142,8 +143,8 @@ def densely(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tu
 
 
 def leaf_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules that stay whole: torch.nn's own without children or hooks, which their `repr` rebuilds."""
-    rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built from it on meta
+    """Ids of the modules that stay whole: torch.nn's own without children or hooks, whose calls build their like."""
+    rebuilt: dict[str, nn.Module | None] = {}  # repr -> module built by that call on meta
     return {id(module) for module in model.modules() if _is_leaf(module, rebuilt)}
 
 
@@ -157,18 +158,17 @@ def _is_leaf(module: nn.Module, rebuilt: dict[str, nn.Module | None]) -> bool:
         return False  # an embedding whose gradients are to be dense
     text = repr(module)
     if text not in rebuilt:
-        rebuilt[text] = _rebuild(text)
+        rebuilt[text] = _rebuild(module)
     twin = rebuilt[text]
     return twin is not None and repr(twin) == text and _shape_of(twin) == _shape_of(module)
 
 
-def _rebuild(text: str) -> nn.Module | None:
+def _rebuild(module: nn.Module) -> nn.Module | None:
+    call = layer_call(module)
     try:
-        with torch.device("meta"):
-            built: nn.Module = eval(text, {**vars(nn), "torch": torch})
-            return built
-    except (SyntaxError, NameError, TypeError, ValueError, AttributeError):
-        return None  # this repr is prose, not a constructor call: trace through the module
+        return None if call is None else call.build()
+    except (TypeError, ValueError, AttributeError):
+        return None  # the call is not all that the layer was built by: trace through the module
 
 
 def _shape_of(module: nn.Module) -> tuple:

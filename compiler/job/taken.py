@@ -20,9 +20,11 @@ class Taken:
 
     def __init__(self, model: nn.Module, interface: Interface):
         self._places = []  # where each parameter is registered, and what the plan knows of it
+        modules = dict(model.named_modules(remove_duplicate=False))
         for spec in {p.name: p for stage in interface.stages.values() for p in stage.params}.values():
             path, _, key = spec.name.rpartition(".")
-            self._places.append((model.get_submodule(path)._parameters, key, spec))
+            if path in modules:  # a written plan that is only looked at has no model
+                self._places.append((modules[path]._parameters, key, spec))
         self._known: dict[str, Any] = {}  # parameter -> its hooks, and what these close over, when last looked at
         params = [(param, spec) for store, key, spec in self._places if (param := store.get(key)) is not None]
         if any(own_hooks(param) for param, _ in params):

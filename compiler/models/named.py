@@ -53,13 +53,20 @@ class NamedModel:
         if not self.has_weights:
             return self._from_config()
         model: nn.Module = _transformers(HEADS[self.head]).from_pretrained(
-            self.directory, config=self.config, local_files_only=True, dtype=torch.float32
+            self.directory,
+            config=self.config,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
         )
         return model.train()
 
     def _from_config(self) -> nn.Module:
         try:
-            model: nn.Module = _transformers(HEADS[self.head]).from_config(self.config, dtype=torch.float32)
+            model: nn.Module = _transformers(HEADS[self.head]).from_config(
+                self.config, trust_remote_code=False, dtype=torch.float32
+            )
         except (ValueError, TypeError, ZeroDivisionError) as error:  # how its modules refuse dimensions and heads
             raise PlanError(f"model {self.name!r} as {self.head}: {str(error).splitlines()[0]}") from error
         return model.train()
@@ -197,7 +204,7 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
             raise PlanError(f"{place}: not the configuration of a model: {error}") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise PlanError(f"{place}: not the configuration of a model: it lacks the key 'model_type'")
-        return fields, place.parent
+        return _without_code(fields, place), place.parent
     known = known_models()
     if alias_of(base) in known:
         model_type, dimensions = known[alias_of(base)]
@@ -208,6 +215,21 @@ def _fields(base: str, download: bool) -> tuple[dict[str, Any], Path | None]:
         f"no model {base!r}{_did_you_mean(alias_of(base), known)} A config.json or a directory with one will do, too; "
         "--download asks the Hugging Face hub"
     )
+
+
+def _without_code(fields: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The fields without `auto_map`, which names Python files beside them. Raises `PlanError` where they name kernels
+    to download, which are code, too."""
+
+    def check(value: Any) -> None:
+        rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in rows:
+            if str(key).endswith("attn_implementation") and not str(inner).replace("_", "").isalnum():
+                raise PlanError(f"{place}: {key} is {inner!r}: a configuration names no code to run; take it out")
+            check(inner)
+
+    check(fields)
+    return {key: value for key, value in fields.items() if key != "auto_map"}
 
 
 def _configuration(fields: dict[str, Any], name: str) -> Any:

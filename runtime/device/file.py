@@ -124,9 +124,9 @@ def read_device_file(path: str | Path, interface: Interface, device: int) -> Pro
     """One device's programs. Raises VerifyError with the file and the line if they are not what `interface` needs."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VerifyError(f"device {device}: cannot read {path}: {error}", device=device) from error
+        text = read_text(path)
+    except Unreadable as error:
+        raise VerifyError(f"device {device}: {path}: {error}", device=device) from error
     return ProgramFile(device, path, text, _parse(path, text, interface, device))
 
 
@@ -159,9 +159,9 @@ def open_stages(path: str | Path, interface: Interface, trust: Trust = ONLY_VERI
     goes beyond what `trust` allows."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VerifyError(f"cannot read {path}: {error}") from error
+        text = read_text(path)
+    except Unreadable as error:
+        raise VerifyError(f"{path}: {error}") from error
     found = _run(ProgramFile(0, path, text, {}), interface, trust).stages
     if missing := interface.stages.keys() - found.keys():
         raise VerifyError(f"{path}: STAGES lacks {', '.join(sorted(missing))}")

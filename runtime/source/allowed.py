@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,8 +52,18 @@ _MORE_METHODS = {
 _ARITHMETIC = {f"__{prefix}{name}__" for prefix in ("", "r") for name in (
     "add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor",
 )}  # fmt: skip
-# ATen ops of a traced graph that have no function or method of torch's as their name.
-_MORE_OPS = {"_to_copy", "alias", "convolution", "copy", "fill", "lift_fresh_copy", "slice", "sym_size"}
+# ATen ops, which a graph traced by torch.export holds, are allowed by their schema: they take tensors and plain data.
+# Those with these names are not, and of the private ones only those that such a graph may hold.
+_DENIED_OPS = ("from_file", "*nested*", "*pack*", "sparse*", "cudnn_*", "*_backward")
+_PRIVATE_OPS = (
+    "_adaptive_avg_pool*", "_assert_async", "_assert_tensor_metadata", "_cdist_forward", "_conj*", "_convolution",
+    "_embedding_bag", "_fft_*", "_grouped_mm", "_log_softmax", "_native_batch_norm_legit*", "_neg_view",
+    "_prelu_kernel", "_safe_softmax", "_scaled_dot_product_*", "_shape_as_tensor", "_softmax", "_to_copy", "_trilinear",
+    "_unsafe_view", "_upsample_*", "_weight_norm*",
+)  # fmt: skip
+_PLAIN = re.compile(
+    r"(Optional\[|List\[)*(Tensor|int|SymInt|float|bool|number|str|ScalarType|Layout|Device|MemoryFormat|Generator)\]*"
+)
 
 BUILTINS = (
     "abs", "bool", "complex", "divmod", "float", "frozenset", "int", "len", "list", "max", "min", "pow", "range",
@@ -77,7 +89,7 @@ def _functions() -> frozenset[int]:
     for home, module in HOMES:
         for name, value in vars(module).items():
             plain = vars(module).get(name[:-1]) if name.endswith("_") else value  # `relu_` is as good as `relu`
-            computes = id(plain) in known and not _is_denied(name)
+            computes = id(plain) in known and not _is_like(name, _DENIED)
             if callable(value) and (computes or name in _MORE_FUNCTIONS.get(home, ()) or module is math):
                 found.add(id(value))
     return frozenset(found)
@@ -87,25 +99,31 @@ def _functions() -> frozenset[int]:
 def methods() -> frozenset[str]:
     """The names of the methods of tensors that a file may call."""
     named = {getattr(method, "__name__", "") for method in get_overridable_functions()[torch.Tensor]}
-    return frozenset({name for name in named if name and not _is_denied(name)} | _MORE_METHODS | _ARITHMETIC)
+    return frozenset({name for name in named if name and not _is_like(name, _DENIED)} | _MORE_METHODS | _ARITHMETIC)
 
 
-@functools.cache
-def _op_names() -> frozenset[str]:
-    named = {n for _, module in HOMES for n, value in vars(module).items() if id(value) in _functions()}
-    return frozenset(named | methods() | _MORE_OPS)
+def _is_like(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_denied(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _DENIED)
+def _is_op(op: torch._ops.OpOverload) -> bool:
+    schema = op._schema
+    name = schema.name.partition("::")[2]
+    if name.startswith("_"):
+        return name in _ARITHMETIC or _is_like(name, _PRIVATE_OPS)
+    if _is_like(name, (*_DENIED, *_DENIED_OPS)):
+        return False
+    types = [str(argument.type) for argument in schema.arguments]
+    makes = name in _MORE_FUNCTIONS["torch"]
+    return (makes or any("Tensor" in kind for kind in types)) and all(_PLAIN.fullmatch(kind) for kind in types)
 
 
 def is_function(thing: Any) -> bool:
     """Whether a file may call this function of torch, Python's math or its operators, or this ATen op."""
     if isinstance(thing, torch._ops.OpOverload):
-        return is_function(thing.overloadpacket)
+        return _is_op(thing)
     if isinstance(thing, torch._ops.OpOverloadPacket):
-        return thing._qualified_op_name.partition("::")[2] in _op_names()
+        return all(_is_op(getattr(thing, overload)) for overload in thing.overloads())
     return id(thing) in _functions()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ...ir.errors import VerifyError
 from ..modules import Scope, Stage, draw_at
-from .allowed import BUILTINS
+from .allowed import BUILTINS, methods
 from .homes import BASES, DRAWING_BASES, HOMES, STANDING
 from .trust import HINT, Trust
 
@@ -75,8 +75,11 @@ class FileNames:
             for alias in node.names:
                 self._add_class_of_user(node, node.module, alias)
         else:
-            why = "a file imports torch, math, operator and, of modules that your script has imported, their classes"
-            refuse(node, f"`{line}`: {why}")
+            refuse(
+                node,
+                f"`{line}`: a file imports torch, math, operator, and autograd functions and enums of modules that "
+                "your script has imported already",
+            )
 
     def _is_known(self, node: ast.ImportFrom) -> bool:
         module = str(node.module)
@@ -116,11 +119,12 @@ class FileNames:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    if name.startswith("__"):
+    is_ops = isinstance(owner, torch._ops._OpNamespace)
+    if name.startswith("__") and not (is_ops and name in methods()):
         return _ABSENT
     if owner is torch.ops:
         return getattr(torch.ops, name) if name in _OPS else _ABSENT
-    if isinstance(owner, torch._ops._OpNamespace | torch._ops.OpOverloadPacket):
+    if is_ops or isinstance(owner, torch._ops.OpOverloadPacket):
         found = getattr(owner, name, _ABSENT)
         return found if isinstance(found, torch._ops.OpOverload | torch._ops.OpOverloadPacket) else _ABSENT
     if owner is torch and name == "ops":
