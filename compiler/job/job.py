@@ -249,7 +249,7 @@ class Job:
         if one batch is wrong, or if their calls (by default `function`) differ."""
         if self._feed.device is None:
             leaves, kind = self._feed.read(function, batch, ())
-            return leaves | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
+            return self._loaded(leaves) | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
         driver, refused = self.driver, None
         self._counter()  # may ask other ranks
         leaves, counts = {}, None
@@ -261,7 +261,11 @@ class Job:
             refused = error
         rows = driver.agree_on_batch(call or function, kind, refused, counts)
         self._feed.keep_to(function, kind)
-        return leaves | self._divisors(function, rows, kind)
+        return self._loaded(leaves) | self._divisors(function, rows, kind)
+
+    def _loaded(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs that a stage loads: of others at most the counts matter."""
+        return {name: value for name, value in leaves.items() if name in self.folder.interface.batch}
 
     def _counter(self) -> BatchCounts:
         """Counts batches, from the first on with the running devices' buffers (class weights)."""
