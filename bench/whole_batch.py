@@ -1,0 +1,138 @@
+"""Gradients of plans against one eager forward and backward over the whole batch, labels of uneven number.
+
+12 models without dropout, 1, 2, 4 and 8 micro-batches, 1, 2 and 4 devices as a pipeline and as lanes, and of the labels
+of each row none, more and more, or all but one of the whole batch ignored. The programs of all devices run in the
+reference runtime, in this process. A row has a model's largest relative difference of a loss and, by 2-norm, of all
+gradients; beside it that of plain micro-batches, each of which counts 1/M.
+
+Run: python bench/whole_batch.py [--models NAME ...] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.bench.peers import rows
+from penstock.compiler.folder import COUNTS_FILE
+from penstock.compiler.job.counts import BatchCounts, part_of
+from penstock.ir.errors import PenstockError
+from penstock.runtime.device.file import open_directory
+from penstock.runtime.reference.run import Reference
+from penstock.runtime.source.trust import OWN
+from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.tests.compiler.loss.whole_batch import Step, eager_step
+from penstock.tests.zoo import without_cache, zoo
+
+MODELS = ("gpt2", "opt", "llama", "mistral", "qwen3", "mixtral", "t5", "bert", "roberta", "vit", "lstm", "encoder")
+BATCH, MICRO_BATCHES, DEVICES = 8, (1, 2, 4, 8), (1, 2, 4)
+SHARES = ("none", "uneven", "all but one")
+STRATEGIES = {1: ("balanced",), 2: ("gpipe", "data-parallel"), 4: ("gpipe", "data-parallel")}
+STATELESS = partial(torch.optim.SGD, lr=0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/whole_batch.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.models:
+        rows.save("whole_batch", row_of(name), args.out)
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """The largest differences of a model's plans, by the share of labels that are ignored."""
+    model, batches = made(name)
+    wanted = {share: eager_step(model, batch) for share, batch in batches.items()}
+    plain = {
+        share: max(micro_batched(model, batch, m).distance(wanted[share]) for m in MICRO_BATCHES)
+        for share, batch in batches.items()
+    }
+    worst = dict.fromkeys(SHARES, 0.0)
+    plans = 0
+    for machine, counter, m in machines(model, batches["none"]):
+        plans += 1
+        for share, batch in batches.items():
+            found = step_of(machine, counter, batch, m, model)
+            worst[share] = max(worst[share], found.distance(wanted[share]))
+    return {"model": name, "plans": plans, "batch": BATCH, "difference": worst, "each micro-batch counts 1/M": plain}
+
+
+def machines(model: nn.Module, batch: dict[str, Tensor]) -> Iterator[tuple[Reference, BatchCounts, int]]:
+    for m, devices in itertools.product(MICRO_BATCHES, DEVICES):
+        for strategy in STRATEGIES[devices]:
+            if strategy == "data-parallel" and m < devices:
+                continue  # every lane needs a micro-batch
+            hardware = penstock.Hardware.cpu(num_devices=devices, memory="256MB", dram="2GB")
+            try:
+                job = penstock.compile(
+                    model, hardware, example_inputs=batch, optimizer=STATELESS, strategy=strategy, micro_batches=m
+                )
+            except PenstockError as error:
+                print(f"{type(model).__name__}, {strategy} on {devices}, {m} micro-batches: {error}", flush=True)
+                continue
+            yield *in_process(job, model), m
+
+
+def in_process(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCounts]:
+    """The job's programs, with the model's weights, and what counts its batches."""
+    source, interface, rules = LiveWeights(model), job.folder.interface, job.folder.settings.counts
+    specs = list(interface.stages.values())
+    weights = {name: w for spec in specs for name, w in stage_weights(source, spec).items()}
+    buffers = {name: b for spec in specs for name, b in stage_buffers(source, spec).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        files = open_directory(job.write(folder), interface, OWN)
+        counter = BatchCounts.from_file(rules, Path(folder, COUNTS_FILE), {}, OWN)
+    stages = {name: kind for file in files for name, kind in file.stages.items()}
+    return Reference(job.programs, stages, weights, None, buffers), counter
+
+
+def step_of(machine: Reference, counter: BatchCounts, batch: dict[str, Tensor], m: int, model: nn.Module) -> Step:
+    given = batch | counter.inputs(counter.of(batch, batch, m), each_own=False)
+    loss = float(machine.step(given)["loss"])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return Step(loss, {name: machine.grads[name] for name in names})
+
+
+def micro_batched(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
+    """Plain accumulation: the mean of the micro-batches' own means, those without labels left out."""
+    steps = [eager_step(model, part_of(batch, i, m)) for i in range(m)]
+    steps = [step for step in steps if step.loss == step.loss]
+    gradients = {name: torch.stack([s.gradients[name] for s in steps]).sum(0) / m for name in steps[0].gradients}
+    return Step(sum(step.loss for step in steps) / m, gradients)
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, dict[str, Tensor]]]:
+    """A model, and a global batch for each share of ignored labels."""
+    parts = [zoo()[name](dropout=0.0, seed=seed) for seed in range(BATCH // 2)]
+    batch = {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
+    return without_cache(parts[0][0]), {share: {**batch, "labels": labels(batch["labels"], share)} for share in SHARES}
+
+
+def labels(given: Tensor, share: str) -> Tensor:
+    made = given.masked_fill(given == -100, 5)
+    if share == "none":
+        return made
+    kept = torch.zeros_like(made, dtype=torch.bool)
+    if share == "all but one":
+        kept.view(-1)[kept.numel() // 2 + 1] = True
+    elif made.dim() == 1:
+        kept[::3] = True
+    else:
+        length = made.shape[1]
+        kept = torch.arange(length) < torch.tensor([length, 2, 3, length - 1, 2, length, 4, 2])[:, None]
+    return made.masked_fill(~kept, -100)
+
+
+if __name__ == "__main__":
+    main()
