@@ -13,13 +13,13 @@ from ...ir.errors import PlanError
 from . import durable
 from .weight_files import REPLACED
 from .weights import WeightSource
-from .wrapped import SavedModule
+from .wrapped import ModelPart
 
 CARD = "README.md"  # PEFT adds its part to a card that is there
 
 
 def save_adapters(
-    directory: Path, stages: Iterable[tuple[Any, Mapping[str, Tensor], Mapping[str, Tensor]]], saved: SavedModule,
+    directory: Path, stages: Iterable[tuple[Any, Mapping[str, Tensor], Mapping[str, Tensor]]], saved: ModelPart,
     source: WeightSource | None,
 ) -> Path:  # fmt: skip
     """Write every adapter of a PeftModel with the values that `stages` yield; those of its base model are not kept.
@@ -47,7 +47,7 @@ def save_adapters(
     return directory
 
 
-def names_to_save(saved: SavedModule) -> set[str]:
+def names_to_save(saved: ModelPart) -> set[str]:
     """The names of the tensors that PEFT writes. Raises `PlanError` where more than these is trained."""
     from peft import get_peft_model_state_dict
 

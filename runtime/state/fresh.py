@@ -13,6 +13,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ class FreshValues:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(self._seed, name))
-                _run_initialisers(_chain(skeleton, path))
+                if not _initialise_adapter(skeleton, name):
+                    _run_initialisers(_chain(skeleton, path))
             result = tensors[leaf]
             return None if result is None or result.is_meta else result.detach()
         except (NotImplementedError, RuntimeError):  # an initialiser that reads values which are on meta
@@ -94,6 +96,31 @@ def _chain(root: nn.Module, path: str) -> list[nn.Module]:
     """The module at `path` and the modules around it, innermost first."""
     parts = path.split(".") if path else []
     return [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+
+
+def _initialise_adapter(root: nn.Module, name: str) -> bool:
+    """Initialise a tensor of an adapter as PEFT does, which knows nothing of the model's own initialisers. False for
+    other tensors. Raises `PlanError` for adapters that begin with anything but numbers of their own."""
+    parts = name.split(".")
+    depth = next((i for i in range(len(parts)) if hasattr(_at(root, parts[:i]), "adapter_layer_names")), None)
+    if depth is None or parts[depth] in ("base_layer", "original_module", "modules_to_save"):
+        return False
+    tuner: Any = _at(root, parts[:depth])
+    adapter = parts[depth + 1] if len(parts) > depth + 1 else ""
+    configs = (getattr(module, "peft_config", None) for module in _chain(root, ".".join(parts[:depth])))
+    config = next((found[adapter] for found in configs if isinstance(found, dict) and adapter in found), None)
+    how = getattr(config, "init_lora_weights", None)
+    if not hasattr(tuner, "reset_lora_parameters") or how not in (True, False, "gaussian"):
+        raise _unknown(name, f"PEFT initialises it by more than a formula ({type(tuner).__name__}, {how!r})")
+    owner = _at(root, parts[:-1])
+    if isinstance(owner, nn.Linear):
+        owner.reset_parameters()
+    tuner.reset_lora_parameters(adapter, how)
+    return True
+
+
+def _at(root: nn.Module, parts: list[str]) -> nn.Module:
+    return root.get_submodule(".".join(parts))
 
 
 def _run_initialisers(chain: list[nn.Module]) -> None:

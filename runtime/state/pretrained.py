@@ -30,7 +30,7 @@ from . import durable
 from .adapters import names_to_save, save_adapters
 from .tensor_file import FilePlan, create_file, fill_file, plan_file
 from .weight_files import INDEX_FILE, REPLACED, SINGLE_FILE
-from .weights import LiveWeights, WeightSource
+from .weights import LiveWeights, PartWeights, WeightSource
 from .wrapped import PEFT, TRANSFORMERS, is_a, module_to_save
 
 
@@ -156,7 +156,7 @@ def save_pretrained(
     be written; `directory` then stays as it was.
     """
     saved = module_to_save(model)
-    inside = saved.source(LiveWeights(model) if source is None else source)
+    inside = PartWeights(LiveWeights(model) if source is None else source, saved)
     if is_a(saved.module, PEFT):
         return save_adapters(Path(directory), stages, saved, inside)
     layout = plan_layout(saved.module, max_shard_bytes)

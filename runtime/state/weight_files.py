@@ -15,6 +15,7 @@ from ...ir.errors import CheckpointError
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
 from .stored import Converted, Stored, in_model_terms
 from .tensor_file import TensorFile
+from .wrapped import ModelPart, part_by_names, parts_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -86,28 +87,41 @@ def _names_in(index: Path) -> list[str]:
 
 
 def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | None) -> Match:
-    """Find the tensor of every saved name of `model`, through ties and the `prefix` (see `weights.open_directory`).
+    """Find the tensor of every saved name of `model`, through wrappers, ties and the `prefix` (see
+    `weights.open_directory`).
 
     Raises `CheckpointError` if names that the model ties have different values.
     """
+    best: Match | None = None
+    for part in parts_of(model):  # of equal ones the plainest
+        found = _match_part(model, part, files, prefix)
+        best = found if best is None or len(found.where) > len(best.where) else best
+    assert best is not None
+    if not best.where and (part := part_by_names(model, files)) is not None:
+        best = _match_part(model, part, files, prefix)
+    return best
+
+
+def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], prefix: str | None) -> Match:
     unsaved, ties = never_saved(model), ties_of(model)
     wanted = {name: tensor for name, tensor in named_tensors(model).items() if name not in unsaved}
-    front = getattr(model, "base_model_prefix", "") if prefix is None else prefix
+    front = getattr(part.module, "base_model_prefix", "") if prefix is None else prefix
     rules = _prefix_rules(front)
-    found = in_model_terms(model, files, {rule(name) for rule in rules for name in (*wanted, *unsaved)})
-    to_key = max(rules, key=lambda rule: sum(rule(name) in found for name in wanted))
+    found = in_model_terms(part.module, files, {rule(own) for rule in rules for own in part.names.values()})
+    to_key = max(rules, key=lambda rule: sum(rule(own) in found for own in part.names.values()))
+    keys = {name: to_key(own) for name, own in part.names.items()}
     aliases = aliases_of(ties)
     where = {}
     for name in wanted:
         canonical = ties.get(name, name)
-        present = [to_key(other) for other in aliases.get(canonical, [name]) if to_key(other) in found]
+        present = [keys[other] for other in aliases.get(canonical, [name]) if keys.get(other) in found]
         if present:
             where[name] = found[present[0]]
         if name == canonical:
             _require_equal(found, present)
     shapes = {name: (stored.shape, tuple(wanted[name].shape)) for name, stored in where.items()}
-    expected = {to_key(name) for name in (*wanted, *unsaved)}
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    expected = set(keys.values())
+    ignored = [re.compile(p) for p in getattr(part.module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unexpected = {key for name, stored in found.items() if name not in expected for key in stored.keys}
     return Match(
         where,

@@ -22,6 +22,7 @@ from ..model_names import named_tensors, never_saved, ties_of
 from .fresh import FreshValues
 from .stored import Converted, Stored
 from .weight_files import match_names, open_files
+from .wrapped import ModelPart
 
 
 class WeightSource(ABC):
@@ -69,6 +70,21 @@ class FreshWeights(WeightSource):
         return self._fresh.value(self.ties.get(name, name))
 
 
+class PartWeights(WeightSource):
+    """The weights of a part of a model, under its own names."""
+
+    def __init__(self, whole: WeightSource, part: ModelPart):
+        self._whole = whole
+        self._names = {inner: outer for outer, inner in reversed(part.names.items())}
+        self.ties = ties_of(part.module)
+
+    def read(self, name: str) -> Tensor:
+        return self._whole.read(self._names[name])
+
+    def is_shared(self, name: str) -> bool:
+        return self._whole.is_shared(self._names[name])
+
+
 @dataclass(frozen=True)
 class DirectoryWeights(WeightSource):
     """Safetensors files of a directory, each tensor read when it is asked for. Made by `open_directory`; pickles.
@@ -102,12 +118,13 @@ def open_directory(
 ) -> DirectoryWeights:
     """Open the weights in `directory` (model.safetensors, or shards with their index) under the names of `model`.
 
-    `model` gives names, shapes and ties; it may be on the meta device. Names in the files may lack a prefix that the
-    model's names have, or have one more: `prefix` names it ("bert."), "" forbids it, None takes
-    `model.base_model_prefix` if more names agree with it than without. `missing_ok` is True, or patterns of the names
-    that may be absent, such as "classifier.*"; these get the values of the model's own initialiser, drawn from `seed`.
-    Buffers that are never saved (rotary frequencies, position ids) are the model's own, or initialised likewise if they
-    are on meta.
+    The files may be of the model, of the one library model that it wraps, with or without adapters of PEFT around its
+    layers, or of the one module in it that has their names. `model` gives names, shapes and ties; it may be on the meta
+    device. Names in the files may lack a prefix that the model's names have, or have one more: `prefix` names it
+    ("bert."), "" forbids it, None takes `model.base_model_prefix` if more names agree with it than without.
+    `missing_ok` is True, or patterns of the names that may be absent, such as "classifier.*"; these keep their values,
+    or on meta get those of the model's own initialiser, drawn from `seed`. Buffers that are never saved (rotary
+    frequencies, position ids) are the model's own, or initialised likewise if they are on meta.
 
     Raises `CheckpointError` naming the damaged file, or all keys that are missing, misshapen and unexpected;
     `PlanError` for a tensor on meta whose value cannot be found.
@@ -118,7 +135,8 @@ def open_directory(
     if refused or match.misshapen:
         raise match.error(Path(directory), refused)
     fresh, ties, tensors = FreshValues(model, seed), ties_of(model), named_tensors(model)
-    held = {name: fresh.value(name) for name in match.missing if name not in ties}
+    held = {name: tensors[name].detach() for name in match.missing if not tensors[name].is_meta}
+    held |= {name: fresh.value(name) for name in match.missing if name not in ties and name not in held}
     held |= {name: held[ties[name]] for name in match.missing if name in ties}
     for name in never_saved(model):
         held[name] = fresh.value(name) if tensors[name].is_meta else tensors[name].detach()

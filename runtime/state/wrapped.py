@@ -1,4 +1,4 @@
-"""Which module's files a save consists of: the model's, or those of the one library model that a wrapper holds.
+"""Which module of a model files of weights are of: the model's own, or those of the one library model in a wrapper.
 
 `torch.compile`, data parallelism and a user's module that only calls a model add names in front and nothing else; what
 they hold is written as if it stood alone. A wrapper with tensors of its own is no library's model.
@@ -7,46 +7,29 @@ they hold is written as if it stood alone. A wrapper with tensors of its own is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...ir.errors import PlanError
 from ..model_names import named_tensors, never_saved
-from .weights import WeightSource
 
 TRANSFORMERS = ("transformers.modeling_utils", "PreTrainedModel")
 PEFT = ("peft.peft_model", "PeftModel")
 MOST_NAMES = 4
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")  # what PEFT puts into names
 
 
 @dataclass(frozen=True)
-class SavedModule:
-    """A module to write, and for each name of a tensor in the model its name there."""
+class ModelPart:
+    """A module of a model, and for names of tensors in the model their names there, as files have them."""
 
     module: nn.Module
     names: dict[str, str]
-
-    def source(self, whole: WeightSource) -> WeightSource:
-        """The model's source of weights under the module's names."""
-        return _Renamed(whole, self)
-
-
-class _Renamed(WeightSource):
-    def __init__(self, whole: WeightSource, saved: SavedModule):
-        self._whole = whole
-        self._names = {inner: outer for outer, inner in reversed(saved.names.items())}
-        self.ties = {
-            inner: saved.names[whole.ties[outer]] for inner, outer in self._names.items() if outer in whole.ties
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._whole.read(self._names[name])
-
-    def is_shared(self, name: str) -> bool:
-        return self._whole.is_shared(self._names[name])
 
 
 def is_a(model: nn.Module, kind: tuple[str, str]) -> bool:
@@ -54,11 +37,48 @@ def is_a(model: nn.Module, kind: tuple[str, str]) -> bool:
     return any((cls.__module__, cls.__qualname__) == kind for cls in type(model).__mro__)
 
 
-def module_to_save(model: nn.Module) -> SavedModule:
+def parts_of(model: nn.Module) -> Iterator[ModelPart]:
+    """The parts that files of weights may be of, the whole model first: each with the names that the files have."""
+    names = list(named_tensors(model))
+    wholes = [("", model), *((path, inner) for path, inner in _library_models(model, "") if path)]
+    for path, inner in wholes:
+        front = f"{path}." if path else ""
+        found = {name: name.removeprefix(front) for name in names if name.startswith(front)}
+        yield ModelPart(inner, found)
+        adapted = _without_adapters(inner, found)
+        if adapted is not None:
+            yield adapted
+
+
+def part_by_names(model: nn.Module, keys: Collection[str]) -> ModelPart | None:
+    """The one module below the model whose names are those of the files; None where no or several modules are."""
+    names = list(named_tensors(model))
+    found = []
+    for path, inner in model.named_modules():
+        front = f"{path}."
+        own = {name: name.removeprefix(front) for name in names if path and name.startswith(front)}
+        if own and set(keys) <= set(own.values()):
+            found.append(ModelPart(inner, own))
+    most = [part for part in found if len(part.names) == min(len(other.names) for other in found)]
+    return most[0] if len(most) == 1 else None
+
+
+def _without_adapters(module: nn.Module, names: Mapping[str, str]) -> ModelPart | None:
+    """The model that PEFT has put adapters into, under the names from before; None if there are no adapters."""
+    base: Any = module
+    front = ""
+    if is_a(module, PEFT):
+        base = module.get_base_model()  # type: ignore[operator]
+        front = next(f"{path}." for path, inner in module.named_modules() if inner is base)
+    plain = {name: _WRAPPED.sub("", own.removeprefix(front)) for name, own in names.items() if own.startswith(front)}
+    return ModelPart(base, plain) if plain != dict(names) else None
+
+
+def module_to_save(model: nn.Module) -> ModelPart:
     """Raises `PlanError` for a model whose files no `from_pretrained` would read back."""
     found = dict(_library_models(model, ""))
     if not found:
-        return SavedModule(model, {name: name for name in named_tensors(model)})
+        return ModelPart(model, {name: name for name in named_tensors(model)})
     path, inner = next(iter(found.items()))
     own, theirs, unsaved = named_tensors(model), named_tensors(inner), never_saved(model)
     places = {id(tensor): name for name, tensor in reversed(theirs.items())}
@@ -73,7 +93,7 @@ def module_to_save(model: nn.Module) -> SavedModule:
     for name, tensor in own.items():
         stripped = name.removeprefix(front)
         names[name] = stripped if name.startswith(front) and stripped in theirs else places.get(id(tensor), name)
-    return SavedModule(inner, names)
+    return ModelPart(inner, names)
 
 
 def _library_models(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
