@@ -30,6 +30,7 @@ from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
+from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN, Trust
 from .coupling import coupled_miss, find_facts, scaled_loss
 from .folder import COUNTS_FILE, Folder, Settings, print_counts, print_files
@@ -40,6 +41,7 @@ from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
 from .loss.rules import captured, refuse_item_count
+from .own_copy import beside_own_copy
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Wishes
@@ -86,7 +88,8 @@ def compile(
     """Plan the training of `model` on `hardware` and print the program of every device.
 
     model: any nn.Module, also on the meta device; then `weights` names a directory of safetensors. Every module trains
-        in its own mode: call `model.train()` first, as `from_pretrained` returns models in evaluation mode.
+        in its own mode: call `model.train()` first, as `from_pretrained` returns models in evaluation mode. What a
+        model that is not on meta takes of a memory is left out of that memory's budget.
     hardware: a `Hardware`, a preset's name, a path to YAML, or "auto" to describe this machine (under torchrun the
         machines of all ranks). Every rank must call `compile`: the first one plans, the others carry its plan out.
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
@@ -118,6 +121,8 @@ def compile(
     refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
+    if not TorchrunDriver.is_present():  # where the ranks' copies are counted together
+        machine = beside_own_copy(machine, model)
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
@@ -381,9 +386,36 @@ def load(
     if folder.counts:
         open_counts(folder.settings.counts, Path(directory, COUNTS_FILE), trusted)
     programs = [file.step for file in files]
+    folder.hardware = _beside_model(folder, files, model)
     return Job(
         model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted, loss_weight=loss_weight
     )
+
+
+def _beside_model(folder: Folder, files: list[ProgramFile], model: nn.Module) -> Hardware:
+    """The folder's machine with as much of it taken by this model as it takes now. Raises `PlanError` where the files
+    were written for a model that took less, on meta for instance, and have no room beside this one."""
+    if TorchrunDriver.is_present():
+        return folder.hardware  # as the ranks that compiled counted it
+    machine = beside_own_copy(folder.hardware, model)
+    if machine != folder.hardware:
+        try:
+            _verify(folder.interface, machine, files)
+        except VerifyError as error:
+            raise PlanError(
+                "model: it is in memory, and the programs have no room beside it; build it on the meta device, and "
+                f"compile with weights=DIRECTORY. {error}"
+            ) from error
+    return machine
+
+
+def _verify(interface: Interface, machine: Hardware, files: list[ProgramFile]) -> None:
+    """Verify the files' programs, and those for evaluation if all files have one."""
+    hardware = lane_of(interface, machine)
+    verify([file.step for file in files], hardware)
+    evaluation = [file.evaluate for file in files if file.evaluate is not None]
+    if len(evaluation) == len(files):
+        verify(evaluation, hardware)
 
 
 def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
@@ -396,19 +428,14 @@ def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
 def _read(directory: str | Path) -> tuple[Folder, list[ProgramFile]]:
     folder = Folder.read(directory)
     files = read_directory(directory, folder.interface)
-    programs = [file.step for file in files]
-    evaluation = [file.evaluate for file in files if file.evaluate is not None]
     try:
-        hardware = lane_of(folder.interface, folder.hardware)
-        verify(programs, hardware)
-        if len(evaluation) == len(files):
-            verify(evaluation, hardware)
-        elif folder.settings.evaluation is None:
-            folder.settings.evaluation = "not all of its files have an `evaluate`"
+        _verify(folder.interface, folder.hardware, files)
     except VerifyError as error:
         path = files[error.device or 0].path
         place = f"{path}:{error.line}" if error.line else str(path)
         raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
+    if folder.settings.evaluation is None and any(file.evaluate is None for file in files):
+        folder.settings.evaluation = "not all of its files have an `evaluate`"
     return folder, files
 
 

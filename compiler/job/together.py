@@ -21,6 +21,7 @@ from ...runtime.processes.ranks import Ranks, Told
 from ...runtime.processes.rows import Member
 from ...runtime.processes.store_thread import connect_store
 from ...runtime.processes.torchrun import TorchrunDriver
+from ..own_copy import beside_copies, own_copy_bytes
 from ..plan import Plan
 from .job import Job
 
@@ -59,6 +60,8 @@ def _on_all_ranks(make: Callable[..., Job], given: dict[str, Any]) -> Job:
             raise PlanError(f"{differing}. Nothing was planned")
         if isinstance(given["hardware"], str) and given["hardware"] == "auto":
             given["hardware"] = joint_hardware(ranks)
+        machine = Hardware.from_any(given["hardware"])
+        given["hardware"] = beside_copies(machine, ranks.exchange(own_copy_bytes(given["model"])))
         if given["plan"] is not None:
             return make(**given)
         job, failure = _attempt(make, given) if rank == 0 else (None, None)

@@ -119,10 +119,21 @@ def _prediction(plan: Plan, hardware: Hardware) -> str:
             held.append(f"{format_bytes(loading)} while weights are loaded")
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrapped(f"{begin}: ", held) if held else [begin]
+    lines += _own_copies(hardware)
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
     lines += _wrapped("  moved a step: ", moved or ["nothing"])
     lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
     return "\n".join(lines)
+
+
+def _own_copies(hardware: Hardware) -> Iterator[str]:
+    """Where the script's own copy of the model lies, beside the plan."""
+    rows = [(f"dram{index}", host.model_bytes) for index, host in enumerate(hardware.hosts)]
+    rows += [(device.name, device.model_bytes) for device in hardware.devices]
+    for memory, num_bytes in rows:
+        if num_bytes:
+            begin = f"  {memory:6} your own copy of the model {format_bytes(num_bytes)}, which its budget leaves out"
+            yield from _wrapped(f"{begin}: ", ["on the meta device with weights=DIRECTORY it takes nothing"])
 
 
 def wear_text(wear: Wear) -> list[str]:

@@ -16,7 +16,7 @@ from ...ir.errors import DoesNotFit, PenstockError
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
-from ...ir.units import format_seconds, parse_bytes, short_bytes
+from ...ir.units import format_bytes, format_seconds, parse_bytes, short_bytes
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
 from .compiled import CompiledCandidate
 from .host_memory import host_needs, host_of, tier_of
@@ -41,13 +41,31 @@ class Nearest:
 
 
 def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> DoesNotFit:
-    """The same error with the nearest plan that fits in its text and in its `nearest`."""
+    """The same error with the nearest plan that fits in its text and in its `nearest`, and with what the script's own
+    copy of the model takes of the memory that is short."""
     wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
-    if found is None:
-        return miss
-    message = f"{str(miss).rstrip('.')}. {found}"
-    return DoesNotFit(message, memory=miss.memory, missing_bytes=miss.missing_bytes, nearest=found.change)
+    said = [str(miss).rstrip("."), _own_copy(hardware, miss.memory), "" if found is None else str(found)]
+    return DoesNotFit(
+        ". ".join(part for part in said if part),
+        memory=miss.memory,
+        missing_bytes=miss.missing_bytes,
+        nearest={} if found is None else found.change,
+    )
+
+
+def _own_copy(hardware: Hardware, memory: str) -> str:
+    if tier_of(memory) == ops.DEVICE:
+        num_bytes = hardware.device_by_name[memory].model_bytes if memory in hardware.device_by_name else 0
+    else:  # what is short of SSD may as well lie in DRAM
+        memory = f"{ops.DRAM}{host_of(memory)}"
+        num_bytes = hardware.hosts[host_of(memory)].model_bytes
+    if not num_bytes:
+        return ""
+    return (
+        f"Another {format_bytes(num_bytes)} of {memory} hold your own copy of the model; built on the meta device, "
+        "with weights=DIRECTORY, it takes nothing"
+    )
 
 
 def _tries(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wishes) -> Iterator[Nearest | None]:
@@ -128,4 +146,8 @@ def _dram_needs(compiled: CompiledCandidate) -> dict[int, int]:
 
 def _dram_bytes(compiled: CompiledCandidate, hardware: Hardware) -> int:
     """Bytes of DRAM that every host must have for this candidate."""
-    return max(ceil(need / hardware.hosts[host].dram_usable_fraction) for host, need in _dram_needs(compiled).items())
+    hosts = hardware.hosts
+    return max(
+        ceil((need + hosts[host].model_bytes) / hosts[host].dram_usable_fraction)
+        for host, need in _dram_needs(compiled).items()
+    )

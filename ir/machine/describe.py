@@ -44,7 +44,8 @@ def _describe_device(device: Device) -> str:
 
 def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     parts = [
-        f"DRAM {format_bytes(host.dram_bytes)} at {format_rate(host.dram_bandwidth)}",
+        f"DRAM {format_bytes(host.dram_bytes)} at {format_rate(host.dram_bandwidth)}"
+        + (f", {format_bytes(host.model_bytes)} of it the script's own copy of the model" if host.model_bytes else ""),
         f"{host.cpu_cores} cores, AdamW {host.optimizer_params_per_s / 1e9:.2f} G parameters/s",
         f"root complexes {'+'.join(map(str, complex_sizes))} at {format_rate(host.root_complexes[0].bandwidth_down)}",
     ]

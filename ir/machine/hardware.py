@@ -41,6 +41,9 @@ DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 Bytes = Annotated[
     int, BeforeValidator(units.parse_bytes), Field(gt=0), PlainSerializer(units.spell_bytes, when_used="json")
 ]
+OwnCopyBytes = Annotated[
+    int, BeforeValidator(units.parse_bytes), Field(ge=0), PlainSerializer(units.spell_bytes, when_used="json")
+]
 Rate = Annotated[
     float, BeforeValidator(units.parse_rate), Field(gt=0), PlainSerializer(units.RATE.spell, when_used="json")
 ]
@@ -95,10 +98,12 @@ class Host(MachinePart):
 
     `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM.
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
-    devices it is the loopback between two worker processes.
+    devices it is the loopback between two worker processes. `model_bytes` is what the script's own copy of the model
+    takes of the usable DRAM; `compile` sets it, on devices too.
     """
 
     dram_bytes: Bytes
+    model_bytes: OwnCopyBytes = 0
     dram_usable_fraction: Fraction = 0.9
     dram_bandwidth: Rate
     cpu_cores: Annotated[int, Field(gt=0)]
@@ -142,11 +147,12 @@ class Device(MachinePart):
     link_latency_s: Seconds = 20e-6
     op_overhead_s: Seconds = 8e-6
     threads: Annotated[int, Field(gt=0)] = 1
+    model_bytes: OwnCopyBytes = 0
 
     @property
     def budget_bytes(self) -> int:
         """The bytes of the memory that a plan may use."""
-        return int(self.memory_bytes * self.usable_fraction)
+        return max(0, int(self.memory_bytes * self.usable_fraction) - self.model_bytes)
 
     def achieved_flops(self, dtype: str = "fp32") -> float:
         """FLOP/s of large matrix products in `dtype`. Raises HardwareError when the device has no rate for it."""
@@ -219,7 +225,8 @@ class Hardware(MachinePart):
         """Memories that belong to a host, arrays of disks included: name to (host, budget in bytes)."""
         found = {}
         for index, host in enumerate(self.hosts):
-            found[f"dram{index}"] = (index, int(host.dram_bytes * host.dram_usable_fraction))
+            left_bytes = int(host.dram_bytes * host.dram_usable_fraction) - host.model_bytes
+            found[f"dram{index}"] = (index, max(0, left_bytes))
             if host.ssds:
                 found[f"ssd{index}"] = (index, sum(ssd.budget_bytes for ssd in host.ssds))
             for number, ssd in enumerate(host.ssds):

@@ -152,7 +152,14 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
             share = sum(d.root_complex == complex_ for d in here) / on_complex[index, complex_]
             complexes.append(_scaled(host.root_complexes[complex_], share, "bandwidth_up", "bandwidth_down"))
         disks = [_scaled(ssd, part, "size_bytes", "read_bandwidth", "write_bandwidth") for ssd in host.ssds]
-        shared = ("dram_bytes", "dram_bandwidth", "optimizer_params_per_s", "cpu_cores", "ssd_uplink_bandwidth")
+        shared = (
+            "dram_bytes",
+            "model_bytes",
+            "dram_bandwidth",
+            "optimizer_params_per_s",
+            "cpu_cores",
+            "ssd_uplink_bandwidth",
+        )
         found.append(_scaled(host, part, *shared, root_complexes=complexes, ssds=disks))
     network = hardware.network
     if network is not None:
@@ -162,7 +169,7 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
     for role, device in enumerate(own):
         smallest = min((hardware.devices[lane[role]] for lane in lanes), key=lambda d: d.budget_bytes)
         number, complex_ = place[device.host, device.root_complex]
-        memory = {"memory_bytes": smallest.memory_bytes, "usable_fraction": smallest.usable_fraction}
+        memory = {name: getattr(smallest, name) for name in ("memory_bytes", "usable_fraction", "model_bytes")}
         devices.append(device.model_copy(update={"host": number, "root_complex": complex_, **memory}))
     return Hardware(
         name=hardware.name,
@@ -193,11 +200,11 @@ def whole_link(hardware: Hardware, lanes: Sequence[Sequence[int]], lane: Sequenc
 
 
 def _scaled(part: Any, share: float, *names: str, **others: Any) -> Any:
-    """A copy with a share of these amounts; whole numbers stay whole, and at least 1."""
+    """A copy with a share of these amounts; whole numbers stay whole, and at least 1 if they are not 0."""
     update = dict(others)
     for name in names:
         amount = getattr(part, name)
-        if amount is not None:
+        if amount:
             update[name] = max(1, int(amount * share)) if isinstance(amount, int) else amount * share
     return part.model_copy(update=update)
 
