@@ -97,9 +97,8 @@ def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | Non
         found = _match_part(model, part, files, prefix)
         best = found if best is None or len(found.where) > len(best.where) else best
     assert best is not None
-    if not best.where and (part := part_by_names(model, files)) is not None:
-        best = _match_part(model, part, files, prefix)
-    return best
+    named = None if best.where else part_by_names(model, files)
+    return best if named is None else _match_part(model, named, files, prefix)
 
 
 def _match_part(model: nn.Module, part: ModelPart, files: Mapping[str, Stored], prefix: str | None) -> Match:
