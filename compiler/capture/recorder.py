@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
@@ -34,10 +40,15 @@ from .calls import (
     leaf_modules,
 )
 from .guard import Borrowed, autocast_aliases, replaced
+from .values import UNKNOWN
 from .writer import ACCELERATORS, GraphWriter, has_tensor, storage_of, tensors_in
 
 _EFFECTS = (torch._C._set_grad_enabled, *CHECKS)  # calls that give no tensor and are recorded all the same
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+class NeedsValue(CaptureError):
+    """A line reads the value of a tensor."""
 
 
 class _Mode(TorchFunctionMode):
@@ -198,7 +209,7 @@ class Recorder(GraphWriter):
         if run is None:
             return self._record(call, args, kwargs, None, touched)
         exec_args, exec_kwargs = self._executable(args, kwargs, real_args, real_kwargs or {})
-        result = self.run(run, exec_args, exec_kwargs)
+        result = self.outcome(run, exec_args, exec_kwargs, args, kwargs)
         mutated = tuple(dict.fromkeys(node for node, tensor, version in touched if tensor._version != version))
         if not mutated and call.target not in _EFFECTS and not has_tensor(result):
             return result
@@ -208,18 +219,48 @@ class Recorder(GraphWriter):
         node.meta["random"] = self._is_random(call, real_args, real_kwargs or {})
         self._note_buffers(call, node, args, kwargs)
         self.bind(node, result)
+        self._note_values(call, node, run)
         return result
 
+    def _note_values(self, call: RecordedCall, node: fx.Node, run: Callable[..., Any]) -> None:
+        for target in node.meta["mutates"]:
+            self.values.forget(target.meta["val"])
+        if not (node.meta["mutates"] or node.meta["random"] or call.kind == "call_module"):
+            self.busy = True
+            try:
+                self.values.note(run, node.args, node.kwargs, node.meta["val"])
+            finally:
+                self.busy = False
+
+    def outcome(self, run: Callable[..., Any], exec_args: tuple, exec_kwargs: dict, args: Any, kwargs: Any) -> Any:
+        """The result of a call on fake tensors. One that needs values gives the real result, if these are known."""
+        try:
+            return self.run(run, exec_args, exec_kwargs)
+        except NeedsValue:
+            self.busy = True
+            try:
+                with unset_fake_temporarily(), torch.no_grad():
+                    known = self.values.result(run, args, kwargs)
+            finally:
+                self.busy = False
+            if known is UNKNOWN:
+                raise
+            with torch._C.DisableTorchFunction():
+                return tree_map_only(torch.Tensor, self._as_fake, known)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call `func` without the hooks. Raises CaptureError where it needs a tensor's value."""
+        """Call `func` without the hooks. Raises NeedsValue where it needs a tensor's value."""
         self.busy = True
         try:
             return func(*args, **kwargs)
         except _VALUE_ERRORS as error:
-            raise CaptureError(self._value_needed()) from error
+            raise NeedsValue(self._value_needed()) from error
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             if is_data_dependent(func):
-                raise CaptureError(self._value_needed()) from error
+                raise NeedsValue(self._value_needed()) from error
             raise
         finally:
             self.busy = False

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
 from .guard import Borrowed
 from .lines import SourceLines
 from .symbols import SizeNodes
+from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
 _PLAIN = {int, float, bool, str, type(None), complex, torch.dtype, torch.memory_format, torch.layout, EllipsisType}
@@ -43,6 +44,7 @@ class GraphWriter:
         self.attributes: dict[tuple[str, str], fx.Node] = {}  # (name, module path) -> get_attr node
         self.constants: dict[str, torch.Tensor] = {}
         self.constant_of: dict[int, tuple[torch.Tensor, fx.Node]] = {}  # id(real tensor) -> its fake and get_attr node
+        self.values = KnownValues()
         self.storages: dict[int, fx.Node] = {}  # storage -> first node that holds it
         self.items: dict[fx.Node, list[tuple[torch.Tensor, fx.Node]]] = {}  # multi-output node -> its getitem nodes
         self.modules: list[tuple[str, str, int]] = [("", type(held.model).__name__, 0)]  # path, type, number of call
@@ -164,6 +166,8 @@ class GraphWriter:
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             self.busy = False
             self.constants[name] = tensor
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                self.values.know(fake, tensor.detach())
             self.constant_of[id(tensor)] = fake, self._add_held(name, fake)
             self.alive += [tensor, fake]
         self.rebuild_args = True
