@@ -188,6 +188,12 @@ def compile(
         find_graph.cache_clear()
         return found
 
+    for name, each in shape.wide.items():
+        warnings.warn(
+            f"{name} has {each} entries for each of the {shape.size} rows of a batch: every micro-batch takes those of "
+            "its rows, in order",
+            stacklevel=3,
+        )
     for note in best.draft.graph.notes:
         warnings.warn(note, stacklevel=3)
     ties = best.draft.graph.ties()

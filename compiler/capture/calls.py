@@ -28,6 +28,7 @@ class RecordedCall:
     target: Any
     reflected: bool = False  # arguments swapped: Tensor.__rsub__(x, 1) is 1 - x
     extra: tuple = ()  # arguments appended: getattr(x, "T")
+    asks_gradient: bool = False  # x.requires_grad = True
 
 
 _TENSOR_GETTERS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
@@ -68,7 +69,9 @@ def classify(func: Callable[..., Any], num_args: int, has_kwargs: bool) -> Recor
     if name == "__set__":
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         return RecordedCall(
-            "refuse", f"assigns to a tensor's .{attribute}: use an in-place method such as copy_() instead"
+            "refuse",
+            f"assigns to a tensor's .{attribute}: use an in-place method such as copy_() instead",
+            asks_gradient=attribute == "requires_grad",
         )
     if getattr(torch.Tensor, name, None) is not func:
         return RecordedCall("call_function", func)

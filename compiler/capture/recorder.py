@@ -146,6 +146,8 @@ class Recorder(GraphWriter):
             call = self.calls[key] = classify(func, len(args), bool(kwargs))
         if call.kind == "query":
             return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
+        if call.asks_gradient and args[1] is True:
+            return None  # of an input, whose gradient nothing here takes
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
@@ -270,7 +272,9 @@ class Recorder(GraphWriter):
             f"{self.lines.where()}\n  this line needs the value of a tensor, but a program is compiled before any "
             "value is known. Use torch.where instead of `if`, keep numbers as tensors instead of .item(), .tolist() or "
             "numpy(), fixed-size masks instead of nonzero() or boolean indexing, and torch._check_tensor_all to check "
-            "values; in a mixture of experts choose a batched implementation (transformers: "
+            "values. A value that is the same at every step may be a tensor attribute of the model instead of an "
+            "input; where only the model's own loss needs it, pass loss_fn, and the labels under a name that forward "
+            "does not take; in a mixture of experts choose a batched implementation (transformers: "
             'model.set_experts_implementation("batched_mm"))'
         )
 

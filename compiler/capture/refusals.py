@@ -16,6 +16,11 @@ _WAYS_OUT = {
         "F.scaled_dot_product_attention with attn_mask, a mask of booleans in place of mask_mod or of numbers to add "
         'in place of score_mod (transformers: attn_implementation="sdpa")'
     ),
+    os.path.join("transformers", "masking_utils.py"): (
+        "transformers makes this mask by vmap, which cannot be captured here: make it with the batch, and pass "
+        'attention_mask={"full_attention": mask, "sliding_attention": mask of the window} for the kinds of layers that '
+        "the model has, each of booleans [rows, 1, queries, keys], True where a query sees a key"
+    ),
     os.path.join(_ROOT, "_functorch", ""): (
         "this function transform (torch.func, torch.autograd.functional) cannot be captured here: write it as "
         "operations on whole batches, and a derivative as a torch.autograd.Function, which is one call to a program"
@@ -27,7 +32,7 @@ def refused(error: CaptureError) -> CaptureError:
     """The error with a way out instead of its reason, where one is known for the file of torch that failed."""
     files = [*_files(error), *_files(error.__cause__)]
     for place, text in _WAYS_OUT.items():
-        if any(file.startswith(place) for file in files):
+        if any(place in file for file in files):
             lines = str(error).splitlines()
             places = [lines[0], *(line for line in lines[1:2] if line.startswith("  in "))]  # the user's, a library's
             return CaptureError("\n".join([*places, f"  {text}"]))

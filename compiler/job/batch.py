@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ from .plain_tensor import plain_tensor
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Shape and dtype of every tensor of one global batch; `size` is their common first dimension.
+    """Shape and dtype of every tensor of one global batch; `size` is the number of its rows.
 
-    `flags` are its other leaves (numbers, switches, None) as text: capture makes them part of the programs.
+    An input may have several entries for each row, such as the patches of an image: then each micro-batch takes as many
+    of them as of rows, in order. `flags` are its other leaves (numbers, switches, None) as text: capture makes them
+    part of the programs.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -27,20 +30,33 @@ class BatchShape:
 
     @staticmethod
     def of(model: nn.Module, example_inputs: Any) -> BatchShape:
-        """Raises `PlanError` unless all tensors share their first dimension."""
+        """Raises `PlanError` unless the first dimension of every tensor is a multiple of the number of rows."""
         tensors, flags = flatten(model, example_inputs)
         leaves = {name: _shape(value) for name, value in tensors.items()}
         if not leaves:
             raise PlanError("example_inputs holds no tensor; pass one global batch as a dict or tuple of tensors")
         sizes = {name: shape[0] if shape else 0 for name, (shape, _) in leaves.items()}
-        first, size = next(iter(sizes.items()))
+        size = number_of_rows(sizes.values())
+        first = next((name for name, found in sizes.items() if found == size), "")
         for name, found in sizes.items():
-            if found != size or found == 0:
+            if found == 0 or found % size:
                 raise PlanError(
                     f"example_inputs[{name!r}] has first dimension {found or 'none'}, {first!r} has {size}: every "
-                    f"input is cut into micro-batches along its first dimension; expand {name!r} to {size} rows"
+                    f"input is cut into micro-batches along its first dimension, which is {size} or a multiple of it; "
+                    f"expand {name!r} to {size} rows, transpose it, or make it a tensor attribute of the model if it "
+                    "is the same at every step"
                 )
         return BatchShape(leaves, size, flags)
+
+    def entries(self, name: str, rows: int) -> int:
+        """The first dimension of an input of a batch with so many rows."""
+        return self.leaves[name][0][0] * rows // self.size
+
+    @property
+    def wide(self) -> dict[str, int]:
+        """The inputs with several entries for each row, and how many."""
+        each = {name: shape[0] // self.size for name, (shape, _) in self.leaves.items()}
+        return {name: count for name, count in each.items() if count > 1}
 
     def check_divisible(self, micro_batches: int) -> None:
         if micro_batches < 1 or self.size % micro_batches:
@@ -70,8 +86,9 @@ class BatchShape:
             raise BatchError(
                 f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}"
             )
-        sizes = {value.shape[0] if value.dim() else 0 for value in found.values()}
-        size = part_size if part_size is not None and sizes == {part_size} else self.size
+        own = {name: value.shape[0] if value.dim() else 0 for name, value in found.items()}
+        is_part = part_size is not None and all(own[name] == self.entries(name, part_size) for name in found)
+        rows = part_size if is_part and part_size is not None else self.size
         for name, value in found.items():
             (_, *rest), dtype = self.leaves[name]
             if value.dtype != dtype:
@@ -79,10 +96,11 @@ class BatchShape:
                     f"batch[{name!r}] has dtype {value.dtype}, compiled for {dtype}: convert it (batch[{name!r}]"
                     f".to({dtype})), or compile again for the new dtype"
                 )
+            size = self.entries(name, rows)
             if tuple(value.shape) != (size, *rest):
                 raise BatchError(
                     f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
-                    + self._advice([*value.shape[1:]] == rest, part_size)
+                    + self._advice(name, [*value.shape[1:]] == rest, part_size)
                 )
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))
@@ -93,14 +111,27 @@ class BatchShape:
                 )
         return found
 
-    def _advice(self, only_rows: bool, part_size: int | None) -> str:
+    def _advice(self, name: str, only_rows: bool, part_size: int | None) -> str:
         if not only_rows:
             return "pad or cut the batch, or compile again for the new shape"
-        part = "" if part_size in (None, self.size) else f", or the {part_size} of this rank's lane in all of them"
+        part = ""
+        if part_size not in (None, self.size):
+            assert part_size is not None
+            part = f", or the {self.entries(name, part_size)} of this rank's lane in all of them"
         return (
-            f"allowed are {self.size} rows{part}. A last batch that is too short is to be dropped "
+            f"allowed are {self.entries(name, self.size)} rows{part}. A last batch that is too short is to be dropped "
             "(DataLoader(drop_last=True)) or filled up; job.sampler(dataset) makes batches of one size"
         )
+
+
+def number_of_rows(sizes: Collection[int]) -> int:
+    """The rows of a batch with inputs of these first dimensions: the smallest of them, if the others are multiples of
+    it, else what most of them have. An input with one entry is rather one that was not expanded to all rows."""
+    counts = Counter(size for size in sizes if size)
+    least = min((size for size in counts if size > 1), default=1)
+    if all(size % least == 0 for size in counts):
+        return least
+    return max(counts, key=lambda size: (counts[size], size > 1, -size))
 
 
 def micro_batch_spec(example_inputs: Any, micro_batches: int) -> Any:

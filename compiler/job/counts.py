@@ -138,7 +138,10 @@ def rows_of(batch: Any, rows: range, size: int) -> Any:
     """These rows of every tensor of a batch of `size` rows."""
 
     def taken(leaf: Any) -> Any:
-        return leaf[rows.start : rows.stop] if isinstance(leaf, Tensor) and len(leaf) == size else leaf
+        if not isinstance(leaf, Tensor) or len(leaf) % size:
+            return leaf
+        each = len(leaf) // size  # entries of this input for each row
+        return leaf[rows.start * each : rows.stop * each]
 
     return tree_map(taken, batch)
 

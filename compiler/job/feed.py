@@ -62,7 +62,8 @@ class Feed:
             leaves = self.shape.check(self.model, batch, part_size=self.part_size, needed=needed)
         if not leaves:
             return {}, ""
-        size = len(next(iter(leaves.values())))
+        name, value = next(iter(leaves.items()))
+        size = len(value) * self.shape.size // self.shape.entries(name, self.shape.size)
         kind = WHOLE if size == self.shape.size else PART
         before = self._kinds.get(function, kind)
         if kind != before:

@@ -37,7 +37,7 @@ from ..pipeline import PassRecord
 from ..report.explain import explain
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
-from .batch import BatchShape
+from .batch import BatchShape, number_of_rows
 from .counts import BatchCounts, Counts, LossWeight, counts_spec, of_all_lanes, rows_of
 from .feed import PART, WHOLE, Feed
 from .one_call import OneCall, one_call
@@ -117,7 +117,7 @@ class Job:
         self._closed = False
         self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
-        shape = BatchShape(leaves, next(iter(leaves.values()))[0][0], folder.settings.flags)
+        shape = BatchShape(leaves, number_of_rows([dims[0] for dims, _ in leaves.values()]), folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
         self._feed = Feed(model, shape, folder.interface, device)
         self._taken = Taken(model, folder.interface)

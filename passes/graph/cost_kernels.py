@@ -2,7 +2,8 @@
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
 FLOPs for the active `KernelFlops` modes. There are stand-ins for CUDA's fused attention and dropout on a machine
-without CUDA, and for matrix products in groups, whose FLOPs torch does not know, nor their shapes unless they are bf16.
+without CUDA, for matrix products in groups, whose FLOPs torch does not know, nor their shapes unless they are bf16, and
+for the CTC loss, which has no shape rule.
 """
 
 from __future__ import annotations
@@ -92,9 +93,23 @@ def grouped_shape(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), **options).to(a.dtype)
 
 
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Has the shapes of `F.ctc_loss`, whose own kernels read the lengths of the rows."""
+    losses = -log_probs.logsumexp(-1).sum(0)
+    return losses if reduction == "none" else losses.mean()
+
+
 # Functions to run on fake tensors in place of torch's own, whose rule for fake tensors is narrower than its kernels.
-SHAPE_RULES: dict[Any, Any] = {torch._grouped_mm: grouped_shape}
-STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product}
+SHAPE_RULES: dict[Any, Any] = {torch._grouped_mm: grouped_shape, torch.nn.functional.ctc_loss: ctc_loss}
+STAND_INS: dict[Any, Any] = {torch._grouped_mm: grouped_product, torch.nn.functional.ctc_loss: ctc_loss}
 CUDA_STAND_INS: dict[Any, Any] = {
     **STAND_INS,
     torch.nn.functional.scaled_dot_product_attention: cuda_attention,

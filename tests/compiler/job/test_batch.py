@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.compiler.job.batch import BatchShape, flatten, micro_batch_spec
+from penstock.compiler.job.batch import BatchShape, flatten, micro_batch_spec, number_of_rows
 from penstock.ir.errors import BatchError, PlanError
 
 
@@ -78,6 +78,29 @@ def test_shapes() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         BatchShape.of(MODEL, batch)
+
+
+def test_an_input_with_several_entries_for_each_row_is_cut_by_its_own_count() -> None:
+    batch = {"patches": torch.zeros(32, 3), "ids": torch.zeros(8, 2), "labels": torch.zeros(8)}
+    shape = BatchShape.of(MODEL, batch)
+    assert shape.size == 8 and shape.wide == {"patches": 4} and shape.entries("patches", 2) == 8
+    assert micro_batch_spec(batch, 4)["patches"] == {"shape": [8, 3], "dtype": "float32"}
+    assert shape.check(MODEL, batch).keys() == batch.keys()
+    part = {name: value[: len(value) // 2] for name, value in batch.items()}
+    assert shape.check(MODEL, part, part_size=4).keys() == batch.keys()
+    for wrong, said in (
+        ({**part, "patches": batch["patches"]}, "'ids'.*allowed are 8 rows, or the 4 of this rank's lane"),
+        ({**batch, "patches": torch.zeros(28, 3)}, "'patches'.*allowed are 32 rows, or the 16 of"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            shape.check(MODEL, wrong, part_size=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [([4, 4, 64], 4), ([64, 64, 4], 4), ([4, 1], 4), ([1, 1], 1), ([4, 6, 4], 4), ([0, 4], 4)]
+)
+def test_the_number_of_rows(sizes: list[int], rows: int) -> None:
+    assert number_of_rows(sizes) == rows
 
 
 def test_arrays_of_other_libraries() -> None:
