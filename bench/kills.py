@@ -183,9 +183,8 @@ def workers() -> dict[int, psutil.Process]:
 
 
 def left_in(folder: Path) -> list[str]:
-    """What stays of a run: files on SSD, temporary files, and what was written of an unfinished checkpoint. The next
-    save finishes an exchange of checkpoints that was under way."""
-    parts = [*folder.glob("disk/*"), *folder.glob("tmp/penstock-*"), *folder.glob("checkpoints/.*.saving-*")]
+    """What stays of a run: files on SSD, and temporary files. The next save removes what an earlier one left."""
+    parts = [*folder.glob("disk/*"), *folder.glob("tmp/penstock-*")]
     return [str(path.relative_to(folder)) for path in parts]
 
 
