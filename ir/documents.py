@@ -6,6 +6,7 @@ to, a device, gigabytes) is refused before it is read.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pydantic
 import yaml
@@ -27,7 +28,7 @@ class Unreadable(ValueError):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def opened(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
     """Open a regular file to read its bytes, unbuffered. Raises `OSError`, or `Unreadable` for anything but a file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     with open(descriptor, "rb", buffering=0) as file:
@@ -42,7 +43,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         with opened(path) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) > MOST_BYTES:
                 raise Unreadable(f"has {num_bytes} bytes; at most {MOST_BYTES} are read")
-            return Path(path).read_text("utf-8")
+            return file.readall().decode("utf-8")
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

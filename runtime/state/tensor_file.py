@@ -8,6 +8,7 @@ tensor after another, so that writing and reading each hold at most one tensor o
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,7 +176,7 @@ class TensorFile:
                 file.seek(entry.begin)
                 done = 0
                 while done < len(data):
-                    count = file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
+                    count = file.readinto(data[done : done + _CHUNK_BYTES])
                     if not count:
                         raise CheckpointError(f"{self.path}: truncated inside {name!r}. {_RESTORE}")
                     if digest is not None:
@@ -187,7 +188,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: the bytes of {name!r} were altered after writing. {_RESTORE}")
         return tensor
 
-    def _read_header(self, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    def _read_header(self, file: io.FileIO) -> tuple[dict[str, Any], int]:
         bad = f"{self.path}: not a safetensors file, or damaged"
         first = file.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1

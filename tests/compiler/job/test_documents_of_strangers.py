@@ -138,7 +138,7 @@ def load_for_another_machine(place: Place, target: Path) -> None:
 
 
 USES: dict[str, Callable[[Place, Path], None]] = {
-    "manifest": resume, "shard": resume, "weights": read_weights, "interface.json": load,
+    "manifest": resume, "shard": resume, "weights": read_weights, "settings.json": load, "interface.json": load,
     "plan.json": load, "hardware.yaml": load_for_another_machine,
 }  # fmt: skip
 
