@@ -32,6 +32,7 @@ from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN, Trust
+from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
 from .folder import COUNTS_FILE, Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
@@ -154,6 +155,7 @@ def compile(
         found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
+    require_lasting(best.draft.graph, best.draft.programs)
     _check_shards(made, spec, best.draft.graph.hooks)
     schedule = best.candidate.find(ScheduleAsync)
     if schedule is not None and schedule.weights == "predict":

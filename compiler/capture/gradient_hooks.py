@@ -47,7 +47,7 @@ def traced(name: str, param: nn.Parameter) -> tuple[HookCall, ...]:
     """What a parameter's hooks do to its gradient. Raises CaptureError naming the parameter and the hook."""
     gradient = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     owner = nn.Parameter(torch.empty_like(gradient))
-    tracer, index = _Tracer(gradient), 0
+    tracer, index = Tracer(gradient), 0
     for (kind, _), hook in own_hooks(param).items():
         who = f"{name} has the gradient hook {getattr(hook, '__qualname__', type(hook).__name__)} ({kind})"
         before, calls, last = values_of(hook), len(tracer.calls), gradient
@@ -55,7 +55,7 @@ def traced(name: str, param: nn.Parameter) -> tuple[HookCall, ...]:
             with torch.no_grad(), tracer:
                 gradient = _called(kind, hook, gradient, owner)
                 index = tracer.index_of(gradient)
-        except _Refused as error:
+        except Refused as error:
             raise CaptureError(f"{who}, which {error}: {_REMEDY}") from None
         except Exception as error:
             line = SourceLines().of_traceback(error.__traceback__)
@@ -75,17 +75,17 @@ def _called(kind: str, hook: Callable[..., Any], gradient: Tensor, owner: nn.Par
         return gradient if given is None else given
     owner.grad = gradient
     if hook(owner) is not None:
-        raise _Refused("returns something, which autograd refuses")
+        raise Refused("returns something, which autograd refuses")
     if owner.grad is None:
-        raise _Refused("takes the gradient away, as an optimizer does that steps during backward")
+        raise Refused("takes the gradient away, as an optimizer does that steps during backward")
     return owner.grad
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """What a hook does and may not, as the rest of a sentence."""
 
 
-class _Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Writes down the operators that work on a gradient. Numbers that a hook computes otherwise are constants."""
 
     def __init__(self, gradient: Tensor):
@@ -97,7 +97,7 @@ class _Tracer(TorchDispatchMode):
 
     def index_of(self, value: Tensor) -> int:
         if not isinstance(value, Tensor) or _storage(value) not in self.index:
-            raise _Refused("gives back what is not made of the gradient")
+            raise Refused("gives back what is not made of the gradient")
         return self.index[_storage(value)]
 
     def until(self, index: int) -> tuple[HookCall, ...]:
@@ -120,22 +120,22 @@ class _Tracer(TorchDispatchMode):
         if not any(_storage(t) in self.index for t in tensors):
             if all(t.dim() == 0 and not t.is_meta for t in tensors):
                 return func(*args, **{**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs)
-            raise _Refused(f"uses a tensor of shape {list(tensors[0].shape)} that is not the gradient ({name})")
+            raise Refused(f"uses a tensor of shape {list(tensors[0].shape)} that is not the gradient ({name})")
         lowered = tuple(self._lower(arg, name) for arg in args)
         result = func(*(arg.item() if self._is_constant(arg) else arg for arg in args), **kwargs)
         if not isinstance(result, Tensor) or result.shape != self.shape:
-            raise _Refused(f"calls {name}, which is not element-wise")
+            raise Refused(f"calls {name}, which is not element-wise")
         self.alive.append(result)
         if name in _SAME or name in _WRITES:
             source = lowered[1] if name in _WRITES else lowered[0]
             same_dtype = not isinstance(args[-1], Tensor) or args[-1].dtype == result.dtype
             if not isinstance(source, Earlier) or not same_dtype:
-                raise _Refused(f"calls {name} on other than gradients of one dtype")
+                raise Refused(f"calls {name} on other than gradients of one dtype")
             self.index[_storage(result)] = source.index
             return result
         functional = _functional(func, name)
         if elementwise(functional) is None:
-            raise _Refused(f"calls {name}, which is not element-wise")
+            raise Refused(f"calls {name}, which is not element-wise")
         self.calls.append(HookCall(functional, lowered, _options(kwargs)))
         self.index[_storage(result)] = len(self.calls)
         return result
@@ -149,12 +149,12 @@ class _Tracer(TorchDispatchMode):
         if self._is_constant(arg):
             return arg.item()
         if isinstance(arg, Tensor):
-            raise _Refused(f"uses a tensor of shape {list(arg.shape)} that is not the gradient ({name})")
+            raise Refused(f"uses a tensor of shape {list(arg.shape)} that is not the gradient ({name})")
         if isinstance(arg, torch.dtype):
             return str(arg).removeprefix("torch.")
         if isinstance(arg, (bool, int, float, str, type(None))):
             return arg
-        raise _Refused(f"gives {name} a {type(arg).__name__}")
+        raise Refused(f"gives {name} a {type(arg).__name__}")
 
 
 def _functional(func: Any, name: str) -> str:
@@ -175,7 +175,7 @@ def _options(kwargs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
             continue
         plain = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         if not isinstance(plain, (bool, int, float, str)):
-            raise _Refused(f"gives a {type(value).__name__} as {key}=")
+            raise Refused(f"gives a {type(value).__name__} as {key}=")
         kept.append((key, plain))
     return tuple(kept)
 

@@ -25,6 +25,7 @@ from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
 from .lines import SourceLines
+from .param_changes import changes_of, take_out
 from .python_state import REMEDY, state_of
 from .recorder import Recorder
 from .refusals import refused
@@ -80,6 +81,8 @@ def trace(
     found = _captured(model, example_inputs, options, tracer)
     found.hooks = hooks
     _refuse_written_constants(found)
+    found.changes = changes_of(found)
+    take_out(found)
     return found
 
 

@@ -21,7 +21,6 @@ from ...ir.machine.hardware import Hardware
 from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
-from ..capture.gradient_hooks import hooks_of
 from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
@@ -158,6 +157,8 @@ def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]
 
 def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:
     device = torch.device(job.hardware.devices[0].kind)
+    ties, stages = ties_of(job.model), job.folder.interface.stages.values()
+    params = [param for spec in stages for param in spec.params if param.owner]
     eager = Eager(
         model.to(device),
         run,
@@ -165,7 +166,7 @@ def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micr
         micro_batches=micro_batches,
         precision=job.plan.precision,
         max_grad_norm=job.plan.max_grad_norm,
-        hooks=hooks_of(job.model),
+        specs=[dataclasses.replace(p, name=ties.get(p.name, p.name)) for p in params],
     )
     losses = [eager.step(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)) for batch in batches]
     end = {name: p.detach() for name, p in eager.masters.items()}

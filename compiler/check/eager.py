@@ -6,7 +6,7 @@ it is (`module_runner`). Both draw the random numbers that any plan draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
-from ...ir.program import HookCall, ParamSpec
+from ...ir.program import ParamSpec
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.gradients import LossScale
-from ...runtime.optimizer.hooks import run_hooks
+from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..capture.guard import LossFn
@@ -33,7 +33,10 @@ RunMicroBatch = Callable[[Any, int, int, int], Tensor]  # (global batch, micro-b
 
 
 class Eager:
-    """Trains `model` (which it changes) in this process. `gradients` are those of its first step, in fp32."""
+    """Trains `model` (which it changes) in this process. `gradients` are those of its first step, in fp32.
+
+    `specs` has the gradient hooks of its parameters, as a copy of a model has none, and what forward does to them.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Eager:
         micro_batches: int,
         precision: str = "fp32",
         max_grad_norm: float | None = None,
-        hooks: Mapping[str, tuple[HookCall, ...]] | None = None,
+        specs: Sequence[ParamSpec] = (),
     ):
         self.model, self.run = model, run
         self.micro_batches, self.precision, self.max_grad_norm = micro_batches, PRECISIONS[precision], max_grad_norm
@@ -58,9 +61,7 @@ class Eager:
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
         self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)
-        # a copy of a model has no hooks
-        named = {n: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in self.params.items()}
-        self.hooked = [ParamSpec(name, *named[name], hook=hook) for name, hook in (hooks or {}).items()]
+        self.specs = specs
         self.loss_scale = LossScale() if self.precision.scales_loss else LossScale(1.0)
         self.step_count = 0
         self.gradients: dict[str, Tensor] = {}
@@ -68,12 +69,14 @@ class Eager:
     def step(self, batch: Any) -> float:
         """One training step on a global batch; its mean loss over the micro-batches."""
         losses = []
+        for tensors in (self.params, self.masters):
+            change_params(self.specs, {name: p.data for name, p in tensors.items()})
         for m in range(self.micro_batches):
             loss = self.run(batch, m, self.micro_batches, self.step_count)
             loss.backward(torch.full_like(loss, self.loss_scale.scale / self.micro_batches))
             losses.append(loss.detach().float())
         grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
-        run_hooks(self.hooked, grads, self.loss_scale.scale)
+        run_hooks(self.specs, grads, self.loss_scale.scale)
         finite = not self.precision.scales_loss or all(bool(g.isfinite().all()) for g in grads.values())
         if finite:
             self._update(grads)

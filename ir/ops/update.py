@@ -129,7 +129,8 @@ def _step_work(
         params=round(share * spec.trained_params),
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        workspace_bytes=4 * round(share * spec.trained_params) if interface.master else 0,  # the gradients in fp32
+        # the gradients in fp32
+        workspace_bytes=spec.change_bytes + (4 * round(share * spec.trained_params) if interface.master else 0),
         workspace_memory=grads.memory,
     )
 

@@ -55,4 +55,4 @@ def wrong_calls(calls: tuple[HookCall, ...]) -> Iterator[str]:
         if elementwise(call.op) is None:
             yield f"calls {call.op!r:.60}, which is no element-wise operator"
         if any(isinstance(arg, Earlier) and not 0 <= arg.index <= number for arg in call.args):
-            yield f"has a call {number + 1} that reads a later one"
+            yield f"reads the result of a later call in call {number + 1}"

@@ -167,7 +167,9 @@ def _contradictions(interface: Interface) -> Iterator[str]:
             yield f"stage {name} has a cost below 0 or without end"
     yield from (f"the batch's {found}" for found in _wrong_rows(interface.batch.values()))
     for spec in interface.stages.values():
-        yield from (f"the hook of {p.name!r:.60} {found}" for p in spec.params for found in wrong_calls(p.hook))
+        for param in spec.params:
+            calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
+            yield from (f"{param.name!r:.60} has a hook or a change that {found}" for found in calls)
     places = range(interface.num_devices)
     for group, members in interface.groups.items():
         if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):

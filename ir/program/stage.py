@@ -35,8 +35,9 @@ class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name.
 
     `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
-    is what the user's gradient hooks do to its gradient, once that is complete. A buffer without an owner is a
-    constant: a tensor that the model uses but does not register, whose value is the programs'.
+    is what the user's gradient hooks do to its gradient, once that is complete, `change` what forward does in place to
+    the parameter itself, which lasts. A buffer without an owner is a constant: a tensor that the model uses but does
+    not register, whose value is the programs'.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ParamSpec:
     requires_grad: bool = True
     owner: bool = True
     hook: tuple[HookCall, ...] = ()
+    change: tuple[HookCall, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -129,9 +131,12 @@ class StageSpec:
     @property
     def hook_bytes(self) -> int:
         """Bytes that gradient hooks take while they run, in fp32 at least."""
-        hooked = [p for p in self.params if p.hook]
-        portions = (min(p.numel, HOOK_PORTION_ELEMENTS) * max(4, dtype_bytes(p.dtype)) for p in hooked)
-        return max(((len(p.hook) + 3) * size for p, size in zip(hooked, portions)), default=0)
+        return max((_working_bytes(p, p.hook) for p in self.params), default=0)
+
+    @property
+    def change_bytes(self) -> int:
+        """Bytes that it takes to change parameters as forward does."""
+        return max((_working_bytes(p, p.change) for p in self.params), default=0)
 
     @property
     def constants(self) -> tuple[ParamSpec, ...]:
@@ -170,6 +175,12 @@ class StageSpec:
 
     def output(self, name: str) -> TensorSpec:
         return next(o for o in (*self.outputs, *self.extra_outputs) if o.name == name)
+
+
+def _working_bytes(param: ParamSpec, calls: tuple[HookCall, ...]) -> int:
+    """Bytes of the results of these calls on one portion of a parameter, in fp32 at least."""
+    portion_bytes = min(param.numel, HOOK_PORTION_ELEMENTS) * max(4, dtype_bytes(param.dtype))
+    return (len(calls) + 3) * portion_bytes if calls else 0
 
 
 def dtype_bytes(name: str) -> int:

@@ -54,6 +54,15 @@ def is_mode_switch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in MODE_SWITCHES
 
 
+@dataclass(frozen=True)
+class ParamChange:
+    """What forward does to a parameter in place: element-wise `calls`; none stands for an embedding's `max_norm`, which
+    changes the rows that it looks up."""
+
+    source: str
+    calls: tuple[HookCall, ...] = ()
+
+
 @dataclass
 class OpGraph:
     """A training step: `module(**batch)` returns `{"loss": ..., other outputs by name}`.
@@ -72,6 +81,7 @@ class OpGraph:
     missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
+    changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt

@@ -286,7 +286,9 @@ class _Builder:
                     owner = self.cut.first_use[canonical] == self.index
                     dtype = _name(compute_dtype(self.graph, tensor))
                     hook = self.graph.hooks.get(canonical, ())
-                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook)
+                    change = self.graph.changes.get(canonical)
+                    calls = change.calls if change is not None else ()
+                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook, calls)
         return list(found.values()), list(held.values())
 
     def _trained(self, block: Block) -> dict[int, int]:

@@ -100,6 +100,12 @@ def _check_options(draft: Draft) -> None:
             f"{min(draft.graph.hooks)} has a gradient hook, which runs on the gradient of a whole batch, but an "
             "asynchronous stage never has that: remove the hook (handle.remove()), or use a synchronous strategy"
         )
+    if draft.graph.changes:
+        raise PassError(
+            f"forward changes {min(draft.graph.changes)} in place ({next(iter(draft.graph.changes.values())).source}), "
+            "which reaches other versions of the weights in asynchronous training than in eager: leave it out, or use "
+            "a synchronous strategy"
+        )
     if (copies := len(draft.mesh.lanes)) > 1:
         raise PassError(
             f"mesh makes {copies} copies of the pipeline, whose updates would have to wait for each other; "

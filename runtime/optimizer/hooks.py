@@ -28,6 +28,15 @@ def run_hooks(params: Sequence[ParamSpec], grads: Mapping[str, Tensor], loss_sca
                 portion.copy_(torch.where(portion.isfinite(), made, portion))
 
 
+def change_params(params: Sequence[ParamSpec], masters: Mapping[str, Tensor]) -> None:
+    """Do to masters, or pieces of them, what forward has done in place to the weights that it ran on. Where these are
+    the same tensors, nothing changes."""
+    for param in params:
+        if param.change and param.name in masters:
+            for portion in _portions(masters[param.name]):
+                portion.copy_(hooked(param.change, portion))
+
+
 def hooked(calls: Sequence[HookCall], grad: Tensor) -> Tensor:
     """What a hook makes of a gradient, which stays as it is."""
     values = [grad]

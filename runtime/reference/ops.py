@@ -19,7 +19,7 @@ from ...ir.ops import apart, shared_params
 from ...ir.program import Interface, StageSpec, aligned
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
-from ..optimizer.hooks import run_hooks
+from ..optimizer.hooks import change_params, run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.runner import Kept, StageRunner
@@ -110,6 +110,7 @@ class ReferenceStage:
         self._follow()
 
     def step(self, grads: Grads) -> None:
+        change_params(self.spec.params, self.masters)
         self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
         if self.optimizer is not None:
             self.optimizer.step(self.grads, part=grads.part)

@@ -20,6 +20,7 @@ from ...ir.errors import VerifyError
 from ...ir.precision import PRECISIONS, Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
+from ..optimizer.hooks import change_params
 from .draws import Draws
 from .saved_classes import SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
@@ -230,6 +231,7 @@ class StageRunner:
     def evaluate(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Evaluation mode, without gradients: all outputs, those that exist only here after the others."""
         self._set_mode(evaluating=True)
+        self._change_params()
         with self.draws.seeded(seed), torch.no_grad(), self.precision.autocast(self.device):
             outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
             return self._detached(outputs, inputs)
@@ -283,6 +285,7 @@ class StageRunner:
         check_draws: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
+        self._change_params()
         self._set_mode(evaluating=False)
         leaves = [x.detach() for x in inputs]
         if keep:
@@ -322,6 +325,10 @@ class StageRunner:
             return place.set_(param.untyped_storage(), start // dtype.itemsize, shape, stride)
 
         return saved_tensors_hooks(pack, unpack)
+
+    def _change_params(self) -> None:
+        """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
+        change_params(self.spec.params, {name: param.data for name, param in self._params.items()})
 
     @contextmanager
     def _spare_buffers(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from ...ir import ops
 from ...ir.errors import CheckpointError
 from ...ir.program import Interface, StageHome, StageSpec
 from ..optimizer.gradients import Grads
+from ..optimizer.hooks import change_params
 from ..optimizer.stage_optimizer import OptimizerSpec, Snapshot, StageOptimizer, Workspace
 from ..ssd.folder import SsdFolder
 from .arena import allocate, masters_layout, pages, weights_layout
@@ -133,7 +134,8 @@ class StageStore:
                 self.file.write(staged.flat)
 
     def skip(self, staged: Staged | None) -> None:
-        """Replaces `update` if nothing changes. Weights that were not read from SSD follow the masters, to go back."""
+        """Replaces `update` if there is no step. Weights that were not read from SSD follow the masters, to go back."""
+        self._change(staged)
         if staged is not None:
             self._follow(staged)
 
@@ -144,10 +146,16 @@ class StageStore:
 
     def _step(self, grads: Grads, factor: Tensor | None, staged: Staged | None, preserve: bool = False) -> None:
         assert self.optimizer is not None
+        self._change(staged)
         weights = self._followers(staged)
         self.optimizer.step(grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part)
         if staged is not None:  # weights that had no gradient go back whole, too
             self._follow(staged, but=grads.tensors)
+
+    def _change(self, staged: Staged | None) -> None:
+        """Change the masters as forward has changed the weights that it ran on."""
+        masters = staged.masters if staged is not None and staged.masters else self.masters
+        change_params(self.part.params, masters)
 
     def _bind(self, staged: Staged | None) -> None:
         if staged is not None and self.optimizer is not None and staged.flat.data_ptr() != self._bound:

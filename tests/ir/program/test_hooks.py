@@ -49,8 +49,8 @@ def test_hooks_cross_a_file() -> None:
     [
         ({"op": "aten.sum.default"}, "'aten.sum.default', which is no element-wise operator"),
         ({"op": "os.system.default"}, "which is no element-wise operator"),
-        ({"args": [{"index": 2}]}, "reads a later one"),
-        ({"args": [{"index": -1}]}, "reads a later one"),
+        ({"args": [{"index": 2}]}, "reads the result of a later call"),
+        ({"args": [{"index": -1}]}, "reads the result of a later call"),
         ({"args": [["nested"]]}, "args"),
     ],
 )
