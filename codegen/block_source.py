@@ -104,7 +104,7 @@ class BlockLibrary:
             "",
             *signature(f"    def forward(self{''.join(f', {n}' for n in names.values())}):", types),
             *block(body.lines, 2),
-            f"        return {', '.join(body.returned)}",
+            f"        return {', '.join(body.returned) or '()'}",  # a block may be run for its buffers alone
         ]
         return "\n".join(lines)
 

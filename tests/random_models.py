@@ -119,14 +119,14 @@ def random_model(seed: int) -> tuple[nn.Module, list[Batch], Traits]:
     torch.manual_seed(seed)
     is_chain = draw.random() < 0.3
     model = RandomModel(draw, is_chain)
-    batches = [_batch() for _ in range(MICRO_BATCHES)]
+    batches = [random_batch() for _ in range(MICRO_BATCHES)]
     if not is_chain:
         model = model.double()
         batches = [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches]
     return model, batches, Traits(is_chain, any(layer.kind == "dropout" for layer in model.layers))
 
 
-def _batch() -> Batch:
+def random_batch() -> Batch:
     return {
         "x": torch.randn(ROWS, WIDTH),
         "ids": torch.randint(TOKENS, (ROWS,)),
