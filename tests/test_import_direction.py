@@ -31,8 +31,8 @@ ORDER = {
         "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "stale", "own_copy", "strategies", "plan", "pipeline", "folder", "models", "capture", "coupling",
-        "loss", "profile",
+        "garbage", "stale", "own_copy", "strategies", "plan", "pipeline", "folder", "models", "capture",
+        "changed_params", "coupling", "loss", "profile",
         "search",
         "report", "job", "check", "api",
     ),
