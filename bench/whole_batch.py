@@ -27,6 +27,7 @@ from penstock.compiler.folder import COUNTS_FILE
 from penstock.compiler.job.counts import BatchCounts, part_of
 from penstock.ir.errors import PenstockError
 from penstock.runtime.device.file import open_directory
+from penstock.runtime.model_names import ties_of
 from penstock.runtime.reference.run import Reference
 from penstock.runtime.source.trust import OWN
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
@@ -100,8 +101,8 @@ def in_process(job: penstock.Job, model: nn.Module) -> tuple[Reference, BatchCou
 def step_of(machine: Reference, counter: BatchCounts, batch: dict[str, Tensor], m: int, model: nn.Module) -> Step:
     given = batch | counter.inputs(counter.of(batch, batch, m), each_own=False)
     loss = float(machine.step(given)["loss"])
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return Step(loss, {name: machine.grads[name] for name in names})
+    ties = ties_of(model)
+    return Step(loss, {ties.get(name, name): gradient for name, gradient in machine.grads.items()})
 
 
 def micro_batched(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
