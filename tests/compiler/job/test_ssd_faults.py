@@ -283,15 +283,17 @@ def enlarged(output: Any, batch: Any) -> Tensor:
 )
 def test_overflow_in_the_first_step_of_fp16(clip: str, norm: float | None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "fp16", "loss_fn": enlarged, "max_grad_norm": norm}
-    job, batch = job_of("gpt2", on_ssd(clip=clip), directories(tmp_path), **options)
+    disks = directories(tmp_path)
+    job, batch = job_of("gpt2", on_ssd(clip=clip), disks, **options)
     with job:
         before = {name: tensor.clone() for name, tensor in job.state_dict().items()}
         job.step(batch)
         assert job.last is not None and job.last.skipped and job.last.loss_scale == 32768.0
         assert not optimizer_states(job)  # as if there had been no step
         assert all(torch.equal(tensor, before[name]) for name, tensor in job.state_dict().items())
-    with job:
-        told, left = trained(job, batch, 6)
+    anew, _ = job_of("gpt2", on_ssd(clip=clip), disks, **options)
+    with anew:
+        told, left = trained(anew, batch, 6)
     assert [skipped for *_, skipped in told] == sorted((skipped for *_, skipped in told), reverse=True)
     assert told[0][-1] and not told[-1][-1]
     assert_same((told, left), train_with_nan(options, "gpt2", [batch] * 6, in_dram(), []))

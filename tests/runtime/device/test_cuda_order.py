@@ -21,6 +21,7 @@ from penstock.runtime.device.setup import DeviceSetup, HostShare
 from penstock.runtime.device.streams import CudaStream
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.state.weights import LiveWeights, stage_buffers, stage_weights
+from penstock.tests.compiler.fleet_matrix import with_counts
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.device.fake_cuda import FakeCuda, FakeCudaSession, install
 from penstock.tests.runtime.generated_files import write_chain
@@ -129,7 +130,7 @@ def test_compiled_plans_with_tied_weights_and_clipping(
     path = job.write(tmp_path / "files") / "device0.py"
     setup = DeviceSetup(0, path, interface, job.hardware, ADAMW, precision)
     session = FakeCudaSession(setup, setup.open_file())
-    source = LiveWeights(model)
+    source, batch = LiveWeights(model), with_counts(job, batch)
     for name, spec in interface.stages.items():
         session.state.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
     losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for _ in range(STEPS)]
