@@ -90,10 +90,10 @@ def two_small_devices() -> penstock.Hardware:
 
 
 def classifier() -> BertForSequenceClassification:
-    """The model on the meta device: no weight is in memory until a device loads its stages."""
+    """The model on the meta device, in training mode: no weight is in memory until a device loads its stages."""
     config = BertConfig.from_pretrained(WEIGHTS, num_labels=len(GROUPS))
     with torch.device("meta"):
-        return BertForSequenceClassification(config)
+        return BertForSequenceClassification(config).train()
 
 
 def compile_job(
@@ -113,10 +113,8 @@ def compile_job(
 
 
 def check_parity(job: penstock.Job, batch: dict[str, torch.Tensor]) -> bool:
-    """Whether a step of the same plan and one of plain PyTorch agree. Dropout is off, so that the model itself can be
-    compared, whose random numbers are drawn in another order."""
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForSequenceClassification.from_pretrained(WEIGHTS, num_labels=len(GROUPS), **off)
+    """Whether a step of the same plan and one of plain PyTorch agree, in training mode: both drop out the same."""
+    model = BertForSequenceClassification.from_pretrained(WEIGHTS, num_labels=len(GROUPS)).train()
     with console.status("a step of the plan, and one of plain PyTorch"):
         twin = penstock.compile(model, job.hardware, example_inputs=batch, optimizer=ADAMW, plan=job.plan)
         report = check(twin, model, [batch])

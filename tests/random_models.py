@@ -8,6 +8,7 @@ outputs beside the loss. Layers are elements of one module list, so each is a bl
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,13 @@ class Traits:
 
 
 class Layer(nn.Module):
-    """One of several kinds of a small layer on `h`; `other` is a second value for kinds that read two."""
+    """One of several kinds of a small layer on `h`; `other` is a second value for kinds that read two.
 
+    `DRAWING` are kinds for models that draw much: a turned layer drops out what it is given, and gives a value that is
+    not contiguous.
+    """
+
+    DRAWING = ("dropout", "turned", "turned", "batch_norm", "gate", "in_place")
     KINDS = ("linear", "layer_norm", "batch_norm", "in_place", "dropout", "halves", "gate", "masked", "counted")
 
     def __init__(self, kind: str):
@@ -42,6 +48,8 @@ class Layer(nn.Module):
             self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, h: Tensor, other: Tensor, keep: Tensor) -> Tensor:
+        if self.kind == "turned":
+            return torch.tanh(self.linear(F.dropout(h, 0.25, self.training))).t().contiguous().t()
         h = self.linear(h)
         if self.kind in ("layer_norm", "batch_norm"):
             return self.norm(torch.tanh(h))
@@ -67,12 +75,12 @@ class Layer(nn.Module):
 class RandomModel(nn.Module):
     """`steps`: the layer, the numbers of the two values that it reads, and whether it adds to the first of them."""
 
-    def __init__(self, draw: random.Random, is_chain: bool):
+    def __init__(self, draw: random.Random, is_chain: bool, kinds: Sequence[str]):
         super().__init__()
         self.is_chain = is_chain
         self.embed = nn.Embedding(TOKENS, WIDTH) if draw.random() < 0.4 else None
         self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(draw.choice(Layer.KINDS)) for _ in range(draw.randint(2, 7)))
+        self.layers = nn.ModuleList(Layer(draw.choice(kinds)) for _ in range(draw.randint(2, 7)))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.steps: list[tuple[int, int, int, bool]] = []
         calls = list(range(len(self.layers)))
@@ -113,17 +121,17 @@ class RandomModel(nn.Module):
         return {"loss": loss, "logits": logits, "mean": h.detach().mean()} if self.reports else {"loss": loss}
 
 
-def random_model(seed: int) -> tuple[nn.Module, list[Batch], Traits]:
+def random_model(seed: int, kinds: Sequence[str] = Layer.KINDS) -> tuple[nn.Module, list[Batch], Traits]:
     """A model, a few micro-batches and its traits. Chains compute in fp32, the others in fp64."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     is_chain = draw.random() < 0.3
-    model = RandomModel(draw, is_chain)
+    model = RandomModel(draw, is_chain, kinds)
     batches = [random_batch() for _ in range(MICRO_BATCHES)]
     if not is_chain:
         model = model.double()
         batches = [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches]
-    return model, batches, Traits(is_chain, any(layer.kind == "dropout" for layer in model.layers))
+    return model, batches, Traits(is_chain, any(layer.kind in ("dropout", "turned") for layer in model.layers))
 
 
 def random_batch() -> Batch:

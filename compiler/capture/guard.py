@@ -174,7 +174,7 @@ def _fake(
     changed = param_dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     dtype = param_dtype if changed else tensor.dtype
     with fake_mode:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+        fake = torch.empty(tensor.size(), dtype=dtype, device="cpu")  # contiguous, as devices hold it
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
     held.fakes[id(tensor)] = fake

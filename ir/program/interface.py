@@ -190,3 +190,5 @@ def _wrong_rows(rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:
             yield f"{row.name!r:.60} has the dtype {row.dtype!r:.60}"
         elif any(size < 0 for size in row.shape) or math.prod(size for size in row.shape if size) > MOST_ELEMENTS:
             yield f"{row.name!r:.60} has the shape {list(row.shape)!s:.60}"
+        elif isinstance(row, TensorSpec) and row.order and sorted(row.order) != list(range(len(row.shape))):
+            yield f"{row.name!r:.60} has the order {list(row.order)!s:.60}"

@@ -18,12 +18,17 @@ STATE_ROOM = 256  # bytes a parameter, to align its master and its states
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor at the border of a stage."""
+    """One tensor at the border of a stage.
+
+    `order`: its dimensions from the outermost in memory to the innermost, empty where they lie as they are numbered. A
+    stage gets its inputs laid out so, as torch on a CPU draws random numbers in the order of memory.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name, e.g. "float32"
     requires_grad: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:

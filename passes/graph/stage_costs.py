@@ -34,9 +34,11 @@ def stage_costs(
     outputs: Sequence[fx.Node],
     trained: Sequence[Storages],
     dinput_bytes: int,
+    copied_bytes: int = 0,
 ) -> dict[str, Any]:
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
     included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
+    `copied_bytes`: inputs that the stage copies into another layout, and keeps.
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
@@ -61,9 +63,9 @@ def stage_costs(
     )
     out_bytes = sum(t.numel() * t.element_size() for n in outputs for t in value_tensors(n.meta.get("val")))
     return {
-        "kept_bytes": sum(kept),
+        "kept_bytes": sum(kept) + copied_bytes,
         "forward_workspace_bytes": max(0, forward_peak - sum(kept) - out_bytes),
-        "light_workspace_bytes": max(0, light_peak - out_bytes),
+        "light_workspace_bytes": max(0, light_peak - out_bytes) + copied_bytes,
         "backward_workspace_bytes": max(0, backward_peak - dinput_bytes),
         "forward_flops": sum(b.cost.forward_flops for b in blocks),
         "backward_flops": sum(b.cost.backward_flops for b in blocks),

@@ -263,6 +263,7 @@ class _Builder:
                 outputs,
                 [self._trained(block) for block in self.cut.blocks[self.index]],
                 sum(i.bytes for i in inputs if i.requires_grad),
+                sum(i.bytes for i in inputs if i.order),
             ),
         )
 
@@ -329,7 +330,15 @@ def _tensor(node: fx.Node, requires_grad: bool | None = None, name: str = "") ->
             "not a tensor; keep its producer and its reader in one stage"
         )
     grad = value.requires_grad if requires_grad is None else requires_grad
-    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad)
+    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad, _order(value))
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense copy of the value as they lie in memory; empty where they lie as they are numbered."""
+    copy = torch.empty_like(value)
+    if copy.is_contiguous():
+        return ()
+    return tuple(sorted(range(copy.dim()), key=lambda dim: (-copy.stride(dim), dim)))
 
 
 def _name(dtype: torch.dtype) -> str:

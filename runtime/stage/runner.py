@@ -141,7 +141,8 @@ class StageRunner:
             if name not in values:
                 raise VerifyError(f"{self.spec.name} has a buffer {name!r}, for which there is no value")
             dtype = dtypes.get(name, values[name].dtype)
-            fresh.setdefault(id(old), values[name].detach().to(self.device, dtype, copy=True))
+            value = values[name].detach().to(self.device, dtype)
+            fresh.setdefault(id(old), value.clone(memory_format=torch.contiguous_format))
         old_ids = {name: id(owner._buffers[key]) for name, (owner, key) in self._buffers.items()}
         for name, (owner, key) in self._buffers.items():
             owner._buffers[key] = fresh[old_ids[name]]
@@ -163,11 +164,10 @@ class StageRunner:
         """
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
-        versions = [x._version for x in inputs] if first else []
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
-        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), check_draws=first)
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), first)
         if first:
-            self._check_first(inputs, versions, outputs)
+            self._check_outputs(outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
         kept = None
         if keeping is not None:
@@ -233,7 +233,8 @@ class StageRunner:
         self._set_mode(evaluating=True)
         self._change_params()
         with self.draws.seeded(seed), torch.no_grad(), self.precision.autocast(self.device):
-            outputs = _as_planned(self.module(*inputs), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
+            leaves = map(_laid_out, inputs, self.spec.inputs)
+            outputs = _as_planned(self.module(*leaves), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
             return self._detached(outputs, inputs)
 
     # --- inside
@@ -282,12 +283,13 @@ class StageRunner:
         seed: int,
         keep: bool,
         calls: AbstractContextManager[Any],
-        check_draws: bool = False,
+        first: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
         self._change_params()
         self._set_mode(evaluating=False)
-        leaves = [x.detach() for x in inputs]
+        leaves = [_laid_out(x, want).detach() for x, want in zip(inputs, self.spec.inputs, strict=True)]
+        versions = [leaf._version for leaf in leaves]
         if keep:
             for leaf, want in zip(leaves, self.spec.inputs, strict=True):
                 leaf.requires_grad_(want.requires_grad)
@@ -295,10 +297,13 @@ class StageRunner:
         storages: dict[int, int] = {}
         hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
         autocast = self.precision.autocast(self.device)
-        with self.draws.seeded(seed, check_draws), torch.set_grad_enabled(keep), autocast, hooks, calls:
+        with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
+        if first:
+            self._check_inputs(leaves, versions)
         if measure:
+            storages.update((_storage(leaf), leaf.untyped_storage().nbytes()) for leaf in leaves)  # some are copies
             ours = self._held | {_storage(x) for x in inputs}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
@@ -354,11 +359,15 @@ class StageRunner:
         taken = self._held | {_storage(x) for x in inputs}
         return [_apart(output.detach(), taken) for output in outputs]
 
-    def _check_first(self, inputs: Sequence[Tensor], versions: list[int], outputs: Sequence[Tensor]) -> None:
+    def _check_inputs(self, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
+        for leaf, version, want in zip(leaves, versions, self.spec.inputs):
+            if leaf._version != version:
+                raise VerifyError(
+                    f"{self.spec.name} changes its input {want.name!r} in place; cut the model before its producer"
+                )
+
+    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         name = self.spec.name
-        for x, version, want in zip(inputs, versions, self.spec.inputs):
-            if x._version != version:
-                raise VerifyError(f"{name} changes its input {want.name!r} in place; cut the model before its producer")
         if len(outputs) != len(self.spec.outputs):
             raise VerifyError(f"{name} gives {len(outputs)} outputs, its interface has {len(self.spec.outputs)}")
         for output, want in zip(outputs, self.spec.outputs):
@@ -368,6 +377,14 @@ class StageRunner:
                     f"output {want.name!r} of {name} is {found[1]}{list(found[0])}, "
                     f"its interface says {want.dtype}{list(want.shape)}"
                 )
+
+
+def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
+    """An input in the layout that the plan says: the tensor itself where it lies so, else a copy."""
+    if not want.order:
+        return tensor.contiguous()
+    inverse = sorted(range(len(want.order)), key=want.order.__getitem__)
+    return tensor.permute(want.order).contiguous().permute(inverse)
 
 
 def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: Precision) -> list[Tensor]:

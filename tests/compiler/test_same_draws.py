@@ -72,6 +72,50 @@ class Rounds(nn.Module):
         return {"loss": F.cross_entropy(h, target), "noisy": h * torch.rand(())}
 
 
+class Turn(nn.Module):
+    """Its product is turned before it is dropped out, here and by the next layer."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.dropout(self.linear(F.dropout(h, 0.5, self.training)).transpose(1, 2), 0.5, self.training)
+
+
+class Turned(nn.Module):
+    """Draws masks for values that are not contiguous. The CPU draws a mask in the order of memory, so that a copy in
+    another order gets another mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 6)
+        self.turns = nn.ModuleList(Turn(width) for width in (6, 5, 6, 5))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = self.inlet(x)
+        for turn in self.turns:
+            h = turn(h)
+        return {"loss": F.cross_entropy(self.head(h).mean(1), target)}
+
+
+class Images(nn.Module):
+    """Computes in the memory format channels_last, from its first layer on or as its weights say."""
+
+    def __init__(self, as_weights: bool = False) -> None:
+        super().__init__()
+        self.format = torch.contiguous_format if as_weights else torch.channels_last
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = x[:, None, :, :3].transpose(1, 3).contiguous(memory_format=self.format)
+        for layer in self.layers:
+            h = layer(F.dropout2d(F.dropout(torch.tanh(h), 0.3, self.training), 0.2, self.training))
+        return {"loss": F.cross_entropy(self.head(h.mean((2, 3))), target)}
+
+
 def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 5, 4, dtype=torch.float64), "target": torch.randint(3, (8,))}
@@ -85,9 +129,10 @@ def job_of(model: nn.Module, batch: Any, devices: int, strategy: str, memory: st
     )
 
 
-def by_eager(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def by_eager(steps: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, the gradients of the first step and the weights at the end."""
-    model, batch = model_and_batch()
+    made, batch = model_and_batch()
+    model = made if model is None else copy.deepcopy(model)
     run = module_runner(model, "fp32", SEED)
     eager = Eager(model, run, OptimizerSpec.from_callable(SGD), micro_batches=MICRO_BATCHES)
     losses = [eager.step(batch) for _ in range(steps)]
@@ -132,6 +177,55 @@ def test_losses_gradients_and_weights_are_those_of_the_module_itself(devices: in
     assert_close(machine.grads, gradients)
     assert float(machine.step(batch)["loss"]) == pytest.approx(losses[1], rel=LOSS)
     assert_close(machine.weights(), weights)
+
+
+OFFLOADED = (
+    "coarsen, partition-balanced{stages=3}, map-round-robin, schedule-pipeline, "
+    "choose-activations{swap=true, to=dram, share=1}, insert-fetch{swap=true}, overlap-optimizer"
+)
+LAID_OUT = {name: PLANS[name] for name in ("one stage", "from DRAM, rematerialised")}
+LAID_OUT |= {"kept classes in DRAM": (1, OFFLOADED), "sent to devices": (4, CUT.replace("=5", "=4"))}
+
+
+@pytest.mark.parametrize(("devices", "strategy"), LAID_OUT.values(), ids=list(LAID_OUT))
+@pytest.mark.parametrize("kind", [Turned, Images])
+def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(
+    kind: type[nn.Module], devices: int, strategy: str
+) -> None:
+    torch.manual_seed(1)
+    model, (_, batch) = kind().double(), model_and_batch()
+    losses, gradients, weights = by_eager(2, model)
+    job = job_of(model, batch, devices, strategy)
+    machine, rows = in_process(job, model, seed=SEED), with_counts(job, batch)
+    found = [float(machine.step(rows)["loss"])]
+    assert_close(machine.grads, gradients)
+    found.append(float(machine.step(rows)["loss"]))
+    assert found == pytest.approx(losses, rel=LOSS)
+    assert_close(machine.weights(), weights)
+
+
+@pytest.mark.parametrize("kind", [Turned, Images])
+def test_a_device_that_moves_activations_draws_the_same_masks_again(kind: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    model, (_, batch) = kind().double(), model_and_batch()
+    losses, _, weights = by_eager(2, model)
+    with job_of(model, batch, 1, OFFLOADED) as job:
+        assert [float(job.step(batch)) for _ in losses] == pytest.approx(losses, rel=LOSS)
+        assert_close({name: job.state_dict()[name] for name in weights}, weights)
+
+
+def test_the_layout_of_weights_is_the_same_in_all_plans() -> None:
+    torch.manual_seed(1)
+    model = Images(as_weights=True).double().to(memory_format=torch.channels_last)
+    _, batch = model_and_batch()
+    gradients = []
+    for devices, strategy in LAID_OUT.values():
+        job = job_of(model, batch, devices, strategy)
+        machine = in_process(job, model, seed=SEED)
+        machine.step(with_counts(job, batch))
+        gradients.append(machine.grads)
+    for found in gradients[1:]:
+        assert_close(found, gradients[0])
 
 
 def test_evaluation_draws_the_same_on_any_devices_and_anew_each_time() -> None:

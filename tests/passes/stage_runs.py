@@ -84,7 +84,7 @@ def stages_of(
         if not warm:
             yield spec, runner, []
             continue
-        inputs = [values[i.name] for i in spec.inputs]
+        inputs = [values[i.name].contiguous() for i in spec.inputs]  # as they come from elsewhere
         yield spec, runner, inputs
         values.update(zip((o.name for o in spec.outputs), runner.forward(inputs, 0, keep=False)[0]))
 

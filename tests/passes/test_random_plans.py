@@ -12,6 +12,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.strategies import PASSES
@@ -31,7 +33,7 @@ from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.tests.passes.running import assert_trains_like_eager
-from penstock.tests.random_models import MICRO_BATCHES, Batch, Traits, random_model
+from penstock.tests.random_models import MICRO_BATCHES, Batch, Layer, Traits, random_model
 
 MODELS, PLANS = 40, 5  # 200 cases
 MANY_MODELS, MANY_PLANS = 250, 20  # 5000 cases
@@ -56,8 +58,14 @@ def test_many_random_plans_train_like_eager(number: int) -> None:
     check_model(number, MANY_PLANS)
 
 
-def check_model(number: int, plans: int) -> None:
-    model, batches, traits = random_model(number)
+@given(number=st.integers(0, 10**6))
+@settings(max_examples=8)
+def test_random_models_draw_the_same_on_any_devices(number: int) -> None:
+    check_model(number, 2, Layer.DRAWING)
+
+
+def check_model(number: int, plans: int, kinds: Sequence[str] = Layer.KINDS) -> None:
+    model, batches, traits = random_model(number, kinds)
     graph = trace(model, batches[0])
     blocks = coarsened(graph)
     for plan in range(plans):
