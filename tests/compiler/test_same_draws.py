@@ -5,6 +5,7 @@ four devices in `test_fleet_matrix.py`."""
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.check.eager import Eager, module_runner
 from penstock.compiler.strategies import PIPELINE
+from penstock.ir.documents import Unreadable
 from penstock.ir.errors import VerifyError
+from penstock.ir.program import Interface
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
 
@@ -212,6 +215,22 @@ def test_a_device_that_moves_activations_draws_the_same_masks_again(kind: type[n
     with job_of(model, batch, 1, OFFLOADED) as job:
         assert [float(job.step(batch)) for _ in losses] == pytest.approx(losses, rel=LOSS)
         assert_close({name: job.state_dict()[name] for name in weights}, weights)
+
+
+def test_an_interface_says_the_layout_and_a_wrong_one_is_refused() -> None:
+    torch.manual_seed(1)
+    model, (_, batch) = Turned().double(), model_and_batch()
+    interface = job_of(model, batch, 4, LAID_OUT["sent to devices"][1]).programs[0].interface
+    text = interface.to_json()
+    assert Interface.from_json(text) == interface
+    orders = [value.order for spec in interface.stages.values() for value in spec.inputs]
+    assert (0, 2, 1) in orders and () in orders
+    document = json.loads(text)
+    for spec in document["stages"].values():
+        for value in spec["inputs"]:
+            value["order"] = [0, 2, 2] if value["order"] else []
+    with pytest.raises(Unreadable, match=r"has the order \[0, 2, 2\]"):
+        Interface.from_json(json.dumps(document))
 
 
 def test_the_layout_of_weights_is_the_same_in_all_plans() -> None:
