@@ -75,7 +75,7 @@ class Layer(nn.Module):
 class RandomModel(nn.Module):
     """`steps`: the layer, the numbers of the two values that it reads, and whether it adds to the first of them."""
 
-    def __init__(self, draw: random.Random, is_chain: bool, kinds: Sequence[str]):
+    def __init__(self, draw: random.Random, is_chain: bool, kinds: Sequence[str] = Layer.KINDS):
         super().__init__()
         self.is_chain = is_chain
         self.embed = nn.Embedding(TOKENS, WIDTH) if draw.random() < 0.4 else None

@@ -338,7 +338,8 @@ def _order(value: torch.Tensor) -> tuple[int, ...]:
     copy = torch.empty_like(value)
     if copy.is_contiguous():
         return ()
-    return tuple(sorted(range(copy.dim()), key=lambda dim: (-copy.stride(dim), dim)))
+    strides = copy.stride()
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
 def _name(dtype: torch.dtype) -> str:
