@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -88,16 +89,16 @@ def _names_in(index: Path) -> list[str]:
 
 def match_names(model: nn.Module, files: Mapping[str, Stored], prefix: str | None) -> Match:
     """Find the tensor of every saved name of `model`, through wrappers, ties and the `prefix` (see
-    `weights.open_directory`).
+    `weights.open_directory`). A prefix that is given is all that names may differ by.
 
     Raises `CheckpointError` if names that the model ties have different values.
     """
     best: Match | None = None
-    for part in parts_of(model):  # of equal ones the plainest
+    for part in islice(parts_of(model), None if prefix is None else 1):  # of equal ones the plainest
         found = _match_part(model, part, files, prefix)
         best = found if best is None or len(found.where) > len(best.where) else best
     assert best is not None
-    named = None if best.where else part_by_names(model, files)
+    named = None if best.where or prefix is not None else part_by_names(model, files)
     return best if named is None else _match_part(model, named, files, prefix)
 
 

@@ -53,6 +53,7 @@ def test_each_storage_counts_once_and_meta_takes_nothing() -> None:
     assert own_copy_bytes(nn.Linear(10, 10, device="meta")) == {}
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_beside_nothing_does_not_fit_beside_the_model() -> None:
     meta, batch = meta_case("gpt2")
     alone = compiled(meta, batch, "10MB")

@@ -271,6 +271,7 @@ def test_a_run_goes_on_with_the_same_draws_on_another_number_of_devices(tmp_path
     assert found == pytest.approx(losses, rel=LOSS)
 
 
+@pytest.mark.slow
 def test_the_number_of_micro_batches_is_part_of_what_is_drawn() -> None:
     model, batch = model_and_batch()
     hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB")

@@ -192,6 +192,7 @@ def test_a_flipped_bit_in_a_worker(tmp_path: Path) -> None:
 # --- directories and machines
 
 
+@pytest.mark.slow
 def test_two_jobs_share_a_directory(tmp_path: Path) -> None:
     """Each start removes what crashed jobs left, and not what the other uses."""
     disks = directories(tmp_path)

@@ -38,6 +38,7 @@ def test_freezing_after_compile_is_refused_at_the_next_step(tmp_path) -> None:
         job.write(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_is_compared_with_the_model_as_well(tmp_path) -> None:
     model, x = made()
     with compiled(model, x) as job:

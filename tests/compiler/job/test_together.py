@@ -90,7 +90,8 @@ def test_why_a_rank_refuses_is_said_on_both(error: Exception, at_fault: int, on_
     made = plain(Net(), Hardware.cpu(num_devices=1), example_inputs=example, **given)
 
     def make(
-        hardware: Any = "cpu-only",
+        model: Any = None,
+        hardware: Any = "mobius-topo4",
         plan: Any = None,
         strategy: str = "balanced",
         micro_batches: Any = 2,
@@ -103,7 +104,7 @@ def test_why_a_rank_refuses_is_said_on_both(error: Exception, at_fault: int, on_
             raise error
         return made
 
-    found = on_two_ranks(lambda rank: planned_once(make)())
+    found = on_two_ranks(lambda rank: planned_once(make)(Net()))
     assert [type(each) for each in found] == [type(error)] * 2
     assert str(found[0]) == str(found[1]) and str(error) in str(found[0])
     assert ("rank 1 (on host0, process 101)" in str(found[0])) == bool(at_fault)

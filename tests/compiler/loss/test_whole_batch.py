@@ -54,7 +54,7 @@ def test_every_rule_on_every_kind_of_plan(rule: Any, micro_batches: int, devices
     assert_whole(found, eager_step(model, batch))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_labels_of_uneven_rows(name: str) -> None:
     model, batch = zoo()[name](dropout=0.0)[0], token_rows()
     wanted = eager_step(model, batch)
@@ -62,7 +62,9 @@ def test_labels_of_uneven_rows(name: str) -> None:
         assert_whole(job_step(compiled(model, batch, devices, strategy, micro_batches), batch), wanted)
 
 
-@pytest.mark.parametrize("devices,strategy", [(1, "balanced"), (2, "gpipe"), (2, "data-parallel")])
+@pytest.mark.parametrize(
+    ("devices", "strategy"), [(1, "balanced"), pytest.param(2, "gpipe", marks=pytest.mark.slow), (2, "data-parallel")]
+)
 def test_a_micro_batch_without_targets_adds_zero(devices: int, strategy: str) -> None:
     model, batch = Loss(two_counts), rows((6, 1, 0, 0, 5, 4, 2, 6))
     assert_whole(job_step(compiled(model, batch, devices, strategy, 4), batch), eager_step(model, batch))
@@ -122,7 +124,9 @@ def of_long_rows(model: Loss, logits: Tensor, labels: Tensor, mask: Tensor) -> T
     return (logits.square().mean((1, 2)) * long).sum() / long.sum()
 
 
-@pytest.mark.parametrize("devices,strategy", [(1, "balanced"), (2, "data-parallel")])
+@pytest.mark.parametrize(
+    ("devices", "strategy"), [(1, "balanced"), pytest.param(2, "data-parallel", marks=pytest.mark.slow)]
+)
 def test_a_users_own_weights(devices: int, strategy: str) -> None:
     """Each micro-batch counts by the rows that are long; one without any is NaN by itself and adds exactly zero."""
     model, batch = Loss(of_long_rows), rows((6, 1, 1, 2, 5, 4, 2, 6))
@@ -148,6 +152,7 @@ def test_a_users_weight_must_be_a_count() -> None:
             job.step(rows())
 
 
+@pytest.mark.slow
 def test_a_folder_counts_as_the_job_that_wrote_it(tmp_path: Path) -> None:
     for rule in (class_weights, masked_mean_at_least_one):
         model, batch = Loss(rule), rows((6, 1, 0, 0, 5, 4, 2, 6))

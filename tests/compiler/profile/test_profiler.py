@@ -202,6 +202,7 @@ def test_other_machines_take_the_times_of_their_twins_here(gpt2: tuple[OpGraph, 
         what_if(*gpt2, Hardware.cpu(num_devices=2).with_(op_overhead_s=1e-3))
 
 
+@pytest.mark.slow
 def test_what_nearly_fits_is_found_by_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "run_on_this_machine", Runs(1.0, 1.0, 1.0))
     model, batch = zoo_case("gpt2")

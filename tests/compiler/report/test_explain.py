@@ -158,6 +158,7 @@ def test_an_auto_plan_lists_its_rivals_fastest_first() -> None:
     assert slower == sorted(slower)
 
 
+@pytest.mark.slow
 def test_a_loaded_job_explains_itself_without_its_passes(tmp_path: Any) -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=1), strategy="balanced")
     model, _ = zoo_case("gpt2")

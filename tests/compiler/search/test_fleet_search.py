@@ -103,6 +103,7 @@ def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> No
     assert again.simulate().step_s == pytest.approx(job.simulate().step_s)
 
 
+@pytest.mark.slow
 def test_replicas_of_pipelines_train_as_eager_and_are_loaded_again(tmp_path: Any) -> None:
     """Two lanes of two CPU devices, in processes of their own; their files run after they were written."""
     model, batch = zoo_case("gpt2")

@@ -140,6 +140,7 @@ def test_a_step_takes_no_less_than_its_equations(toy: Toy) -> None:
     assert len(load.swappable) == 4 * 4
 
 
+@pytest.mark.slow
 def test_rows_that_did_not_fit_are_not_tried_again(toy: Toy) -> None:
     tight = machine("4090").with_(memory="1500kB")
     found = toy.trial("toy", 8, tight)

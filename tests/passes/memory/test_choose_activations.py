@@ -98,6 +98,7 @@ def test_device_moves_nothing() -> None:
     assert op_names(classes).count("offload") == op_names(plain).count("offload")  # gradients only
 
 
+@pytest.mark.slow
 def test_inputs_leave_where_they_do_not_fit() -> None:
     """Many micro-batches of many stages: their inputs alone exceed the device, which rematerialisation cannot help."""
     memory = 720_000
