@@ -1,16 +1,18 @@
 """Gradients of plans against one eager forward and backward over the whole batch, labels of uneven number.
 
-12 models without dropout, 1, 2, 4 and 8 micro-batches, 1, 2 and 4 devices as a pipeline and as lanes, and of the labels
+12 models, 1, 2, 4 and 8 micro-batches, 1, 2 and 4 devices as a pipeline and as lanes, and of the labels
 of each row none, more and more, or all but one of the whole batch ignored. The programs of all devices run in the
 reference runtime, in this process. A row has a model's largest relative difference of a loss and, by 2-norm, of all
-gradients; beside it that of plain micro-batches, each of which counts 1/M.
+gradients; beside it that of plain micro-batches, each of which counts 1/M. With `--dropout` the eager module draws the
+masks of the plan's micro-batches, so that masks that differed between plans would show.
 
-Run: python bench/whole_batch.py [--models NAME ...] [--out FILE]
+Run: python bench/whole_batch.py [--models NAME ...] [--dropout SHARE] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -23,8 +25,12 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.bench.peers import rows
+from penstock.compiler.check.eager import module_runner
+from penstock.compiler.check.model_draws import shapes_of_draws
 from penstock.compiler.folder import COUNTS_FILE
+from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.job.counts import BatchCounts, part_of
+from penstock.compiler.loss.rules import captured
 from penstock.ir.errors import PenstockError
 from penstock.runtime.device.file import open_directory
 from penstock.runtime.model_names import ties_of
@@ -44,29 +50,44 @@ STATELESS = partial(torch.optim.SGD, lr=0.0)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of what is dropped")
     parser.add_argument("--out", type=Path, help="append the rows here; default: bench/results/whole_batch.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.models:
-        rows.save("whole_batch", row_of(name), args.out)
+        rows.save("whole_batch", row_of(name, args.dropout), args.out)
 
 
-def row_of(name: str) -> dict[str, Any]:
+def row_of(name: str, dropout: float) -> dict[str, Any]:
     """The largest differences of a model's plans, by the share of labels that are ignored."""
-    model, batches = made(name)
-    wanted = {share: eager_step(model, batch) for share, batch in batches.items()}
-    plain = {
-        share: max(micro_batched(model, batch, m).distance(wanted[share]) for m in MICRO_BATCHES)
-        for share, batch in batches.items()
-    }
+    model, batches = made(name, dropout)
+    steps = {share: step for step, share in enumerate(SHARES)}  # a plan's first steps draw masks of their own each
+    wanted = functools.cache(lambda share, m: drawn_step(model, batches[share], m if dropout else 1, steps[share]))
     worst = dict.fromkeys(SHARES, 0.0)
     plans = 0
     for machine, counter, m in machines(model, batches["none"]):
         plans += 1
         for share, batch in batches.items():
             found = step_of(machine, counter, batch, m, model)
-            worst[share] = max(worst[share], found.distance(wanted[share]))
-    return {"model": name, "plans": plans, "batch": BATCH, "difference": worst, "each micro-batch counts 1/M": plain}
+            worst[share] = max(worst[share], found.distance(wanted(share, m)))
+    row = {"model": name, "dropout": dropout, "plans": plans, "batch": BATCH, "difference": worst}
+    if dropout:
+        return row
+    plain = {
+        share: max(micro_batched(model, batch, m).distance(wanted(share, m)) for m in MICRO_BATCHES)
+        for share, batch in batches.items()
+    }
+    return {**row, "each micro-batch counts 1/M": plain}
+
+
+def drawn_step(model: nn.Module, batch: dict[str, Tensor], draws: int, step: int) -> Step:
+    """One forward and one backward of the module itself over all rows, with the masks of `draws` micro-batches."""
+    shapes = shapes_of_draws(captured(model, micro_batch_spec(batch, draws)))
+
+    def loss_of(copied: nn.Module, whole: Any) -> Tensor:
+        return module_runner(copied, "fp32", draws=draws, shapes=shapes)(whole, 0, 1, step)
+
+    return eager_step(model, batch, loss_of)
 
 
 def machines(model: nn.Module, batch: dict[str, Tensor]) -> Iterator[tuple[Reference, BatchCounts, int]]:
@@ -113,9 +134,9 @@ def micro_batched(model: nn.Module, batch: dict[str, Tensor], m: int) -> Step:
     return Step(sum(step.loss for step in steps) / m, gradients)
 
 
-def made(name: str) -> tuple[nn.Module, dict[str, dict[str, Tensor]]]:
+def made(name: str, dropout: float) -> tuple[nn.Module, dict[str, dict[str, Tensor]]]:
     """A model, and a global batch for each share of ignored labels."""
-    parts = [zoo()[name](dropout=0.0, seed=seed) for seed in range(BATCH // 2)]
+    parts = [zoo()[name](dropout=dropout, seed=seed) for seed in range(BATCH // 2)]
     batch = {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
     return without_cache(parts[0][0]), {share: {**batch, "labels": labels(batch["labels"], share)} for share in SHARES}
 
