@@ -83,6 +83,7 @@ def test_a_mesh_is_a_line_of_a_document_and_comes_back() -> None:
         Lanes.model_validate({"devices": 6, "depth": 4})
 
 
+@pytest.mark.slow
 def test_a_fleet_is_planned_once_for_devices_that_are_alike(tmp_path: Any) -> None:
     """64 GPUs: one file a role, a page of text, and the same plan from its document."""
     named, hardware = find_model(SMALL), penstock.Hardware.preset("mics-p4d:8")

@@ -43,6 +43,7 @@ def compiler_for(hardware: Hardware, count: int = 4, **options: Any) -> Candidat
     return CandidateCompiler(graph, hardware, Options(micro_batches=count, **options))
 
 
+@pytest.mark.slow
 def test_where_dram_is_short_the_plan_lies_on_ssd_and_trains_as_predicted(tmp_path: Path) -> None:
     model, batch = zoo_case("gpt2")
     machine = Hardware.cpu(1, **SMALL, ssd_dir=tmp_path)
