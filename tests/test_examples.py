@@ -118,6 +118,7 @@ def test_a_picture_without_traces_is_refused_with_the_usage(script: Path) -> Non
         draw.main(["only.svg"])
 
 
+@pytest.mark.slow
 def test_a_state_four_times_the_dram_trains_from_ssd(script: Path, tmp_path: Path) -> None:
     example = importlib.import_module("finetune_on_ssd")
     losses = example.main(["--ssd", str(tmp_path), "--steps", "4", "--layers", "2", "--width", "64"])

@@ -29,6 +29,7 @@ def drawn(folder: Path, *arguments: str) -> list[str]:
     return [line for line in run.stdout.splitlines() if line.startswith("drawn")]
 
 
+@pytest.mark.slow
 def test_the_same_examples_are_tried_again(tmp_path: Path) -> None:
     first = drawn(tmp_path)
     assert len(first) == 20 and drawn(tmp_path) == first

@@ -65,6 +65,7 @@ def test_machines_that_fit_and_one_that_does_not(run: Run, tmp_path: Path) -> No
     assert "needs" in rows["tight"]["reason"] and "Tried, and fits" in rows["tight"]["reason"]
 
 
+@pytest.mark.slow
 def test_the_table(run: Run, tmp_path: Path) -> None:
     bought = document(tmp_path / "bought.yaml", "64MB", price_dollars=2000.0)
     tight = document(tmp_path / "tight.yaml", "20kB")

@@ -114,6 +114,7 @@ def gpt(num_layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {**batch, "attention_mask": batch["labels"]}
 
 
+@pytest.mark.slow
 def test_length_does_not_grow_with_the_model() -> None:
     small, large = (generate(*gpt(layers), num_stages=2).text.splitlines() for layers in (4, 96))
     assert len(large) <= 1.1 * len(small)

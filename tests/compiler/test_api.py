@@ -20,6 +20,7 @@ def machine(**figures: Any) -> penstock.Hardware:
     return penstock.Hardware.cpu(**{"num_devices": 2, "memory": "64MB", **figures})
 
 
+@pytest.mark.slow
 def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     model, batch = zoo_case("gpt2")
     state, draws = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()

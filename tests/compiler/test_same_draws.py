@@ -247,6 +247,7 @@ def test_the_layout_of_weights_is_the_same_in_all_plans() -> None:
         assert_close(found, gradients[0])
 
 
+@pytest.mark.slow
 def test_evaluation_draws_the_same_on_any_devices_and_anew_each_time() -> None:
     rows = []
     for devices, strategy in ((1, "balanced"), (2, CUT)):

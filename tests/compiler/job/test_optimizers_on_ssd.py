@@ -82,6 +82,7 @@ def assert_same(left: tuple[dict[str, Tensor], list[Any]], right: tuple[dict[str
         assert torch.equal(right[0][name], tensor), name
 
 
+@pytest.mark.slow
 def test_speculative_and_resumed_is_exact(disk: Path) -> None:
     optimizer = EVERY_OPTIMIZER["AdamW-fused"]
     exact = train(disk, optimizer, "fp32", 0.5, "exact", "all", resume=False)

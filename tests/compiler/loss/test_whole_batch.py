@@ -179,6 +179,7 @@ def test_explain_says_which_rule_holds() -> None:
     assert "each micro-batch counts alike" in said
 
 
+@pytest.mark.slow
 def test_asynchronous_micro_batches_have_means_of_their_own() -> None:
     model, batch = Loss(plain), rows((6, 1, 0, 0, 5, 4, 2, 6))
     parts = [{name: value[2 * m : 2 * m + 2] for name, value in batch.items()} for m in range(4)]

@@ -72,6 +72,7 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
     golden(normalised(explain(plan, job.programs, job.hardware, job._records)) + "\n", "explain")
 
 
+@pytest.mark.slow
 def test_bounds_are_bounds_and_what_if_questions_are_simulated() -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=2, memory="250kB"), strategy="balanced")
     text = job.explain()
@@ -92,6 +93,7 @@ def test_bounds_are_bounds_and_what_if_questions_are_simulated() -> None:
     assert all(0 <= percent <= 51 for what, percent in saved.items() if what != "one more device")
 
 
+@pytest.mark.slow
 def test_what_would_help_is_planned_anew_once() -> None:
     """The whole page comes from searches on other machines; asking again costs nothing."""
     model, batch = zoo_case("mlp")
@@ -147,6 +149,7 @@ def test_lines_are_short_and_reasons_whole() -> None:
     assert "the end" in text and "partition-mip: proven within 1.2%" in text
 
 
+@pytest.mark.slow
 def test_an_auto_plan_lists_its_rivals_fastest_first() -> None:
     job = job_on(penstock.Hardware.cpu(num_devices=2), micro_batches="auto")
     rows = job.explain().partition("rivals\n")[2].partition("\n\n")[0].splitlines()

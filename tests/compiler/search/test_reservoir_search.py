@@ -150,6 +150,7 @@ def test_a_strategy_without_ssd_is_told_of_one_with() -> None:
     assert caught.value.nearest == {"strategy": "auto"}
 
 
+@pytest.mark.slow
 def test_needs_are_those_of_the_programs_by_what_they_are_for() -> None:
     compiler = compiler_for(Hardware.cpu(1, **SMALL), 8)
     draft = compiler.finish(compiler.place(RESERVOIR.with_(THREE_STAGES))).draft

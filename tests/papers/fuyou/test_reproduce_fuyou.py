@@ -162,6 +162,7 @@ def test_prices() -> None:
     assert rival.parts == pytest.approx(1000 * tflops / 14_177)
 
 
+@pytest.mark.slow
 def test_every_finding_of_a_toy() -> None:
     said: list[str] = []
     report = reproduce("fuyou", setup=Toy, say=said.append)

@@ -80,6 +80,7 @@ def test_models_have_the_sizes_of_the_paper() -> None:
     assert num_params(images.on_meta()) / 1e9 == pytest.approx(3.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_forms_are_made_of_the_ops_that_the_paper_means(toy: Toy) -> None:
     """Gathers for each stage and micro-batch, forward and backward; one scatter each; sums over groups once or each
     time; ZeRO-3 has one group and gathers in a ring."""
@@ -141,6 +142,7 @@ def test_one_collective_alone() -> None:
     assert effective(two, range(16), size) == pytest.approx(15 / 16 * size / collective_s(two, range(16), size))
 
 
+@pytest.mark.slow
 def test_every_finding_of_a_toy() -> None:
     report = reproduce("mics", setup=Toy)
     assert {f.key for f in report.findings} == {f.__name__ for f in FINDINGS}

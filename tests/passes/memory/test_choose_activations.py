@@ -130,6 +130,7 @@ def test_what_dram_cannot_hold_goes_to_ssd() -> None:
     st.sampled_from(["auto", "device", "dram", "ssd"]),
     st.sampled_from([-1.0, 0.0, 0.4, 1.0]),
 )
+@pytest.mark.slow
 def test_any_budget_fits_or_says_so(memory: int, stages: int, devices: int, swap: bool, to: str, share: float) -> None:
     """Where plain rematerialisation fits, so does what is chosen freely."""
 

@@ -178,6 +178,7 @@ def test_gpus_of_several_hosts_need_torchrun(tmp_path: Path) -> None:
         LocalWorkers(setup)
 
 
+@pytest.mark.slow
 def test_cpu_devices_of_two_hosts_are_all_here_with_the_network_between_them(tmp_path: Path) -> None:
     programs = pipeline(2, 2, 2, width=64, rows=512)
     rate = 2e6

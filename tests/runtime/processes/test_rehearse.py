@@ -60,6 +60,7 @@ def status_bytes(pid: int, row: str) -> int:
     return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition(f"{row}:")[2].split()[0])
 
 
+@pytest.mark.slow
 def test_agrees_with_the_simulation(found: Found) -> None:
     """The least disturbed of them."""
     simulated_s = simulate(found.programs, found.hardware).step_s
