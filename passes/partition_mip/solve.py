@@ -10,11 +10,13 @@ then stays, and the proof says what happened.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +66,8 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
     choices, condition = _choices(p, counts, residents)
     tree = _Tree(search, CountModel, until_s)
     try:
-        lower_s = tree.run(_roots(p, counts, choices))
+        with _collecting_between_models():
+            lower_s = tree.run(_roots(p, counts, choices))
     except Exception as error:  # whatever a solver raises, the local search has an answer
         closed.trouble = f"the solver failed ({type(error).__name__}: {error}); the local search's answer was taken"
         return closed
@@ -72,6 +75,23 @@ def prove(search: Search, counts: Sequence[int], residents: Residents, until_s: 
     if tree.late:
         proof.trouble = "the solver ran out of time"
     return proof
+
+
+@contextmanager
+def _collecting_between_models() -> Iterator[None]:
+    """Keep Python's collector of reference cycles out of the solver.
+
+    A model of python-mip is part of a cycle, and calls its library when it is collected. If that happens while the
+    library's interface holds its lock, which it cannot take twice, this thread waits for itself for ever. `_Tree`
+    collects what is young between models.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _choices(p: MipProblem, counts: Sequence[int], residents: Residents) -> tuple[list[Residents], str]:
@@ -148,6 +168,7 @@ class _Tree:
     def relax(self, node: _Node) -> _Node:
         import mip
 
+        gc.collect(0)  # the model before
         model = self.model(self.search.problem, node.count, node.residents, fewest=node.fewest).model
         model.lp_method = mip.LP_Method.BARRIER  # twice as fast as the simplex method on the largest of these
         status = model.optimize(relax=True, max_seconds=max(0.05, self.until_s - time.process_time()))
@@ -162,6 +183,7 @@ class _Tree:
         """Solve with integer counts: the node's bound rises, and the search climbs from the counts found."""
         import mip
 
+        gc.collect(0)  # the model before
         counted = self.model(self.search.problem, node.count, node.residents, integer=True)
         counted.model.max_mip_gap = CLOSE / 4
         status = counted.model.optimize(max_seconds=max(0.05, self.until_s - time.process_time()))
