@@ -51,13 +51,15 @@ class NeedsValue(CaptureError):
     """A line reads the value of a tensor."""
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, recorder: Recorder):
+class EachFunction(TorchFunctionMode):
+    """Calls `on_function(function, args, kwargs)` in place of every torch function that runs under it."""
+
+    def __init__(self, on_function: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]):
         super().__init__()
-        self.recorder = recorder
+        self.on_function = on_function
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return self.recorder.on_function(func, args, kwargs or {})
+        return self.on_function(func, args, kwargs or {})
 
 
 class DrawWatch(TorchDispatchMode):
@@ -133,7 +135,7 @@ class Recorder(GraphWriter):
             *autocast_aliases(self.held.model, torch.autocast),
         ]
         eager = torch.compiler.set_stance("force_eager")  # functions that the model compiled are traced through
-        with eager, replaced(*changes), self.fake_mode, _Mode(self):
+        with eager, replaced(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

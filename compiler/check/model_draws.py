@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,7 +20,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...runtime.stage.draws import Draws
 from ..capture.calls import classify, is_random, is_random_module, leaf_modules
 from ..capture.guard import replaced
-from ..capture.recorder import DrawWatch
+from ..capture.recorder import DrawWatch, EachFunction
 
 Shapes = Mapping[tuple[str, int], torch.Size]  # by place and number: of what one micro-batch draws
 
@@ -84,7 +83,7 @@ class ModelDraws:
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (checkpoint, "_checkpoint_without_reentrant_generator", _nothing),
         ]
-        with self.draws.seeded(seeds[0]), replaced(*changes), _Functions(self):
+        with self.draws.seeded(seeds[0]), replaced(*changes), EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -138,15 +137,6 @@ class ModelDraws:
             return run(*args, **kwargs)
         finally:
             self.busy = False
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, draws: ModelDraws):
-        super().__init__()
-        self.draws = draws
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return self.draws.on_function(func, args, kwargs or {})
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:

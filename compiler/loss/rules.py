@@ -17,9 +17,9 @@ from ...passes.graph.loss_terms import NUM_ITEMS
 from ...passes.graph.opgraph import OpGraph
 from ..capture.guard import LossFn
 from ..capture.inputs import takes_item_count
-from ..capture.loss import require_gradient
 from ..capture.trace import trace
 from .counted import count_terms
+from .gradient import require_gradient
 from .weighted import weigh_loss
 
 

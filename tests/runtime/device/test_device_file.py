@@ -10,7 +10,7 @@ import torch
 
 from penstock.ir.errors import VerifyError
 from penstock.runtime.device.file import open_device_file, open_directory
-from penstock.runtime.source.trust import OWN
+from penstock.runtime.source.trust import OWN, Trust
 from penstock.tests.codegen.generated import Generated, generate, run
 from penstock.tests.codegen.tiny import Tiny, tiny_batch
 
@@ -47,6 +47,15 @@ def test_an_edit_is_what_runs_even_in_the_same_second(generated: Generated, tmp_
     assert again.text == path.read_text()
 
 
+def assert_refused(generated: Generated, path: Path, marked: str, message: str, *trust: Trust) -> None:
+    """The file is refused at the line that holds `marked`, with this message."""
+    with pytest.raises(VerifyError, match=message) as caught:
+        open_device_file(path, generated.interface, 0, *trust)
+    assert caught.value.line == line_of(path, marked)
+    assert f"{path}:{caught.value.line}" in str(caught.value)
+    assert caught.value.device == 0
+
+
 @pytest.mark.parametrize(
     ("old", "new", "marked", "message"),
     [
@@ -67,12 +76,7 @@ def test_an_edit_is_what_runs_even_in_the_same_second(generated: Generated, tmp_
 def test_a_wrong_edit_is_refused_with_its_place(
     generated: Generated, tmp_path: Path, old: str, new: str, marked: str, message: str
 ) -> None:
-    path = edit(generated, tmp_path, old, new)
-    with pytest.raises(VerifyError, match=message) as caught:
-        open_device_file(path, generated.interface, 0)
-    assert caught.value.line == line_of(path, marked)
-    assert f"{path}:{caught.value.line}" in str(caught.value)
-    assert caught.value.device == 0
+    assert_refused(generated, edit(generated, tmp_path, old, new), marked, message)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +91,7 @@ def test_a_wrong_edit_is_refused_with_its_place(
 def test_a_wrong_edit_of_a_trusted_file_is_refused_with_its_place(
     generated: Generated, tmp_path: Path, old: str, new: str, marked: str, message: str
 ) -> None:
-    path = edit(generated, tmp_path, old, new)
-    with pytest.raises(VerifyError, match=message) as caught:
-        open_device_file(path, generated.interface, 0, OWN)
-    assert caught.value.line == line_of(path, marked)
+    assert_refused(generated, edit(generated, tmp_path, old, new), marked, message, OWN)
 
 
 def test_only_a_trusted_file_runs_what_is_never_printed(
