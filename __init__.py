@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compiler.api import compile, load
+    from .compiler.api import compile
     from .compiler.job.job import Job, Outputs, StepReport
     from .compiler.job.sampler import RankSampler
+    from .compiler.load import load
     from .compiler.plan import Plan
     from .ir import errors
     from .ir.machine.hardware import Hardware
@@ -29,7 +30,7 @@ _HOMES = {
     "StepReport": ".compiler.job.job",
     "Timeline": ".runtime.simulate",
     "compile": ".compiler.api",
-    "load": ".compiler.api",
+    "load": ".compiler.load",
 }
 
 

@@ -36,11 +36,11 @@ def check_written(directory: Path, options: JobOptions, steps: int, trust: bool 
 
     `options.model` names the model if the directory does not. For `trust` see `penstock.load`.
     """
-    from ..compiler import api
+    from ..compiler.load import load
 
     named = (options if options.model is not None else JobOptions.recall(directory)).named_model()
     model = named.in_memory(options.seed)
-    job = api.load(directory, model, trust=trust)
+    job = load(directory, model, trust=trust)
     job.folder.settings = job.folder.settings.model_copy(update={"weights": None})  # the model has them
     shapes = {name: shape for name, shape, _ in job.folder.settings.batch}
     if "input_ids" not in shapes:

@@ -267,8 +267,8 @@ def _job_of(directory: Path | None, options: JobOptions) -> Job:
         raise PlanError(f"both the directory {directory} and --model {options.model} were given; choose one")
     from torch import nn
 
-    from ..compiler.api import read_programs
     from ..compiler.job.job import Job
+    from ..compiler.load import read_programs
 
     folder, programs = read_programs(directory)
     return Job(nn.Module(), folder, programs, ties={}, directory=directory)  # nothing is run: no model is needed

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,30 +13,26 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..ir.errors import DoesNotFit, PassError, PlanError, VerifyError
+from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import PRECISIONS
-from ..ir.program import HookCall, Interface, Program, lane_of
-from ..ir.verify import verify
+from ..ir.program import HookCall, Interface
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..passes.schedule.schedule_async import ScheduleAsync
-from ..runtime.device.file import ProgramFile, open_directory, read_directory
-from ..runtime.model_names import named_tensors, ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
-from ..runtime.optimizer.written import read_optimizer
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
-from ..runtime.source.trust import OWN, Trust
+from ..runtime.source.trust import OWN
+from .arguments import check_agrees, check_arguments, check_timeout, count_of, warn_of_mode
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
-from .folder import COUNTS_FILE, Folder, Settings, print_counts, print_files
+from .folder import Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
-from .job.counts import open_counts
 from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
@@ -48,6 +43,7 @@ from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Wishes
 from .search.candidate import Candidate
 from .search.candidates import micro_batch_counts
+from .search.compiled import CompiledCandidate
 from .search.fit import check_states_fit
 from .search.nearest import with_nearest
 from .search.prediction import make_plan
@@ -55,7 +51,6 @@ from .search.search import search
 from .search.what_helps import Help, what_helps
 from .stale import unmarked
 
-LEAST_TIMEOUT_S = 1.0
 Graphs: TypeAlias = "functools._lru_cache_wrapper[OpGraph]"  # a function that makes each graph once
 DEFAULT_OPTIMIZER = functools.partial(torch.optim.AdamW, lr=5e-5)
 
@@ -116,9 +111,9 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    _check(model, precision, max_grad_norm, strategy, seed)
-    _warn_of_mode(model)
-    _check_timeout(timeout_s)
+    check_arguments(model, precision, max_grad_norm, strategy, seed)
+    warn_of_mode(model)
+    check_timeout(timeout_s)
     refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
@@ -127,11 +122,11 @@ def compile(
     shape = BatchShape.of(model, example_inputs)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
-        _check_agrees(
+        check_agrees(
             decided, strategy=strategy, micro_batches=micro_batches, precision=precision, max_grad_norm=max_grad_norm
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
-    count = _count(micro_batches, shape)
+    count = count_of(micro_batches, shape)
     asked = None if strategy == "auto" else Candidate.of(strategy, machine.num_devices)
     if count is None and asked is not None and not asked.is_synchronous:
         raise PlanError(
@@ -176,10 +171,7 @@ def compile(
         counts=best.draft.graph.loss.rules,
         rows=facts,
     )
-    files = print_files(model, best.draft, best.evaluation, made)
-    interface, counts = best.draft.programs[0].interface, print_counts(best.draft.graph.loss)
-    constants = _values(best.draft.graph.constants, interface)
-    folder = Folder(made, machine, interface, settings, files, counts, constants)
+    folder = _folder(model, best, made, machine, settings)
     capture.cache_clear()
     find_graph.cache_clear()
 
@@ -190,14 +182,7 @@ def compile(
         find_graph.cache_clear()
         return found
 
-    for name, each in shape.wide.items():
-        warnings.warn(
-            f"{name} has {each} entries for each of the {shape.size} rows of a batch: every micro-batch takes those of "
-            "its rows, in order",
-            stacklevel=3,
-        )
-    for note in best.draft.graph.notes:
-        warnings.warn(note, stacklevel=3)
+    _tell(shape, best.draft.graph.notes)
     ties = best.draft.graph.ties()
     return Job(
         model,
@@ -211,52 +196,30 @@ def compile(
     )
 
 
+def _folder(model: nn.Module, best: CompiledCandidate, made: Plan, machine: Hardware, settings: Settings) -> Folder:
+    interface, graph = best.draft.programs[0].interface, best.draft.graph
+    files = print_files(model, best.draft, best.evaluation, made)
+    return Folder(
+        made, machine, interface, settings, files, print_counts(graph.loss), _values(graph.constants, interface)
+    )
+
+
+def _tell(shape: BatchShape, notes: Sequence[str]) -> None:
+    """Warn the caller of `compile` of what was understood, not asked for."""
+    for name, each in shape.wide.items():
+        warnings.warn(
+            f"{name} has {each} entries for each of the {shape.size} rows of a batch: every micro-batch takes those of "
+            "its rows, in order",
+            stacklevel=4,
+        )
+    for note in notes:
+        warnings.warn(note, stacklevel=4)
+
+
 def _values(constants: Mapping[str, torch.Tensor], interface: Interface) -> dict[str, torch.Tensor]:
     """Copies of the constants that stages use, so that a later change of the user's tensors changes no program."""
     used = {row.name for spec in interface.stages.values() for row in spec.constants}
     return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
-
-
-def _check(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
-    _check_real(model)
-    if precision not in tuple(PRECISIONS):
-        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
-    if not isinstance(strategy, str):
-        raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PlanError(f"seed={seed!r}; it is a whole number")
-    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
-        raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
-
-
-def _check_real(model: nn.Module) -> None:
-    found = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
-    if found:
-        raise PlanError(
-            f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be "
-            "trained here. Make it real, with a last dimension of 2, and use torch.view_as_complex in forward"
-        )
-
-
-def _warn_of_mode(model: nn.Module) -> None:
-    if not any(module.training for module in model.modules()):
-        warnings.warn(
-            f"{type(model).__name__} is in evaluation mode as a whole, as from_pretrained returns it, and trains in "
-            "it, as in eager PyTorch: dropout drops nothing, and BatchNorm neither uses nor updates the batch's "
-            "statistics. Call model.train() before compile if they should.",
-            stacklevel=4,
-        )
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not (is_number and LEAST_TIMEOUT_S <= timeout_s < math.inf):
-        raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
 
 
 def _check_shards(plan: Plan, optimizer: OptimizerSpec, hooks: Mapping[str, tuple[HookCall, ...]]) -> None:
@@ -273,14 +236,6 @@ def _check_shards(plan: Plan, optimizer: OptimizerSpec, hooks: Mapping[str, tupl
             f"insert-shard: every device updates a piece of each parameter, but {optimizer.path} looks at whole "
             'parameters. Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
         )
-
-
-def _check_agrees(plan: Plan, **given: Any) -> None:
-    """Raise `PlanError` for an argument that contradicts the plan: it would be ignored in silence."""
-    for name, value in given.items():
-        decided = getattr(plan, name)
-        if value not in ("auto", "fp32", None, decided):
-            raise PlanError(f"{name}={value!r}, but plan={plan.hash} has {name}={decided!r}; leave one of them out")
 
 
 def _capturer(
@@ -352,120 +307,8 @@ def _nearest(miss: DoesNotFit, graphs: Graphs, machine: Hardware, wishes: Wishes
     return with_nearest(miss, graphs, machine, dataclasses.replace(wishes, options=options))
 
 
-def _count(micro_batches: int | str, shape: BatchShape) -> int | None:
-    if micro_batches == "auto":
-        return None
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
-        raise PlanError(f'micro_batches={micro_batches!r}; it is a whole number or "auto"')
-    shape.check_divisible(micro_batches)
-    return micro_batches
-
-
 def _model_name(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     name = getattr(config, "model_type", None) or type(model).__name__
     params = sum(p.numel() for p in model.parameters())
     return f"{name}, {params / 1e6:.1f} M parameters"
-
-
-def load(
-    directory: str | Path,
-    model: nn.Module,
-    ssd_dirs: Sequence[str | Path] | None = None,
-    *,
-    loss_weight: Callable[[Any], Any] | None = None,
-    trust: bool = False,
-) -> Job:
-    """The job whose files `Job.write` wrote, also after a person edited them. `ssd_dirs` replaces its directories.
-    `loss_weight` is the function that was given to `compile`, if one was: files cannot hold it.
-
-    The files are read back as programs and verified before anything runs; their classes are run only where they hold
-    no more than `compile` prints. `trust`: run the files as they stand, and import what settings.json names, because
-    their author may run code here. Raises `VerifyError` with file and line where an edit would deadlock, overrun a
-    memory or lose a value, or goes beyond what is printed; `PlanError` where a file is missing.
-    """
-    folder, files = _read(directory)
-    _check_model(model, folder)
-    _check_loss_weight(loss_weight, folder)
-    folder.settings.ssd_dirs = plain_directories(ssd_dirs) or folder.settings.ssd_dirs
-    trusted = OWN if trust else Trust.here([*folder.files.values(), folder.counts])
-    read_optimizer(folder.settings.optimizer, f"{Path(directory, 'settings.json')}", trust)
-    open_directory(directory, folder.interface, trusted)
-    if folder.counts:
-        open_counts(folder.settings.counts, Path(directory, COUNTS_FILE), trusted)
-    programs = [file.step for file in files]
-    folder.hardware = _beside_model(folder, files, model)
-    return Job(
-        model, folder, programs, ties=ties_of(model), directory=directory, trust=trusted, loss_weight=loss_weight
-    )
-
-
-def _beside_model(folder: Folder, files: list[ProgramFile], model: nn.Module) -> Hardware:
-    """The folder's machine with as much of it taken by this model as it takes now. Raises `PlanError` where the files
-    were written for a model that took less, on meta for instance, and have no room beside this one."""
-    if TorchrunDriver.is_present():
-        return folder.hardware  # as the ranks that compiled counted it
-    machine = beside_own_copy(folder.hardware, model)
-    if machine != folder.hardware:
-        try:
-            _verify(folder.interface, machine, files)
-        except VerifyError as error:
-            raise PlanError(
-                "model: it is in memory, and the programs have no room beside it; build it on the meta device, and "
-                f"compile with weights=DIRECTORY. {error}"
-            ) from error
-    return machine
-
-
-def _verify(interface: Interface, machine: Hardware, files: list[ProgramFile]) -> None:
-    """Verify the files' programs, and those for evaluation if all files have one."""
-    hardware = lane_of(interface, machine)
-    verify([file.step for file in files], hardware)
-    evaluation = [file.evaluate for file in files if file.evaluate is not None]
-    if len(evaluation) == len(files):
-        verify(evaluation, hardware)
-
-
-def read_programs(directory: str | Path) -> tuple[Folder, list[Program]]:
-    """The programs that `load` reads, verified, without the model: enough to simulate them. No file is run. Raises as
-    `load` does."""
-    folder, files = _read(directory)
-    return folder, [file.step for file in files]
-
-
-def _read(directory: str | Path) -> tuple[Folder, list[ProgramFile]]:
-    folder = Folder.read(directory)
-    files = read_directory(directory, folder.interface)
-    try:
-        _verify(folder.interface, folder.hardware, files)
-    except VerifyError as error:
-        path = files[error.device or 0].path
-        place = f"{path}:{error.line}" if error.line else str(path)
-        raise VerifyError(f"{place}: {error}", device=error.device, line=error.line) from error
-    if folder.settings.evaluation is None and any(file.evaluate is None for file in files):
-        folder.settings.evaluation = "not all of its files have an `evaluate`"
-    return folder, files
-
-
-def _check_loss_weight(loss_weight: Any, folder: Folder) -> None:
-    """Raises `PlanError` where the files were compiled with `loss_weight` and it is missing, or the other way round."""
-    if folder.settings.counts.by_user and loss_weight is None:
-        raise PlanError(
-            "loss_weight: the files were compiled with one, and cannot hold a function: pass the same to penstock.load"
-        )
-    if loss_weight is not None and not folder.settings.counts.by_user:
-        raise PlanError("loss_weight: the files were compiled without one; compile again, or leave it out")
-
-
-def _check_model(model: nn.Module, folder: Folder) -> None:
-    """Raises `PlanError` where the model is not the one that the files were written for."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    wrong = [
-        f"{row.name} {list(row.shape)} ({list(shapes[row.name]) if row.name in shapes else 'absent'} here)"
-        for spec in folder.interface.stages.values()
-        for row in (*spec.params, *spec.model_buffers)
-        if shapes.get(row.name) != row.shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise PlanError(f"model: the files are for {folder.plan.model}, with {', '.join(wrong[:4])}{more}")

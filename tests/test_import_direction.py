@@ -32,9 +32,7 @@ ORDER = {
     ),
     "compiler": (
         "garbage", "stale", "own_copy", "strategies", "plan", "pipeline", "folder", "models", "capture",
-        "changed_params", "coupling", "loss", "profile",
-        "search",
-        "report", "job", "check", "api",
+        "changed_params", "coupling", "loss", "profile", "search", "report", "job", "arguments", "load", "check", "api",
     ),
 }  # fmt: skip
 # `Hardware.detect` is where a user looks for it; it imports the measuring when it is called.

@@ -1,0 +1,75 @@
+"""The arguments of `compile` that can be judged before anything is captured: what is wrong is said at once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from torch import nn
+
+from ..ir.errors import PlanError
+from ..ir.precision import PRECISIONS
+from .job.batch import BatchShape
+from .plan import Plan
+
+LEAST_TIMEOUT_S = 1.0
+
+
+def check_arguments(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    _check_real(model)
+    if precision not in tuple(PRECISIONS):
+        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
+    if not isinstance(strategy, str):
+        raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PlanError(f"seed={seed!r}; it is a whole number")
+    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
+        raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def _check_real(model: nn.Module) -> None:
+    found = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
+    if found:
+        raise PlanError(
+            f"model: {', '.join(found[:4])}{' and more' if len(found) > 4 else ''}: a complex parameter cannot be "
+            "trained here. Make it real, with a last dimension of 2, and use torch.view_as_complex in forward"
+        )
+
+
+def warn_of_mode(model: nn.Module) -> None:
+    if not any(module.training for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} is in evaluation mode as a whole, as from_pretrained returns it, and trains in "
+            "it, as in eager PyTorch: dropout drops nothing, and BatchNorm neither uses nor updates the batch's "
+            "statistics. Call model.train() before compile if they should.",
+            stacklevel=4,
+        )
+
+
+def check_timeout(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (is_number and LEAST_TIMEOUT_S <= timeout_s < math.inf):
+        raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
+
+
+def check_agrees(plan: Plan, **given: Any) -> None:
+    """Raise `PlanError` for an argument that contradicts the plan: it would be ignored in silence."""
+    for name, value in given.items():
+        decided = getattr(plan, name)
+        if value not in ("auto", "fp32", None, decided):
+            raise PlanError(f"{name}={value!r}, but plan={plan.hash} has {name}={decided!r}; leave one of them out")
+
+
+def count_of(micro_batches: int | str, shape: BatchShape) -> int | None:
+    if micro_batches == "auto":
+        return None
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+        raise PlanError(f'micro_batches={micro_batches!r}; it is a whole number or "auto"')
+    shape.check_divisible(micro_batches)
+    return micro_batches
