@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import BatchError, HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
+from ...ir.errors import HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
@@ -38,8 +37,8 @@ from ..report.explain import explain
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from .batch import BatchShape, number_of_rows
-from .counts import BatchCounts, Counts, LossWeight, counts_spec, of_all_lanes, rows_of
-from .feed import PART, WHOLE, Feed
+from .counts import BatchCounts, LossWeight
+from .feed import Feed
 from .one_call import OneCall, one_call
 from .preflight import own_device, require_constants, require_machine
 from .sampler import RankSampler
@@ -51,8 +50,8 @@ from .state import (
     stage_states,
     state_dict_of,
     sync_model,
-    whole_state,
 )
+from .step_inputs import StepInputs, counted_buffers
 from .taken import Taken
 
 
@@ -120,9 +119,9 @@ class Job:
         shape = BatchShape(leaves, number_of_rows([dims[0] for dims, _ in leaves.values()]), folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
         self._feed = Feed(model, shape, folder.interface, device)
+        self._inputs = StepInputs(self._feed, folder, self._counter)
         self._taken = Taken(model, folder.interface)
         self.loss_weight = loss_weight
-        self._counts: BatchCounts | None = None  # made with the first batch
 
     # --- what it is
 
@@ -223,7 +222,7 @@ class Job:
         """The inputs of a batch that this process's devices load in a step; a rank that has none may hand over None."""
         device = self._feed.device
         roles = self.programs if device is None else [self.programs[place_of(self.folder.interface, device)[1]]]
-        return self._needed(set().union(*(loaded_names(program) for program in roles)))
+        return self._inputs.needed(set().union(*(loaded_names(program) for program in roles)))
 
     def sampler(
         self,
@@ -245,87 +244,18 @@ class Job:
         return self._feed.sample(dataset, shuffle, seed, last, start)
 
     def _given(self, function: str, batch: Any, call: str = "") -> dict[str, Tensor]:
-        """The batch's tensors, and what is counted over all of it. Where each rank hands over a batch, all ranks raise
-        if one batch is wrong, or if their calls (by default `function`) differ."""
-        if self._feed.device is None:
-            leaves, kind = self._feed.read(function, batch, ())
-            return self._loaded(leaves) | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
-        driver, refused = self.driver, None
-        self._counter()  # may ask other ranks
-        leaves, counts = {}, None
-        kind = ""
-        try:
-            leaves, kind = self._feed.read(function, batch, self._needed(driver.inputs.get(function, ())))
-            counts = self._counted(batch, leaves, kind)
-        except BatchError as error:
-            refused = error
-        rows = driver.agree_on_batch(call or function, kind, refused, counts)
-        self._feed.keep_to(function, kind)
-        return self._loaded(leaves) | self._divisors(function, rows, kind)
-
-    def _loaded(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs that a stage loads: of others at most the counts matter."""
-        return {name: value for name, value in leaves.items() if name in self.folder.interface.batch}
+        """What the devices load; a rank of torchrun starts its device first, and learns from the others."""
+        return self._inputs.of(function, batch, call or function, None if self._feed.device is None else self.driver)
 
     def _counter(self) -> BatchCounts:
-        """Counts batches, from the first on with the running devices' buffers (class weights)."""
-        if self._counts is None:
-            rules, driver = self.folder.settings.counts, self.driver
-            if rules.means:
-                assert self._directory is not None
-                buffers = self._buffers([name for name, _, _ in rules.buffers], driver)
-                self._counts = BatchCounts.from_file(rules, self._directory / COUNTS_FILE, buffers, self.trust)
-            else:
-                self._counts = BatchCounts(rules, loss_weight=self.loss_weight)
-        return self._counts
-
-    def _buffers(self, names: Sequence[str], driver: Driver) -> dict[str, Tensor]:
-        """The values of some buffers: the programs' constants, those that a stage holds, else the model's own."""
-        found = {name: tensor for name, tensor in self.folder.constants.items() if name in names}
-        for spec in self.folder.interface.stages.values():
-            if not found.keys() >= {buffer.name for buffer in spec.model_buffers}.intersection(names):
-                found |= whole_state(driver, spec, with_optimizer=False).buffers
-        if not found.keys() >= set(names):
-            spec = counts_spec(self.folder.settings.counts)
-            rest = tuple(buffer for buffer in spec.buffers if buffer.name not in found)
-            found |= stage_buffers(self._source(), dataclasses.replace(spec, buffers=rest))
-        return found
-
-    def _counted(self, batch: Any, leaves: Mapping[str, Tensor], kind: str) -> Counts | None:
-        """What the rows that are here count, on a rank of torchrun those of its lane; None without what is counted."""
-        rules, feed = self.folder.settings.counts, self._feed
-        if not rules.divisors or not kind or not leaves.keys() >= set(rules.inputs):
-            return None
-        if len(feed.rows) < feed.shape.size and kind == WHOLE:
-            batch, leaves = rows_of((batch, leaves), feed.rows, feed.shape.size)
-        interface = self.folder.interface
-        each = interface.total_micro_batches * len(feed.rows) // feed.shape.size
-        return self._counter().of(batch, leaves, each)
-
-    def _divisors(self, function: str, rows: Sequence[Counts | None], kind: str) -> dict[str, Tensor]:
-        """The inputs that no batch of the user has, as many as belong to this kind of batch. `rows`: what every process
-        has counted."""
-        interface = self.folder.interface
-        if not self.folder.settings.counts.divisors:
-            return {}
-        counts = rows[0] if self._feed.device is None else of_all_lanes(rows, interface)
-        assert counts is not None
-        each_own = interface.asynchronous and function == "step"
-        found = self._counter().inputs(counts, each_own=each_own)
-        if kind != PART:
-            return found
-        assert self._feed.device is not None
-        first = place_of(interface, self._feed.device)[0] * interface.micro_batches
-        return {name: value[first : first + interface.micro_batches] for name, value in found.items()}
-
-    def _needed(self, loaded: Collection[str]) -> list[str]:
-        """The inputs of the user's batch that a process needs whose devices load these: what counts is no input, but
-        needs some to be counted."""
+        """Counts batches, with the running devices' buffers (class weights). Under torchrun it asks other ranks."""
         rules = self.folder.settings.counts
-        own = set(loaded).difference(rules.names)
-        if own == set(loaded):
-            return sorted(own)
-        return sorted(own.union(rules.inputs) or self._feed.shape.leaves)
+        if not rules.means:
+            return BatchCounts(rules, loss_weight=self.loss_weight)
+        driver = self.driver
+        assert self._directory is not None
+        buffers = counted_buffers(self.folder, driver, self._source)
+        return BatchCounts.from_file(rules, self._directory / COUNTS_FILE, buffers, self.trust)
 
     @one_call
     def timeline(self) -> Timeline:
@@ -519,7 +449,8 @@ class Job:
             self._close()
         if self._driver is None:
             self._driver = self._start()
-        self._broken, self._closed, self._counts = "", False, None
+        self._broken, self._closed = "", False
+        self._inputs.forget()
         with finishing("resume"), self._breaking():
             require_one_checkpoint(self._driver, found)
             load_checkpoint(self._driver, self.folder.interface, found, directory)
@@ -550,8 +481,9 @@ class Job:
             self._stale.closed = True
         if driver is not None:
             driver.close()
-        self._broken, self._counts = "", None
+        self._broken = ""
         self._feed.forget()
+        self._inputs.forget()
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch, self._directory = None, None
