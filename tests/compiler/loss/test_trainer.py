@@ -33,7 +33,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches,strategy,devices", [(4, "balanced", 1), (8, "gpipe", 2)])
 def test_weights_are_those_of_trainer(micro_batches: int, strategy: str, devices: int, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     import transformers
 
     model = llama(dropout=0.0)[0]

@@ -149,7 +149,8 @@ def test_a_model_of_another_library_is_left_to_it(tmp_path: Path) -> None:
 
 
 def lora(model: Any, **options: Any) -> Any:
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **{"init_lora_weights": False, **options})
     return peft.get_peft_model(model, config)
 
