@@ -20,8 +20,8 @@ from torch.nn import _reduction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.loss_terms import NUM_ITEMS, CountRules, Divisor, LossRules, LossTerm
-from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch
-from .counting import BatchView, Targets, Total, count_graph, divisor_graph, is_item_count, plain_meta
+from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, plain_meta
+from .counting import BatchView, Targets, Total, count_graph, divisor_graph, is_item_count
 from .linear import LinearPath, call_name, is_quotient, reduction_of
 
 ITEMS = "items"

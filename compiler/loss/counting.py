@@ -16,7 +16,7 @@ from torch import fx
 
 from ...passes.graph.blocks import shared_nodes, storage_root
 from ...passes.graph.loss_terms import NUM_ITEMS
-from ...passes.graph.opgraph import OpGraph
+from ...passes.graph.opgraph import OpGraph, plain_meta
 from .linear import call_name, is_scalar, reduction_of
 from .row_wise import RowWise
 
@@ -162,14 +162,6 @@ class _Writer:
         fake = value.new_empty(() if scalar else value.shape, dtype=dtype)
         node.meta = {**plain_meta(self.like), "val": fake}
         return node
-
-
-def plain_meta(node: fx.Node) -> dict[str, Any]:
-    """The meta of a new node that stands beside `node` and neither writes nor shares storage."""
-    meta = {
-        key: value for key, value in node.meta.items() if key not in ("eval_args", "eval_kwargs", "updates_buffers")
-    }
-    return {**meta, "mutates": (), "alias_of": None, "random": False}
 
 
 def divisor_graph(

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 
 from ...passes.graph.loss_terms import WEIGHT, CountRules, Divisor, LossRules, LossTerm
-from ...passes.graph.opgraph import OpGraph, value_tensors
+from ...passes.graph.opgraph import OpGraph, plain_meta, value_tensors
 from .counted import add_input, fake_like, replace_on_path
-from .counting import plain_meta
 
 
 def weigh_loss(graph: OpGraph) -> OpGraph:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from ...ir import ops
 from ...passes.base import Pass
 from ...passes.graph.coarsen import Coarsen
+from ...passes.graph.graph_pass import GraphPass
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
@@ -88,10 +89,19 @@ class Candidate:
         head = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Schedule))
         return Candidate((*self.passes[:head], *passes))
 
+    @property
+    def graph_passes(self) -> tuple[GraphPass, ...]:
+        """Its passes over the op graph."""
+        return tuple(p for p in self.passes if isinstance(p, GraphPass))
+
+    def over(self, *graph_passes: GraphPass) -> Candidate:
+        """The same candidate with these passes over the op graph, and no others."""
+        return Candidate((*graph_passes, *(p for p in self.passes if not isinstance(p, GraphPass))))
+
     def on(self, mesh: Mesh) -> Candidate:
         """The same candidate on each lane of a mesh."""
-        coarsen, *after = self.passes
-        found = Candidate((coarsen, mesh, *after))
+        layers = next(i for i, p in enumerate(self.passes, start=1) if isinstance(p, Coarsen))
+        found = Candidate((*self.passes[:layers], mesh, *self.passes[layers:]))
         return found.ending(*shared_tiers(self.uses_ssd)) if mesh.shards > 1 else found
 
     def swapped(self, swap: bool) -> Candidate:

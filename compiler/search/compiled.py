@@ -21,6 +21,7 @@ from ...ir.verify import verify
 from ...passes.base import Pass, check_contracts
 from ...passes.draft import Draft, Options
 from ...passes.graph.coarsen import Coarsen
+from ...passes.graph.graph_pass import GraphPass
 from ...passes.graph.opgraph import OpGraph
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
@@ -122,21 +123,19 @@ class CandidateCompiler:
         self.decided, self.dump = decided, dump
         self._known: dict[tuple[Pass, ...], Prefix | PenstockError] = {}
 
-    @property
-    def base(self) -> Draft:
-        """The draft after `coarsen`: the model as layers."""
-        return self._prefix((Coarsen(),)).draft
+    def lane(self, candidate: Candidate) -> Draft:
+        """The model as layers, after the candidate's passes over the op graph, with a lane's part of the machine.
 
-    def lane(self, mesh: Mesh | None) -> Draft:
-        """The same draft with a lane's part of the machine. Raises `PassError` where lanes cannot be made."""
-        return self._prefix((Coarsen(), *([mesh] if mesh else []))).draft
+        Raises `PassError` where lanes cannot be made.
+        """
+        return self._prefix(tuple(p for p in candidate.passes if isinstance(p, GraphPass | Coarsen | Mesh))).draft
 
     def place(self, candidate: Candidate) -> PlacedCandidate:
         """Run a candidate's passes up to its mapping. Raises `DoesNotFit` and `PassError` as the passes do."""
         passes = candidate.passes
         check_contracts(passes)
         require_complete(passes)
-        shared = tuple(itertools.takewhile(lambda p: isinstance(p, Coarsen | Mesh | Partition), passes))
+        shared = tuple(itertools.takewhile(lambda p: isinstance(p, GraphPass | Coarsen | Mesh | Partition), passes))
         mapped = tuple(itertools.takewhile(lambda p: isinstance(p, Mapping), passes[len(shared) :]))
         prefix = self._prefix(shared)
         draft = _copy(prefix.draft)

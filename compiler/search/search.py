@@ -103,7 +103,7 @@ class Sweep(Attempts):
         for base in self.bases():
             begin_s, until_s = time.process_time(), self.until_s
             self.until_s = begin_s + LAYOUTS_SHARE * (until_s - begin_s)
-            for row in varied(estimates(self.compiler(self.usual[0]).base, self.usual), MOST_LAYOUTS):
+            for row in varied(estimates(self.compiler(self.usual[0]).lane(base), self.usual), MOST_LAYOUTS):
                 self.look_at(row, base)
             self.until_s = until_s
             if self.best is not None:
@@ -126,7 +126,7 @@ class Sweep(Attempts):
             self.trials.append(Trial(candidate, row.count, reason=Skipped.OUT_OF_TIME))
             return
         try:
-            lane = self.compiler(row.count).lane(row.mesh)
+            lane = self.compiler(row.count).lane(candidate)
         except PassError as error:
             self.trials.append(Trial(candidate, row.count, reason=error))
             return
@@ -139,7 +139,7 @@ class Sweep(Attempts):
         """For few devices, try layouts of several lanes with `count` micro-batches; sweep the one that is best."""
         if self.base.mesh is not None or self.hardware.num_devices == 1:
             return
-        for row in estimates(self.compiler(count).base, [count]):
+        for row in estimates(self.compiler(count).lane(self.base), [count]):
             self.look_at(row, self.base)
         best = self.best_candidate
         if best.mesh is not None and not best.name:
@@ -158,7 +158,7 @@ class Sweep(Attempts):
         counts = self.promising()
         for count in (*counts, *(m for m in (*self.usual, *self.last_resort) if m not in counts)):
             if count in counts or self.best is None:
-                self.look(count, scouts(self.compiler(count).base, self.base))
+                self.look(count, scouts(self.compiler(count).lane(self.base), self.base))
 
     def promising(self) -> list[int]:
         """Numbers of micro-batches to try; of a large model, whose traces take long, only one."""
@@ -168,7 +168,7 @@ class Sweep(Attempts):
         """Try everything with `count` micro-batches, first what may not be left out when time is short: the named
         strategies, every partitioner, every mapping, schedules and tiers; then combinations of these. Where the base
         has a layout of several lanes, candidates have that one."""
-        lane = self.compiler(count).lane(self.base.mesh)
+        lane = self.compiler(count).lane(self.base)
         cuts, maps = list(partitions(lane, self.base)), mappings(lane.lane_hardware)
         usual = [self.base.with_(cut, maps[0]) for cut in cuts]
         named = [] if self.base.mesh else self.named()
@@ -237,7 +237,7 @@ def attempt_smallest(trace: Trace, hardware: Hardware, wishes: Wishes) -> Compil
         if wishes.asked is not None:
             smallest = [wishes.asked]
         else:
-            smallest = [scouts(sweep.compiler(count).base, base)[-1] for base in sweep.bases()]
+            smallest = [scouts(sweep.compiler(count).lane(base), base)[-1] for base in sweep.bases()]
             smallest += [] if is_large else [Candidate.of("ftpipe", hardware.num_devices)]
         sweep.look(count, smallest)
         if sweep.best is not None or sweep.lacks_host_memory:

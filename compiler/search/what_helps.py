@@ -92,12 +92,12 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
     mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
         mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)
-    base = PLAIN.ending(*tiers(chosen.find(ChooseActivations) is not None, chosen.uses_ssd))
+    base = PLAIN.over(*chosen.graph_passes).ending(*tiers(chosen.find(ChooseActivations) is not None, chosen.uses_ssd))
     base = base if mesh is None else base.on(mesh)
     usual = base.with_(*(type(p)() for p in chosen.passes if isinstance(p, Partition | Mapping | Schedule)))
     yield usual
     try:
-        lane = attempts.compiler(count).lane(mesh)
+        lane = attempts.compiler(count).lane(base)
     except PassError:  # the micro-batches do not divide among this machine's lanes
         return
     if mesh is not None:

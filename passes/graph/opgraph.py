@@ -27,6 +27,7 @@ step; a pass that moves nodes drops them (`is_mode_switch`) and prints blocks fr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +126,20 @@ class OpGraph:
             return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
         return {}
 
+    def copy(self) -> OpGraph:
+        """The same step with nodes of its own, in the same order, over the same model."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for copy in graph.nodes:
+            for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
+                if key in copy.meta:
+                    copy.meta[key] = fx.map_arg(copy.meta[key], copies.__getitem__)
+        module = build_module(self.model, graph, self.constants)
+        outputs = {name: copies[node] for name, node in self.outputs.items()}
+        return dataclasses.replace(self, module=module, outputs=outputs)
+
     def evaluation(self) -> fx.GraphModule:
         """The same graph with the evaluation-mode arguments put in; call `.eval()` on the user's model to run it.
 
@@ -175,6 +190,14 @@ def missing_buffers(model: nn.Module) -> tuple[str, ...]:
     """Non-persistent buffers on the meta device: their values are neither here nor in a checkpoint."""
     on_meta = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     return tuple(sorted(on_meta - model.state_dict(keep_vars=True).keys()))
+
+
+def plain_meta(node: fx.Node) -> dict[str, Any]:
+    """The meta of a new node that stands beside `node` and neither writes nor shares storage."""
+    meta = {
+        key: value for key, value in node.meta.items() if key not in ("eval_args", "eval_kwargs", "updates_buffers")
+    }
+    return {**meta, "mutates": (), "alias_of": None, "random": False}
 
 
 def value_tensors(value: Any) -> Iterator[torch.Tensor]:
