@@ -90,7 +90,7 @@ def test_bounds_are_no_higher_than_the_simulation(machine: Hardware) -> None:
     """Whatever lies on SSD."""
     compiler = compiler_for(machine, 8)
     count = 0
-    for cut in partitions(compiler.base, RESERVOIR):
+    for cut in partitions(compiler.lane(RESERVOIR), RESERVOIR):
         for tier in ("auto", "states", "all"):
             placed_by = (cut, mappings(machine)[0])
             candidate = RESERVOIR.with_(*placed_by, InsertSsd(tier=tier), InsertFetch(swap=True))
@@ -194,8 +194,8 @@ def test_scouts_of_a_reservoir_also_use_fewer_devices() -> None:
     hardware = Hardware.preset("mobius-topo2+2")
     assert fewer(hardware) == ["0 2", "0"] and fewer(Hardware.cpu(1)) == []
     compiler = compiler_for(Hardware.cpu(4, memory="400kB", dram="700kB", ssd="20MB"), 8)
-    orders = with_order(scouts(compiler.base, RESERVOIR))
-    assert len(orders) == 2 and not with_order(scouts(compiler.base))
+    orders = with_order(scouts(compiler.lane(RESERVOIR), RESERVOIR))
+    assert len(orders) == 2 and not with_order(scouts(compiler.lane(PLAIN)))
     draft = compiler.finish(compiler.place(orders[0])).draft
     assert set(draft.devices) == {0, 1}
     assert [profile_memory(program).peak_bytes[ops.DEVICE] for program in draft.programs[2:]] == [0, 0]
