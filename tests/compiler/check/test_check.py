@@ -45,7 +45,9 @@ def test_dropout_agrees_because_a_draw_is_seeded_by_its_place_also_in_the_model_
     report = checked(name, dropout=0.1)
     assert report.passed and report.skipped is None
     assert {d.against for d in report.differences} == {"captured graph", "model itself"}
-    assert max(d.largest for d in report.differences) < 1e-5
+    for difference in report.differences:  # the model itself takes the whole batch at once
+        size = difference.largest if difference.against == "captured graph" else difference.relative
+        assert size < 1e-6, difference
 
 
 def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -> None:
