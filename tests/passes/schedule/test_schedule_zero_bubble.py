@@ -99,10 +99,11 @@ def test_the_bubble_shrinks() -> None:
     assert step_s["schedule-zero-bubble"] == pytest.approx((8 + 3 * 1 / 3) * turn_s, rel=0.05)
 
 
-# T5's layers share a bias, whose gradients from several stages add up in the order in which the schedule has them.
-@pytest.mark.parametrize(("name", "rounding"), [("gpt2", 0.0), pytest.param("t5", 1e-8, marks=pytest.mark.slow)])
-def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str, rounding: float) -> None:
-    graph, batches = traced(name)
+# T5's layers share a bias: the halves of a backward add up its gradients from three layers in another order, which
+# rounds otherwise with some dropout masks. So it is compared in float64.
+@pytest.mark.parametrize(("name", "double", "rounding"), [("gpt2", False, 0.0), ("t5", True, 1e-16)])
+def test_training_is_bit_for_bit_that_of_fill_and_drain(name: str, double: bool, rounding: float) -> None:
+    graph, batches = traced(name, double=double)
     runs = []
     for schedule in (SchedulePipeline(), ScheduleZeroBubble()):
         draft = apply(draft_of(graph, micro_batches=3, max_grad_norm=1.0), *whole(schedule, 4))
