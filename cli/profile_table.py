@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from ..compiler.capture.trace import trace
+from ..compiler.capture.trace import trace_in
 from ..compiler.job.batch import BatchShape, micro_batch_spec
 from ..compiler.profile.profile import make_profiler, parts_here
 from ..compiler.search.candidates import micro_batch_counts
 from ..ir.machine.hardware import Device
-from ..ir.precision import PRECISIONS
+from ..ir.precision import Precision
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft, Options
 from ..passes.graph.blocks import Block
@@ -67,14 +67,14 @@ def profile_report(options: JobOptions) -> ProfileReport:
     if options.micro_batches is not None:
         shape.check_divisible(options.micro_batches)
     count = options.micro_batches or micro_batch_counts(shape.size, hardware)[0][0]
-    low = PRECISIONS[options.precision].low_dtype
+    precision = Precision.of(options.precision)
     inputs = micro_batch_spec(example, count)
-    graph = trace(model, inputs, autocast=low, device_kind=hardware.devices[0].kind, param_dtype=low)
-    profiler = make_profiler(options.profile_cache or True, options.precision)
-    draft = Draft(graph, hardware, Options(micro_batches=count, precision=options.precision, profiler=profiler))
+    graph = trace_in(precision, model, inputs, device_kind=hardware.devices[0].kind)
+    profiler = make_profiler(options.profile_cache or True, precision.name)
+    draft = Draft(graph, hardware, Options(micro_batches=count, precision=precision.name, profiler=profiler))
     coarsen = Coarsen()
     coarsen.rewrite(draft, coarsen.plan(draft))
-    return ProfileReport(count, {p.title: _rows(draft.blocks, p.devices[0], options.precision) for p in parts})
+    return ProfileReport(count, {p.title: _rows(draft.blocks, p.devices[0], precision.name) for p in parts})
 
 
 def _rows(blocks: list[Block], device: Device, precision: str) -> list[ProfileRow]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import PRECISIONS
+from ..ir.precision import Precision
 from ..ir.program import HookCall, Interface
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
@@ -97,7 +97,9 @@ def compile(
         batch. It replaces what is counted otherwise: targets that a cross entropy does not ignore, class weights, sums
         of masks. A micro-batch that counts 0 adds nothing.
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
-    micro_batches: a divisor of the batch, or "auto". precision: "fp32", "bf16" or "fp16" (dynamic loss scaling).
+    micro_batches: a divisor of the batch, or "auto".
+    precision: "fp32"; "bf16-mixed" or "fp16-mixed" (autocast; fp16 with dynamic loss scaling); "bf16-true" (weights and
+        activations in bf16, masters in fp32). "bf16" and "fp16" mean the mixed ones.
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
     search_s: seconds of computation after which "auto" tries nothing new; candidates left are listed as rivals.
     dump: called as `dump(pass name, draft)` after every pass.
@@ -112,6 +114,7 @@ def compile(
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
     check_arguments(model, precision, max_grad_norm, strategy, seed)
+    precision = Precision.of(precision).name
     warn_of_mode(model)
     check_timeout(timeout_s)
     refuse_item_count(example_inputs)
@@ -247,13 +250,13 @@ def _capturer(
     by_user: bool,
 ) -> functools._lru_cache_wrapper[OpGraph]:
     """A function from a number of micro-batches to the op graph of one micro-batch; it traces each number once."""
-    low = PRECISIONS[precision].low_dtype
+    types = Precision.of(precision)
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         with unmarked(model):
-            return captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
+            return captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=types, device_kind=kind)
 
     return capture
 

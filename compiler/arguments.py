@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..ir.errors import PlanError
-from ..ir.precision import PRECISIONS
+from ..ir.precision import Precision
 from .job.batch import BatchShape
 from .plan import Plan
 
@@ -22,8 +22,7 @@ def check_arguments(model: Any, precision: Any, max_grad_norm: Any, strategy: An
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     _check_real(model)
-    if precision not in tuple(PRECISIONS):
-        raise PlanError(f'precision={precision!r}; allowed are "fp32", "bf16" and "fp16"')
+    Precision.of(precision)
     if not isinstance(strategy, str):
         raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
     if not isinstance(seed, int) or isinstance(seed, bool):

@@ -25,7 +25,6 @@ from ..ir import ops
 from ..ir.documents import Unreadable, plain_errors, read_json, read_text
 from ..ir.errors import PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import PRECISIONS
 from ..ir.program import Interface, Program, shown
 from ..ir.units import format_bytes, format_seconds
 from ..passes.draft import Draft
@@ -33,18 +32,12 @@ from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants
 from ..runtime.state.tensor_file import write_tensors
-from .plan import Plan
+from .plan import Plan, PrecisionName
 
 
 def _dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError("not the name of a dtype of torch")
-    return name
-
-
-def _precision(name: str) -> str:
-    if name not in PRECISIONS:
-        raise ValueError(f"allowed are {', '.join(PRECISIONS)}")
     return name
 
 
@@ -59,7 +52,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     optimizer: str  # OptimizerSpec as JSON
-    precision: Annotated[str, AfterValidator(_precision)]
+    precision: PrecisionName
     seed: int
     stop_on_nan: bool = True
     batch: Annotated[list[BatchRow], Field(min_length=1)]  # every leaf of the global batch

@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
+from ..ir.precision import Precision
 from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
 PhaseName = Literal["forward", "backward"]
+
+
+def _precision(word: str) -> str:
+    try:
+        return Precision.of(word).name
+    except PlanError as error:
+        raise ValueError(str(error)) from None
+
+
+PrecisionName = Annotated[str, AfterValidator(_precision)]  # files of earlier versions have aliases
 
 
 class Prediction(BaseModel):
@@ -99,7 +110,7 @@ class Plan(BaseModel):
     strategy: str
     passes: str
     micro_batches: int = Field(gt=0)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: PrecisionName = "fp32"
     max_grad_norm: float | None = None
     decisions: Decisions
     predicted: Prediction | None = None

@@ -1,13 +1,27 @@
-"""What the user's words "fp32", "bf16" and "fp16" mean. Plans and settings keep the word, code reads the facts."""
+"""What the user's words for a precision mean. Plans and settings keep the name, code reads the facts.
+
+| name | weights, activations | autocast | fp32 masters | loss scale |
+|---|---|---|---|---|
+| `fp32` | the model's own types | no | no | no |
+| `bf16-mixed`, `fp16-mixed` | low, autocast decides per call | yes | yes | fp16 |
+| `bf16-true` | bf16 | no | yes | no |
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from .errors import PlanError
+
 MASTER_BYTES = 4  # of one parameter in fp32
+
+Arithmetic = Literal["fp32", "bf16", "fp16"]  # a kind of arithmetic that a device has a rate for
 
 
 @dataclass(frozen=True)
@@ -15,18 +29,38 @@ class Precision:
     """The types of a step's numbers. `scales_loss`: gradients overflow or vanish unless the loss is scaled, so that an
     update counts only where the norm of all gradients is finite."""
 
+    name: str
+    arithmetic: Arithmetic
     dtype: torch.dtype  # in which a step computes
+    autocasts: bool = False  # torch.autocast chooses the type of each call; else all calls take what they are given
+    has_masters: bool = False  # the optimizer updates fp32 copies of the weights
     scales_loss: bool = False
+
+    @staticmethod
+    def of(word: object) -> Precision:
+        """The precision of this name or alias. Raises `PlanError` for another word, with the nearest name."""
+        known = ALIASES.get(word, word) if isinstance(word, str) else word
+        if isinstance(known, str) and known in PRECISIONS:
+            return PRECISIONS[known]
+        near = difflib.get_close_matches(str(word), [*PRECISIONS, *ALIASES], 1, 0.0)[0]
+        names = ", ".join(f'"{name}"' for name in PRECISIONS)
+        raise PlanError(f'precision={word!r}; allowed are {names}; the nearest is "{ALIASES.get(near, near)}"')
 
     @property
     def low_dtype(self) -> torch.dtype | None:
-        """The type of autocast, weights and gradients; None in fp32, which leaves a model's own types as they are."""
+        """The type of weights and of one micro-batch's gradients; None in fp32, which leaves a model's own types as
+        they are."""
         return None if self.dtype == torch.float32 else self.dtype
 
     @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer updates fp32 copies of the weights."""
-        return self.low_dtype is not None
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that autocast lowers calls to; None without autocast."""
+        return self.dtype if self.autocasts else None
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The type that floating inputs of the model's forward are cast to; None where they stay as they are."""
+        return None if self.autocasts else self.low_dtype
 
     @property
     def master_bytes(self) -> int:
@@ -35,11 +69,17 @@ class Precision:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context in which a model computes on this device."""
-        return torch.autocast(device.type, self.low_dtype) if self.low_dtype is not None else nullcontext()
+        return torch.autocast(device.type, self.dtype) if self.autocasts else nullcontext()
 
 
-PRECISIONS = {
-    "fp32": Precision(torch.float32),
-    "bf16": Precision(torch.bfloat16),
-    "fp16": Precision(torch.float16, scales_loss=True),
+PRECISIONS: Mapping[str, Precision] = {
+    row.name: row
+    for row in (
+        Precision("fp32", "fp32", torch.float32),
+        Precision("bf16-mixed", "bf16", torch.bfloat16, autocasts=True, has_masters=True),
+        Precision("fp16-mixed", "fp16", torch.float16, autocasts=True, has_masters=True, scales_loss=True),
+        Precision("bf16-true", "bf16", torch.bfloat16, has_masters=True),
+    )
 }
+FP32 = PRECISIONS["fp32"]
+ALIASES: Mapping[str, str] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}  # words of earlier plans, and of the user

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..compiler.capture.trace import trace
+from ..compiler.capture.trace import trace_in
 from ..compiler.models.named import find_model
 from ..compiler.pipeline import parse_pipeline, pipeline_text, run_passes
 from ..compiler.search.fit import check_fit
@@ -21,7 +21,7 @@ from ..ir import ops
 from ..ir.calls import op_of
 from ..ir.errors import DoesNotFit, VerifyError
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import PRECISIONS
+from ..ir.precision import Precision
 from ..ir.program import Program, StageSpec, shown, work_of
 from ..ir.verify import verify
 from ..passes.base import Pass
@@ -157,9 +157,9 @@ class Lab:
         key = (workload.model, workload.micro_batch, workload.sequence, workload.targets, workload.precision, kind)
         if key not in self.graphs:
             named = self.models.get(workload.model) or find_model(workload.model)
-            low = PRECISIONS[workload.precision].low_dtype
+            precision = Precision.of(workload.precision)
             spec = named.batch_spec(workload.micro_batch, workload.sequence, workload.targets)
-            self.graphs[key] = trace(named.on_meta(), spec, autocast=low, device_kind=kind, param_dtype=low)
+            self.graphs[key] = trace_in(precision, named.on_meta(), spec, device_kind=kind)
         return self.graphs[key]
 
     def _try(self, workload: Workload, hardware: Hardware, passes: Sequence[Pass]) -> SimulatedStep:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import PRECISIONS
+from ..ir.precision import Precision
 from ..ir.program import Program
 from .decisions import Lanes, OnSsd, Sharding
 
@@ -43,11 +43,11 @@ class Options:
     @property
     def optimizer_bytes_per_param(self) -> float:
         """Bytes that the optimizer keeps for one trained parameter: its master and its states."""
-        return PRECISIONS[self.precision].master_bytes + self.state_bytes_per_param
+        return Precision.of(self.precision).master_bytes + self.state_bytes_per_param
 
     def lasting(self, weight_bytes: int, trained_params: int) -> Lasting:
         """What stays across steps, for lower bounds: a run rounds every part up a little (`bytes_of_homes`)."""
-        masters = PRECISIONS[self.precision].master_bytes * trained_params
+        masters = Precision.of(self.precision).master_bytes * trained_params
         return Lasting(weight_bytes, masters, int(self.state_bytes_per_param * trained_params))
 
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.opgraph import OpGraph, build_module, missing_buffers
-from .guard import Borrowed, LossFn, TraceOptions, borrowed, replaced
-from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
+from .guard import Borrowed, TraceOptions, borrowed, replaced
+from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines
 from .python_state import require_kept, state_of
 from .writer import number_draws
@@ -40,16 +40,17 @@ class _Names:
 class _Step(nn.Module):
     """The user's forward and loss as one module that returns a tuple."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None):
+    def __init__(self, model: nn.Module, options: TraceOptions):
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self.input_dtype = model, options.loss_fn, options.input_dtype
         self.names = _Names()
         self.training = model.training
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
         modules = dict(self.model.named_modules())
         before = state_of(modules, depth=0)  # what models set while they are exported lies deeper
-        args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
+        given = forward_arguments(self.model, batch, self.loss_fn is not None)
+        args, kwargs = floating_as(self.input_dtype, given)
         found = named_outputs(self.model, self.model(*args, **kwargs), TraceInputs(batch), self.loss_fn)
         require_kept(before, state_of(modules, depth=0))
         self.names.found = list(found)
@@ -61,7 +62,7 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = fake_inputs(model, example_inputs, fake_mode, dynamic=False)
     with borrowed(model, fake_mode, options) as held:
-        step = _Step(model, options.loss_fn)
+        step = _Step(model, options)
         training = _export(step, inputs, options.dynamic)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)

@@ -37,6 +37,7 @@ class TraceOptions:
     training: bool = True
     evaluation: bool = True
     count_items: bool = False
+    input_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Borrowed:
     """The model with fake tensors in it."""
 
     model: nn.Module
+    options: TraceOptions = field(default_factory=TraceOptions)
     paths: dict[int, str] = field(default_factory=dict)  # id(module) -> its first dotted path
     modules: dict[str, nn.Module] = field(default_factory=dict)  # first dotted path -> module
     names: dict[int, list[str]] = field(default_factory=dict)  # id(fake) -> all its dotted names
@@ -89,7 +91,7 @@ def borrowed(model: nn.Module, fake_mode: FakeTensorMode, options: TraceOptions)
     Raises CaptureError for lazy parameters and backward hooks, which no capture can represent.
     """
     _refuse(model)
-    held = Borrowed(model)
+    held = Borrowed(model, options)
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     configs = _configs(model)
     saved_configs = [(config, dict(config.__dict__)) for config in configs]

@@ -20,6 +20,7 @@ from torch import nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils._pytree import tree_map
 
 from ...ir.errors import CaptureError
 from ...passes.graph.loss_terms import NUM_ITEMS
@@ -208,6 +209,13 @@ def _positional(model: nn.Module) -> tuple[list[str], str, int]:
     fixed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     many = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
     return [p.name for p in fixed], many, sum(p.default is p.empty for p in fixed)
+
+
+def floating_as(dtype: torch.dtype | None, arguments: Any) -> Any:
+    """The arguments of forward with floating tensors in another dtype; None leaves all as they are."""
+    if dtype is None:
+        return arguments
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, arguments)
 
 
 def named_outputs(

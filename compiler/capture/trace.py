@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...ir.errors import CaptureError
+from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
 from ...passes.graph.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
-from .inputs import TraceInputs, fake_inputs, forward_arguments, named_outputs
+from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines
 from .param_changes import changes_of, take_out
 from .python_state import REMEDY, state_of
@@ -49,6 +50,7 @@ def trace(
     autocast: torch.dtype | None = None,
     device_kind: str = "cpu",
     param_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
     training: bool = True,
     evaluation: bool = True,
     count_items: bool = False,
@@ -63,6 +65,8 @@ def trace(
         without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
     device_kind: "cpu" or "cuda", where the graph will run: each has its own rules of autocast.
     param_dtype: trace floating parameters (not buffers) in this dtype instead of their own.
+    input_dtype: cast the floating tensors that forward is given to this dtype first, as FSDP2 does. `loss_fn` gets the
+        batch as it is.
     training: False captures evaluation mode itself, for a model whose `eval_error` says that it needs its own graph.
     evaluation: also find out which arguments differ in evaluation mode.
     count_items: give forward `num_items_in_batch`, a scalar that is an input of the graph.
@@ -76,7 +80,15 @@ def trace(
         raise CaptureError(f'tracer must be "auto", "recorder" or "export"; found {tracer!r}')
     hooks = hooks_of(model)
     options = TraceOptions(
-        loss_fn, dynamic, autocast, device_kind, param_dtype, training, evaluation and training, count_items
+        loss_fn,
+        dynamic,
+        autocast,
+        device_kind,
+        param_dtype,
+        training,
+        evaluation and training,
+        count_items,
+        input_dtype,
     )
     found = _captured(model, example_inputs, options, tracer)
     found.hooks = hooks
@@ -84,6 +96,18 @@ def trace(
     found.changes = changes_of(found)
     take_out(found)
     return found
+
+
+def trace_in(precision: Precision, model: nn.Module, example_inputs: Any, **options: Any) -> OpGraph:
+    """`trace` with the types of a precision."""
+    return trace(
+        model,
+        example_inputs,
+        autocast=precision.autocast_dtype,
+        param_dtype=precision.low_dtype,
+        input_dtype=precision.input_dtype,
+        **options,
+    )
 
 
 def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, tracer: str) -> OpGraph:
@@ -163,6 +187,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         constants=constants,
         symbols=inputs.symbols,
         param_dtype=options.param_dtype,
+        autocast=options.autocast,
         notes=(_DENSE,) if recorder.has_sparse else (),
     )
 
@@ -179,6 +204,7 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
     """Call the user's forward under the recorder; errors of the user's code name the user's line."""
     model = recorder.held.model
     args, kwargs = forward_arguments(model, inputs.batch, loss_fn is not None)
+    dtype = recorder.held.options.input_dtype
     with torch.enable_grad():
         for name, fake in inputs.tensors.items():
             recorder.placeholder(name, fake)
@@ -186,6 +212,7 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
             recorder.learn_sizes(fake)
         try:
             with recorder.recording():
+                args, kwargs = floating_as(dtype, (args, kwargs))
                 output = model(*args, **inputs.item_count(), **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)
         except (CaptureError, Misaligned):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...ir.machine.hardware import Hardware
+from ...ir.precision import PRECISIONS
 from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
@@ -31,7 +32,8 @@ from .model_draws import NotByRows, shapes_of_draws
 # Relative differences that are allowed, as a plan adds the same terms as eager, partly in another order: of the loss,
 # of all gradients by 2-norm, of all weights by 1-norm, relative to how far they moved. Adam turns rounding noise in a
 # gradient that is zero by symmetry (a key's bias) into a full step, which a maximum would show and a mean does not.
-LIMITS = {"fp32": (1e-5, 1e-4, 2e-2), "bf16": (1e-2, 5e-2, 2e-1), "fp16": (1e-2, 5e-2, 2e-1)}
+LOW_LIMITS = (1e-2, 5e-2, 2e-1)  # of numbers with 8 bits or more, which a sum in another order rounds otherwise
+LIMITS = {name: (1e-5, 1e-4, 2e-2) if name == "fp32" else LOW_LIMITS for name in PRECISIONS}
 GRADIENT_PROBE = OptimizerSpec("torch.optim:SGD", {"lr": 0.0, "momentum": 0.5})  # its first momentum is the gradient
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import ParamSpec
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
@@ -22,6 +22,7 @@ from ...runtime.optimizer.hooks import change_params, run_hooks
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..capture.guard import LossFn
+from ..capture.inputs import floating_as
 from ..coupling import scaled_loss
 from ..job.batch import flatten, micro_batch_spec
 from ..job.counts import BatchCounts, LossWeight, part_of
@@ -50,7 +51,7 @@ class Eager:
         specs: Sequence[ParamSpec] = (),
     ):
         self.model, self.run = model, run
-        self.micro_batches, self.precision, self.max_grad_norm = micro_batches, PRECISIONS[precision], max_grad_norm
+        self.micro_batches, self.precision, self.max_grad_norm = micro_batches, Precision.of(precision), max_grad_norm
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = self.params
         low = self.precision.low_dtype
@@ -115,14 +116,15 @@ def module_runner(
     """A function that calls the module itself. Each batch that it is given is of `draws` micro-batches, which draw what
     they draw in a plan, values of these `shapes`. It raises `NotByRows` where a batch cannot draw so."""
     device = next(model.parameters()).device
-    drawn = ModelDraws(model, device, shapes)
+    drawn, types = ModelDraws(model, device, shapes), Precision.of(precision)
 
     def run(batch: Any, micro_batch: int, count: int, step: int) -> Tensor:
         batch = part_of(batch, micro_batch, count)
         first = micro_batch * draws
         seeds = [micro_batch_seed(seed, step, m) for m in range(first, first + draws)]
-        with drawn.seeded(seeds, batch), PRECISIONS[precision].autocast(device):
-            output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        with drawn.seeded(seeds, batch), types.autocast(device):
+            given = floating_as(types.input_dtype, batch)
+            output = model(**given) if isinstance(given, Mapping) else model(*given)
             if loss_fn is not None:
                 loss: Tensor = loss_fn(output, batch)
             else:
@@ -146,12 +148,12 @@ def graph_runner(
 
     Call this before `model` is cast to a lower precision.
     """
-    low = PRECISIONS[plan.precision].low_dtype
     inputs = micro_batch_spec(example, plan.micro_batches)
     kind = hardware.devices[0].kind
 
     by_user = loss_weight is not None
-    graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, autocast=low, device_kind=kind)
+    precision = Precision.of(plan.precision)
+    graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=precision, device_kind=kind)
     graph = scaled_loss(graph, rows, plan.micro_batches)
     counter = BatchCounts(graph.loss.rules, graph.loss.counts, graph.loss.divisors, loss_weight=loss_weight)
     names = list(graph.inputs)
@@ -162,7 +164,7 @@ def graph_runner(
         leaves = part_of(leaves, micro_batch, count)
         device = next(model.parameters()).device
         draws = Draws("the captured graph", graph.module, device)
-        with draws.seeded(micro_batch_seed(seed, step, micro_batch)), PRECISIONS[plan.precision].autocast(device):
+        with draws.seeded(micro_batch_seed(seed, step, micro_batch)), precision.autocast(device):
             outputs = Seeded(graph.module, draws).run(*(leaves[name] for name in names))
         loss: Tensor = outputs["loss"]
         return loss

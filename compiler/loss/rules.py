@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...ir.errors import PlanError
+from ...ir.precision import FP32, Precision
 from ...passes.graph.loss_terms import NUM_ITEMS
 from ...passes.graph.opgraph import OpGraph
 from ..capture.guard import LossFn
 from ..capture.inputs import takes_item_count
-from ..capture.trace import trace
+from ..capture.trace import trace_in
 from .counted import count_terms
 from .gradient import require_gradient
 from .weighted import weigh_loss
@@ -29,17 +29,15 @@ def captured(
     *,
     loss_fn: LossFn | None = None,
     by_user: bool = False,
-    autocast: torch.dtype | None = None,
+    precision: Precision = FP32,
     device_kind: str = "cpu",
 ) -> OpGraph:
     """The op graph of one micro-batch, such that the mean of its losses is that of the whole batch; see `OpGraph.loss`.
 
-    by_user: the user gives `loss_weight`, which replaces what would be counted. Parameters are traced in the dtype of
-    `autocast`. Raises `CaptureError` as `trace` does.
+    by_user: the user gives `loss_weight`, which replaces what would be counted. Raises `CaptureError` as `trace` does.
     """
-    options: dict[str, Any] = {"autocast": autocast, "param_dtype": autocast, "device_kind": device_kind}
     count = not by_user and takes_item_count(model)
-    graph = trace(model, example_inputs, loss_fn=loss_fn, count_items=count, **options)
+    graph = trace_in(precision, model, example_inputs, loss_fn=loss_fn, count_items=count, device_kind=device_kind)
     require_gradient(graph)
     return weigh_loss(graph) if by_user else count_terms(graph)
 

@@ -9,7 +9,7 @@ from torch import nn
 from ...ir import ops
 from ...ir.errors import DoesNotFit
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import MemoryProfile, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
@@ -68,7 +68,7 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
     A lower bound that needs no trace: weights, masters and optimizer states, each tensor once. Returns the bytes that
     neither devices nor DRAM have room for, so that they must lie on SSD.
     """
-    width = PRECISIONS[options.precision].dtype.itemsize
+    width = Precision.of(options.precision).dtype.itemsize
     params = {id(p): p for p in model.parameters()}.values()
     lasting = options.lasting(width * sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad))
     hosts = range(len(hardware.hosts))

@@ -21,7 +21,7 @@ def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
         strategy=strategy,
         passes=pipeline_text(best.candidate.passes),
         micro_batches=best.count,
-        precision=best.draft.options.precision,  # type: ignore[arg-type]
+        precision=best.draft.options.precision,
         max_grad_norm=best.draft.options.max_grad_norm,
         decisions=Decisions(**best.decisions),
         predicted=predict(best.draft, best.timeline),

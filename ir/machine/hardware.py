@@ -26,6 +26,7 @@ from pydantic import (
 from .. import units
 from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
+from ..precision import PRECISIONS
 from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
@@ -155,7 +156,9 @@ class Device(MachinePart):
         return max(0, int(self.memory_bytes * self.usable_fraction) - self.model_bytes)
 
     def achieved_flops(self, dtype: str = "fp32") -> float:
-        """FLOP/s of large matrix products in `dtype`. Raises HardwareError when the device has no rate for it."""
+        """FLOP/s of large matrix products in `dtype`, or in that of a precision. Raises HardwareError when the device
+        has no rate for it."""
+        dtype = PRECISIONS[dtype].arithmetic if dtype in PRECISIONS else dtype
         for dtypes in (self.peak_flops, self.achieved_fraction):
             if dtype not in dtypes:
                 raise HardwareError(f"{self.name} has no rate for dtype {dtype!r}; it has {', '.join(dtypes)}")

@@ -51,7 +51,7 @@ def measure(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind, sizes or {})
-    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.param_dtype):
+    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
         kept = sum(storage.nbytes() for storage in saved)

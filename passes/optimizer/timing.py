@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import WORLD
 from ..draft import Draft
 
@@ -48,7 +48,7 @@ class Updates:
 
 def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:
     """The updates that the user's options ask for."""
-    scaled = PRECISIONS[draft.options.precision].scales_loss
+    scaled = Precision.of(draft.options.precision).scales_loss
     clip = draft.options.max_grad_norm
     max_norm = float(clip) if clip is not None else UNCLIPPED if scaled else None
     groups = tie_groups(draft)

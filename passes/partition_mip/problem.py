@@ -18,7 +18,7 @@ from torch import fx
 from ...ir.errors import PlanError
 from ...ir.machine.hardware import Device, Hardware
 from ...ir.ops import update_traffic
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...runtime.simulate.costs import OWN_CALLS
 from ..draft import Draft
 from ..graph.blocks import Block, compute_dtype
@@ -242,5 +242,5 @@ def _update(draft: Draft) -> UpdateCost:
         params_s=tuple(1.0 / host.optimizer_params_per_s for host in hosts),
         bytes_s=tuple(1.0 / host.dram_bandwidth for host in hosts),
         state_bytes=options.optimizer_bytes_per_param,
-        barrier=PRECISIONS[options.precision].scales_loss or options.max_grad_norm is not None,
+        barrier=Precision.of(options.precision).scales_loss or options.max_grad_norm is not None,
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import Interface
 from ..base import Pass, require_own
 from ..draft import Draft
@@ -64,7 +64,7 @@ def interface_of(draft: Draft) -> Interface:
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
         states=_states(draft),
-        master=PRECISIONS[draft.options.precision].has_masters,
+        master=Precision.of(draft.options.precision).has_masters,
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
     )

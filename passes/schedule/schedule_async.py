@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import Interface
 from ..draft import Draft
 from ..optimizer.timing import tie_groups
@@ -90,10 +90,10 @@ def _check_options(draft: Draft) -> None:
             "stages in front of it exist, so that there is no norm over all of them, and clipping each stage by its "
             'own norm is another training. Leave max_grad_norm out, or use a synchronous strategy, such as "ftpipe"'
         )
-    if PRECISIONS[options.precision].scales_loss:
+    if Precision.of(options.precision).scales_loss:
         raise PassError(
-            'precision="fp16": whether a step counts is known when all gradients of a micro-batch are there, but '
-            'asynchronous stages are updated before. Use precision="bf16" or "fp32", or a synchronous strategy'
+            'precision="fp16-mixed": whether a step counts is known when all gradients of a micro-batch are there, but '
+            'asynchronous stages are updated before. Use precision="bf16-mixed" or "fp32", or a synchronous strategy'
         )
     if draft.graph.hooks:
         raise PassError(

@@ -7,7 +7,7 @@ p devices hold is estimated from the blocks, before stages are cut; the memory o
 from __future__ import annotations
 
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ..draft import Draft
 
 WHOLE = 4  # blocks that are whole at a time: the one that runs, the next, what is staged of it, and gradients
@@ -44,7 +44,7 @@ def _lasting_bytes(draft: Draft) -> float:
     ties = draft.graph.ties()
     own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
     trained = sum(p.numel() for p in own if p.requires_grad)
-    size = PRECISIONS[draft.options.precision].dtype.itemsize
+    size = Precision.of(draft.options.precision).dtype.itemsize
     return size * sum(p.numel() for p in own) + (size + draft.options.optimizer_bytes_per_param) * trained
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ir import ops
 from ...ir.errors import HardwareError, PlanError
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import Workspace
@@ -141,7 +141,7 @@ class DeviceState:
         self.index, self.interface, self.device = setup.index, interface, device
         self.seed, self.step_count = setup.seed, 0
         self.evaluation_count = 0  # since the last step
-        self.loss_scale = LossScale() if PRECISIONS[setup.precision].scales_loss else None
+        self.loss_scale = LossScale() if Precision.of(setup.precision).scales_loss else None
         self.memory = self._take_memory(setup, plans)
         self._workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         try:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PenstockError, PlanError, VerifyError, WorkerError
-from ...ir.precision import PRECISIONS
+from ...ir.precision import Precision
 from ...ir.program import (
     Account,
     ParamSpec,
@@ -86,7 +86,7 @@ class Reference:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)
         self.groups = {name: group for name in stages for group in _homes(programs, name).values() if group}
-        self.world.loss_scale = LossScale() if PRECISIONS[precision].scales_loss else None
+        self.world.loss_scale = LossScale() if Precision.of(precision).scales_loss else None
         self.budgets = dict(budgets or {})
         self.accounts: dict[str, Account] = {}
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ...ir.errors import VerifyError
-from ...ir.precision import PRECISIONS, Precision
+from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
@@ -75,7 +75,7 @@ class Kept:
 class StageRunner:
     """Runs one stage on one device; see the module's text.
 
-    `precision` "bf16" or "fp16" runs forward under autocast; parameters and buffers have the dtypes of `spec`.
+    A mixed `precision` runs forward under autocast; parameters and buffers have the dtypes of `spec`.
     `weights_move` says that the weights may lie elsewhere in backward than in forward (they are fetched): then autograd
     saves a place inside a parameter, not an address. Resident stages pass False and save that work.
 
@@ -88,7 +88,7 @@ class StageRunner:
         self.spec = spec
         self.module = module
         self.device = torch.device(device)
-        self.precision = PRECISIONS[precision]
+        self.precision = Precision.of(precision)
         self.weights_move = weights_move
         self.kept_bytes: int | None = None  # measured once, on the first micro-batch
         self.classes = SavedClasses(spec)

@@ -79,7 +79,7 @@ def test_plan_as_data(run: Run) -> None:
     code, out, _ = run("plan", "--model", GPT, *CPU, "--json", "--precision", "bf16", "--optimizer", "SGD")
     plan = json.loads(out)
     assert code == 0
-    assert (plan["micro_batches"], plan["precision"], len(plan["hash"])) == (2, "bf16", 6)
+    assert (plan["micro_batches"], plan["precision"], len(plan["hash"])) == (2, "bf16-mixed", 6)
     assert plan["predicted"]["step_s"] > 0
 
 

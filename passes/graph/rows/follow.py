@@ -52,7 +52,7 @@ Powers = Sequence[Sequence[float | None]]  # per node and number: its growth wit
 def follow(graph: OpGraph, rows: int, powers: Powers | None = None, device_kind: str = "cpu") -> Trail:
     """Follow `rows` rows through the graph. Without `powers` the scale of what was multiplied by a number is unsure."""
     follower = _Follower(graph, rows, powers)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.param_dtype):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
         for i, node in enumerate(graph.nodes):
             if node.op != "output":
                 follower.node(i, node)

@@ -155,7 +155,7 @@ def test_bf16_trains() -> None:
     ("options", "words"),
     [
         ({"max_grad_norm": 1.0}, "there is no norm over all of them"),
-        ({"precision": "fp16"}, 'precision="bf16" or "fp32"'),
+        ({"precision": "fp16"}, 'precision="bf16-mixed" or "fp32"'),
     ],
 )
 def test_what_it_refuses(options: dict[str, Any], words: str) -> None:
