@@ -19,3 +19,10 @@ def op_of(node: fx.Node) -> Op:
 def function_name(target: Callable[..., Any] | str, default: str = "") -> str:
     """The name of the function, method or module that a model's node calls; `default` for a function without a name."""
     return target if isinstance(target, str) else getattr(target, "__name__", default)
+
+
+def call_name(node: fx.Node) -> str:
+    """The name of what a node calls: "" for placeholders and modules; that of an ATen overload is its packet's."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return function_name(node.target).partition(".")[0]

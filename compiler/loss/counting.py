@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...ir.calls import call_name
 from ...passes.graph.blocks import shared_nodes, storage_root
 from ...passes.graph.loss_terms import NUM_ITEMS
 from ...passes.graph.opgraph import OpGraph, plain_meta
-from .linear import call_name, is_scalar, reduction_of
+from .linear import is_scalar, reduction_of
 from .row_wise import RowWise
 
 _CASTS = {"to", "float", "double", "contiguous", "clone", "detach"}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ...ir.calls import function_name
+from ...ir.calls import call_name
 
 _SUMS = {"add", "iadd", "add_", "sub", "isub", "sub_", "rsub"}
 _FACTORS = {"mul", "imul", "mul_", "multiply"}
@@ -23,13 +23,6 @@ _SAME = {"neg", "view", "view_as", "reshape", "squeeze", "unsqueeze", "contiguou
 _SAME |= {"half", "bfloat16", "type", "type_as", "flatten", "pos"}
 _OF_SEVERAL = {"stack", "cat", "concat"}
 _REDUCTIONS = {"sum": "sum", "nansum": "sum", "mean": "mean"}
-
-
-def call_name(node: fx.Node) -> str:
-    """The name of what a node calls: "" for placeholders and modules; that of an ATen overload is its packet's."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    return function_name(node.target).partition(".")[0]
 
 
 def is_scalar(node: Any) -> bool:

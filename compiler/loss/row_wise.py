@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .linear import call_name
+from ...ir.calls import call_name
 
 _POINTWISE = {
     "ne",
