@@ -21,7 +21,7 @@ from .blocks import storage_root
 from .class_loss import ClassLoss, class_loss
 from .opgraph import OpGraph
 
-Held = fx.Node | str  # a tensor's node, or its dotted name where a leaf module holds it
+NodeOrName = fx.Node | str  # a tensor: its node, or its dotted name where a leaf module holds it
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}
 _SAME = {"contiguous", "clone"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"}
@@ -39,14 +39,14 @@ class HeadLoss:
     """
 
     hidden: fx.Node
-    weight: Held  # classes x width
-    bias: Held | None
+    weight: NodeOrName  # classes x width
+    bias: NodeOrName | None
     product: fx.Node
     between: tuple[fx.Node, ...]  # the logits' other nodes, in order
     moves: tuple[fx.Node, ...]
     loss: fx.Node
     labels: fx.Node
-    class_weight: Held | None
+    class_weight: NodeOrName | None
     ignore_index: int
     label_smoothing: float
     reduction: str
@@ -181,7 +181,7 @@ class _Finder:
                     raise _Whole(f"its logits are also read by {call_name(reader) or reader.name} ({source})")
         return tuple(name for name, node in self.graph.outputs.items() if node in logits)
 
-    def _check_writes(self, product: fx.Node, operands: Sequence[Held | None]) -> None:
+    def _check_writes(self, product: fx.Node, operands: Sequence[NodeOrName | None]) -> None:
         """Raise `_Whole` where an operand is written between the head and the loss."""
         roots = {storage_root(node) for node in operands if isinstance(node, fx.Node)}
         nodes = self.graph.nodes
@@ -190,7 +190,7 @@ class _Finder:
                 raise _Whole(f"{call_name(node)} writes one of its operands after the head")
 
 
-def product_of(graph: OpGraph, node: fx.Node) -> tuple[fx.Node, Held, Held | None] | None:
+def product_of(graph: OpGraph, node: fx.Node) -> tuple[fx.Node, NodeOrName, NodeOrName | None] | None:
     """Input, weight (rows x width) and bias of a linear layer, called as a module, as a function or as a product with a
     transposed weight; None for another node."""
     if "eval_args" in node.meta:
