@@ -15,6 +15,7 @@ from typing import Any
 from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
+from ...ir.precision import Precision
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
@@ -67,6 +68,12 @@ class Attempts:
         self.has_ssds = any(host.ssds for host in hardware.hosts)
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether updates wait for the norm of all gradients."""
+        options = self.wishes.options
+        return options.max_grad_norm is not None or Precision.of(options.precision).scales_loss
+
+    @property
     def is_late(self) -> bool:
         return time.process_time() > self.until_s
 
@@ -110,13 +117,25 @@ class Attempts:
                 found = Trial(candidate, count, reason=Pruned(bound.seconds))
             else:
                 compiled = compiler.finish(placed)
-                swapped = len(compiled.decisions["fetch"]) == len(compiled.draft.stages)
-                found = Trial(candidate, count, compiled.step_s, all_swapped=swapped)
+                fetched, again = (compiled.decisions.get(name, ()) for name in ("fetch", "rematerialise"))
+                swapped, keeps_all = len(fetched) == len(compiled.draft.stages), not fetched and not again
+                found = Trial(candidate, count, compiled.step_s, all_swapped=swapped, keeps_all=keeps_all)
                 self.keep(compiled)
             self.seen[key] = found
         except (DoesNotFit, PassError, PlanError) as error:
             return Trial(candidate, count, reason=error.with_traceback(None))
         return found
+
+    def is_same(self, candidate: Candidate, row: Trial) -> None:
+        """Record that a candidate that was not tried comes to the same programs as one that was."""
+        if (row.count, candidate) not in self.done and not self.is_late:
+            self.done.add((row.count, candidate))
+            name = row.reason.name if isinstance(row.reason, SamePlan) else row.name
+            self.trials.append(dataclasses.replace(row, candidate=candidate, reason=SamePlan(name)))
+
+    def trial_of(self, count: int, candidate: Candidate) -> Trial:
+        """What became of a candidate that was tried."""
+        return next(trial for trial in self.trials if (trial.count, trial.candidate) == (count, candidate))
 
     def keep(self, compiled: CompiledCandidate) -> None:
         """Make this the best if it is faster; of equals the earlier one stays."""

@@ -79,6 +79,17 @@ class Candidate:
         """Whether saved tensors may leave their device; shared stages that use SSDs are planned as if they did."""
         return self.find(ChooseActivations) is not None or (self.is_shared and self.uses_ssd)
 
+    @property
+    def tiering(self) -> Tiering:
+        """What its passes after the schedule do with stages that no other lane shares."""
+        fetch = self.find(InsertFetch)
+        return Tiering(
+            activations=self.moves_activations,
+            reservoir=self.uses_ssd,
+            overlap=self.find(OverlapOptimizer) is not None,
+            swap=fetch is not None and fetch.swap,
+        )
+
     def with_(self, *passes: Pass) -> Candidate:
         """The same candidate with each of `passes` in place of the pass that makes the same decision."""
         by_decision = {p.decides: p for p in passes}
@@ -109,7 +120,19 @@ class Candidate:
         again."""
         if self.is_shared:
             return self.with_(InsertRemat(always=swap))
-        return self.ending(*tiers(self.moves_activations, self.uses_ssd, swap))
+        return self.tiered(swap=swap)
+
+    def tiered(self, **changes: bool) -> Candidate:
+        """The same candidate with other fields of its `tiering`."""
+        return self.ending(*dataclasses.replace(self.tiering, **changes).passes)
+
+    def leaving(self) -> Candidate:
+        """The same candidate where activations may move; stages are cut as for inputs that leave the device, if its
+        partitioner can do that."""
+        found, cut = self.tiered(activations=True), self.partition
+        if cut is None or not inputs_may_leave(type(cut)):
+            return found
+        return found.with_(dataclasses.replace(cut, inputs_leave=True))  # type: ignore[call-arg]
 
     def holding(self, hold: bool) -> Candidate:
         """The same candidate. `hold`: shared stages stay whole for all micro-batches as far as there is room."""
@@ -135,6 +158,7 @@ class Candidate:
         parts += ["all computed again"] if remat is not None and remat.always else []
         parts += ["activations chosen"] if self.moves_activations else []
         parts += ["none held"] if shard is not None and not shard.hold else []
+        parts += ["optimizer overlapped"] if self.tiering.overlap and not self.uses_ssd else []
         return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
 
     def title(self, count: int) -> str:
@@ -142,15 +166,31 @@ class Candidate:
         return f"{self.label}, {count} micro-batches"
 
 
-def tiers(activations: bool, reservoir: bool, swap: bool = False) -> tuple[Pass, ...]:
-    """The passes after the schedule, for stages that no other lane shares. `activations`: each class of them is kept,
-    moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD, and the optimizer runs under the backward
-    pass; `swap`: weights come from DRAM though they could stay."""
-    saved: Pass = InsertRemat(swap=swap)
-    if activations:
-        saved = ChooseActivations(swap=swap, tier="auto" if reservoir else "none")
-    update = (InsertSsd(), OverlapOptimizer()) if reservoir else (InsertOptimizer(),)
-    return saved, InsertFetch(swap=swap), *update
+@dataclass(frozen=True)
+class Tiering:
+    """What happens after the schedule to stages that no other lane shares. `activations`: each class of them is kept,
+    moved or computed again; `reservoir`: what DRAM cannot hold lies on SSD; `overlap`: stages may be stepped before the
+    norm of all gradients is known, as they always may with a reservoir; `swap`: weights come from DRAM though they
+    could stay."""
+
+    activations: bool = False
+    reservoir: bool = False
+    overlap: bool = False
+    swap: bool = False
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        saved: Pass = InsertRemat(swap=self.swap)
+        if self.activations:
+            saved = ChooseActivations(swap=self.swap, tier="auto" if self.reservoir else "none")
+        ssd = (InsertSsd(),) if self.reservoir else ()
+        update: Pass = OverlapOptimizer() if self.reservoir or self.overlap else InsertOptimizer()
+        return saved, InsertFetch(swap=self.swap), *ssd, update
+
+
+def inputs_may_leave(kind: type[Partition]) -> bool:
+    """Whether a partitioner has an option for pipelines that move what enters a stage until its backward."""
+    return any(field.name == "inputs_leave" for field in dataclasses.fields(kind))
 
 
 def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
@@ -160,5 +200,6 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
 
 
-PLAIN = Candidate((Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *tiers(False, False)))
-RESERVOIR = PLAIN.ending(*tiers(activations=True, reservoir=True))
+PLAIN = Candidate((Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes))
+LEAVING = PLAIN.tiered(activations=True)
+RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)

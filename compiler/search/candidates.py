@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from ...passes.schedule.schedule_1f1b import Schedule1F1B
 from ...passes.schedule.schedule_pipeline import SchedulePipeline
 from ...passes.sharding.mesh import Mesh
 from ..strategies import PASSES
-from .candidate import PLAIN, Candidate
+from .candidate import PLAIN, Candidate, inputs_may_leave
 from .layouts import shared_stages
 
 FEW_BLOCKS = 32  # up to this number, or eight a device, the search tries stages of every size
@@ -102,8 +101,7 @@ def partitions(draft: Draft, base: Candidate = PLAIN) -> Iterator[Partition]:
     for kind in PASSES.values():
         if not issubclass(kind, Partition) or kind is PartitionBalanced or (base.is_shared and kind not in IN_ORDER):
             continue
-        can_leave = any(f.name == "inputs_leave" for f in dataclasses.fields(kind))
-        options: dict[str, Any] = {"inputs_leave": True} if base.moves_activations and can_leave else {}
+        options: dict[str, Any] = {"inputs_leave": True} if base.moves_activations and inputs_may_leave(kind) else {}
         yield kind(**options)
     orders = device_orders(draft.lane_hardware)
     for count, order in itertools.product(stage_counts(draft, base.moves_activations), orders):

@@ -4,8 +4,9 @@ The search takes one coordinate after the other. Scouts, which are cheap candida
 promises most. With that number every strategy, partitioner and mapping is tried, then schedules and tiers of the best.
 If the winner is faster with another number, that one is swept as well. `attempts.py` has what became of each candidate.
 
-Where scouts lack DRAM and there are SSDs, all candidates use SSDs. Where DRAM holds everything, the best is also tried
-with activations that move, and with an optimizer under the backward pass.
+Where scouts lack DRAM and there are SSDs, all candidates use SSDs; where they lack device memory and there are none,
+activations and inputs of stages go to DRAM. Where DRAM holds everything, the best is also tried with activations that
+move, and with an optimizer under the backward pass.
 
 Layouts of several lanes (`layouts.py`) compete with one pipeline over all devices. On a fleet they come first: a few of
 them with a few candidates each, then everything with the best.
@@ -25,7 +26,7 @@ from ...passes.base import Pass
 from ...passes.memory.insert_fetch import InsertFetch
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
-from .candidate import PLAIN, RESERVOIR, Candidate, tiers
+from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
 from .candidates import IN_ORDER, lane_scouts, mappings, micro_batch_counts, more_of_mip, partitions, schedules, scouts
 from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, varied
@@ -75,17 +76,23 @@ class Sweep(Attempts):
         if self.hardware.num_devices > WRITTEN_OUT:
             self.fleet()
             return
-        for base in self.bases():
+        bases = self.bases()
+        for base in bases:
             self.base = base
             self.scout()
-            if self.best is None and base != RESERVOIR and self.has_ssds and self.lacks_host_memory:
-                continue
-            for count in (*self.usual, *self.last_resort) if self.best is None else ():
-                if self.best is None and not (self.is_late and self.trials):
-                    self.sweep(count)
+            if self.has_ssds and not self.lacks_host_memory:  # without SSDs, what needs less memory is tried first
+                self.sweep_until_one_fits()
             if self.best is not None:
                 break
+        for base in reversed(bases) if self.best is None else ():
+            self.base = base
+            self.sweep_until_one_fits()
         self.best_of_counts()
+
+    def sweep_until_one_fits(self) -> None:
+        for count in (*self.usual, *self.last_resort):
+            if self.best is None and not (self.is_late and self.trials):
+                self.sweep(count)
 
     def best_of_counts(self) -> None:
         """Sweep the best candidate's number of micro-batches and try it with others, until it has been swept with its
@@ -150,7 +157,7 @@ class Sweep(Attempts):
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
-            return [PLAIN]
+            return [PLAIN, LEAVING]
         return [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
 
     def scout(self) -> None:
@@ -175,10 +182,12 @@ class Sweep(Attempts):
         self.look(count, [c for c in named if not c.is_slow and (c.uses_ssd or not self.base.uses_ssd)])
         self.look(count, [candidate for candidate in usual if not candidate.is_slow])
         self.look(count, [row.candidate.with_(mapping) for mapping in maps for row in self.leaders(count)[:1]])
-        self.look(count, [c for row in self.leaders(count)[:1] for c in self.other_tiers(row.candidate)])
+        for row in self.leaders(count)[:1]:
+            self.other_tiers(row)
         self.hybrids(count)
         if not self.is_late and not self.base.is_shared:
             self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
+        self.leaders_like_the_best(count)
         self.look(count, [*usual, *named])
         for row in self.leaders(count):
             swaps = (False,) if row.all_swapped and not row.candidate.is_shared else (False, True)
@@ -192,6 +201,13 @@ class Sweep(Attempts):
         found = [Candidate.of(name, self.hardware.num_devices) for name in STRATEGIES]
         return [candidate for candidate in found if candidate.is_synchronous]
 
+    def leaders_like_the_best(self, count: int) -> None:
+        """Try the fastest partitions with the tiers of the best candidate."""
+        best = self.best_candidate
+        if not best.name and not best.is_shared and best.mesh == self.base.mesh:
+            tiers = dataclasses.asdict(best.tiering)
+            self.look(count, [row.candidate.tiered(**tiers) for row in self.leaders(count)])
+
     def like_the_best(self, count: int, cuts: Sequence[Pass], maps: Sequence[Pass]) -> None:
         """Where the best differs from the base in more than partition and mapping, try others, and other tiers."""
         best, usual = self.best_candidate, self.base.with_(cuts[0], maps[0])
@@ -199,19 +215,32 @@ class Sweep(Attempts):
             return
         self.look(count, [self.best_candidate.with_(cut) for cut in cuts])
         self.look(count, [self.best_candidate.with_(mapping) for mapping in maps])
-        self.look(count, self.other_tiers(self.best_candidate))
+        best = self.best_candidate
+        self.look(count, [best])
+        self.other_tiers(self.trial_of(count, best))
 
-    def other_tiers(self, candidate: Candidate) -> list[Candidate]:
-        """The same candidate with and without activations that move, and an optimizer under the backward pass. Without
-        SSDs there are none: few gain by it, and each takes as long as another partition. For shared stages: the same
-        with all computed again, and not."""
+    def other_tiers(self, row: Trial) -> None:
+        """Try the same candidate with and without activations that move, and an optimizer under the backward pass; of
+        shared stages, with all computed again and not. Without SSDs the optimizer comes first, since it gains most;
+        activations then move beside the faster one, also with stages cut as for inputs that leave the device."""
+        candidate, count = row.candidate, row.count
         if candidate.is_shared:
-            return [candidate.swapped(swap) for swap in (True, False)]
-        fetch = candidate.find(InsertFetch)
-        if not self.has_ssds or fetch is None:
-            return []
-        both = itertools.product((True, False), (True,) if self.base.uses_ssd else (True, False))
-        return [candidate.ending(*tiers(moved, reservoir, fetch.swap)) for moved, reservoir in both]
+            self.look(count, [candidate.swapped(swap) for swap in (True, False)])
+        elif candidate.find(InsertFetch) is None:
+            return
+        elif self.has_ssds:
+            both = itertools.product((True, False), (True,) if self.base.uses_ssd else (True, False))
+            self.look(count, [candidate.tiered(activations=moved, reservoir=lower) for moved, lower in both])
+        else:
+            overlapped = candidate.tiered(overlap=True)
+            if row.keeps_all or not self.needs_norm:  # only stages in DRAM are stepped early, and none waits for more
+                self.is_same(overlapped, row)
+            self.look(count, [overlapped])
+            faster = overlapped if self.best_candidate == overlapped else candidate
+            moving = [faster.tiered(activations=True), faster.leaving(), faster.tiered(activations=False)]
+            for other in moving if row.keeps_all and row.candidate == faster else ():
+                self.is_same(other, row)
+            self.look(count, moving)
 
     def leaders(self, count: int) -> list[Trial]:
         """The fastest trials so far, each partition with its best mapping."""

@@ -44,6 +44,7 @@ class Trial:
     step_s: float | None = None
     reason: Skipped | Pruned | SamePlan | PenstockError | None = None
     all_swapped: bool = False  # no stage's weights stay on a device
+    keeps_all: bool = False  # weights stay on their devices, and nothing is computed again
 
     @property
     def name(self) -> str:

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from ...ir.errors import PassError, PenstockError
 from ...ir.machine.hardware import Device, Hardware, Host, MachinePart
 from ...passes.mapping.mapping import Mapping
-from ...passes.memory.choose_activations import ChooseActivations
 from ...passes.partition.partition import Partition
 from ...passes.schedule.schedule import Schedule
 from ..plan import Plan
 from ..profile.profile import for_machines_like
 from .attempts import Attempts, Trace, Wishes
-from .candidate import PLAIN, Candidate, tiers
+from .candidate import PLAIN, Candidate
 from .candidates import balanced, device_orders, lane_scouts, mappings, micro_batch_counts, stage_counts
 from .trial import why_not
 
@@ -92,7 +91,7 @@ def relatives(plan: Plan, attempts: Attempts, count: int) -> Iterator[Candidate]
     mesh = chosen.mesh
     if mesh is not None and not mesh.shards and plan.decisions.mesh is not None:
         mesh = dataclasses.replace(mesh, shards=plan.decisions.mesh.shards)
-    base = PLAIN.over(*chosen.graph_passes).ending(*tiers(chosen.find(ChooseActivations) is not None, chosen.uses_ssd))
+    base = PLAIN.over(*chosen.graph_passes).ending(*dataclasses.replace(chosen.tiering, swap=False).passes)
     base = base if mesh is None else base.on(mesh)
     usual = base.with_(*(type(p)() for p in chosen.passes if isinstance(p, Partition | Mapping | Schedule)))
     yield usual

@@ -17,7 +17,7 @@ from penstock.compiler.job.batch import micro_batch_spec
 from penstock.compiler.models.named import find_model
 from penstock.compiler.pipeline import pass_text
 from penstock.compiler.plan import Plan
-from penstock.compiler.search.candidate import Candidate
+from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.compiled import CandidateCompiler
 from penstock.compiler.search.layouts import estimates, layouts, varied
 from penstock.ir.errors import PlanError
@@ -60,7 +60,7 @@ def test_bounds_of_layouts_are_no_higher_than_the_simulation(machine: str) -> No
     spec = micro_batch_spec(named.batch_spec(4 * count, 64), count)
     compiler = CandidateCompiler(trace(named.on_meta(), spec), hardware, Options(micro_batches=count))
     checked = 0
-    for row in varied(estimates(compiler.base, [count]), 6):
+    for row in varied(estimates(compiler.lane(PLAIN), [count]), 6):
         end = "insert-shard, insert-two-hop" if row.mesh.shards > 1 else "insert-fetch"
         cut = f"partition-balanced{{stages={max(2, row.mesh.depth)}}}, map-round-robin, schedule-1f1b, insert-remat"
         line = f"coarsen, {pass_text(row.mesh)}, {cut}, {end}, insert-optimizer"
