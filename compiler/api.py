@@ -21,6 +21,7 @@ from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..passes.schedule.schedule_async import ScheduleAsync
+from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -144,6 +145,7 @@ def compile(
             max_grad_norm=max_grad_norm,
             state_bytes_per_param=spec.state_bytes_per_param(),
             state_bytes_of=None if spec.is_elementwise() else functools.partial(_state_bytes, spec),
+            takes_whole=None if spec.is_elementwise() else lambda name: not spec.is_elementwise(name),
             profiler=make_profiler(profile, precision),
         )
         by_user = loss_weight is not None
@@ -159,7 +161,7 @@ def compile(
     if schedule is not None and schedule.weights == "predict":
         require_rule(spec)
     settings = Settings(
-        optimizer=spec.to_json(),
+        optimizer=spec.with_parts(best.draft.graph.part_names).to_json(),
         precision=precision,
         seed=seed,
         stop_on_nan=stop_on_nan,
@@ -186,12 +188,11 @@ def compile(
         return found
 
     _tell(shape, best.draft.graph.notes)
-    ties = best.draft.graph.ties()
     return Job(
         model,
         folder,
         best.draft.programs,
-        ties=ties,
+        ties=ties_of(model),
         records=best.records,
         help_finder=helps,
         trust=OWN,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..ir.errors import PlanError, VerifyError
 from ..ir.machine.hardware import Hardware
-from ..ir.program import Interface, Program, lane_of
+from ..ir.program import Interface, Program, lane_of, whole_params
 from ..ir.verify import verify
 from ..runtime.device.file import ProgramFile, open_directory, read_directory
 from ..runtime.model_names import named_tensors, ties_of
@@ -119,7 +119,7 @@ def _check_model(model: nn.Module, folder: Folder) -> None:
     wrong = [
         f"{row.name} {list(row.shape)} ({list(shapes[row.name]) if row.name in shapes else 'absent'} here)"
         for spec in folder.interface.stages.values()
-        for row in (*spec.params, *spec.model_buffers)
+        for row in (*whole_params(spec.params), *spec.model_buffers)
         if shapes.get(row.name) != row.shape
     ]
     if wrong:

@@ -84,6 +84,7 @@ class Decisions(BaseModel):
     """One field per pass; its name is the pass's `decides`."""
 
     model_config = ConfigDict(extra="forbid")
+    vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
@@ -121,6 +122,8 @@ class Plan(BaseModel):
     def hash(self) -> str:
         """Six hexadecimal digits over the decisions."""
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes"})
+        if not self.decisions.vocabulary:
+            decided["decisions"].pop("vocabulary")
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def distinct_rivals(self) -> tuple[list[Rival], int]:

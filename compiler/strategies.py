@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.split_vocabulary import SplitVocabulary
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential
@@ -33,6 +34,7 @@ from ..passes.sharding.mesh import Mesh
 PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
+        SplitVocabulary,
         Coarsen,
         Mesh,
         PartitionBalanced,

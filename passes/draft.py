@@ -38,6 +38,7 @@ class Options:
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     state_bytes_of: StateBytes | None = None  # where the bytes depend on a parameter's shape
+    takes_whole: Callable[[str], bool] | None = None  # whether a parameter's optimizer needs all of it; None: none does
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property

@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_map
 
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import PRECISIONS
+from ...ir.program import whole_params
 from ...runtime.model_names import ties_of
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.processes.commands import split
+from ...runtime.state.parts import PartJoiner
 from ..capture.guard import LossFn
 from ..folder import Folder
 from ..job.job import Job
@@ -144,13 +146,16 @@ def _roomier(hardware: Hardware) -> Hardware:
 
 
 def _momenta(job: Job) -> Iterator[tuple[str, Tensor]]:
-    ties = ties_of(job.model)
+    ties, parts = ties_of(job.model), PartJoiner()
     for stage, device in job.driver.setup.stage_devices.items():
         _, tensors = job.driver.call("stage_state", device, {"stage": stage, "optimizer": True})
+        found = {}
         for key, tensor in split(tensors).get("states", {}).items():
             name, _, state = key.rpartition("/")
             if state == "momentum_buffer":
-                yield ties.get(name, name), tensor.float()
+                found[name] = tensor.float()
+        for name, tensor in parts.add(job.folder.interface.stages[stage].params, found).items():
+            yield ties.get(name, name), tensor
 
 
 def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -160,7 +165,7 @@ def _trained(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]
 def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micro_batches: int) -> _Run:
     device = torch.device(job.hardware.devices[0].kind)
     ties, stages = ties_of(job.model), job.folder.interface.stages.values()
-    params = [param for spec in stages for param in spec.params if param.owner]
+    params = whole_params(param for spec in stages for param in spec.params if param.owner)
     eager = Eager(
         model.to(device),
         run,

@@ -5,6 +5,7 @@ In: a driver whose devices are up. Stages travel one at a time, so that this tak
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError
-from ...ir.program import Interface, StageSpec
+from ...ir.program import Interface, StageSpec, whole_params
 from ...runtime.model_names import named_tensors
 from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
 from ...runtime.stage.store import StagePart, joined
 from ...runtime.state import checkpoint
 from ...runtime.state.checkpoint import Checkpoint
+from ...runtime.state.parts import PartJoiner
 from ...runtime.state.plain_json import encode
 from ...runtime.state.rng_state import rng_state
 from ...runtime.state.weights import WeightSource
@@ -28,10 +30,14 @@ Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
 
 
 def stage_states(driver: Driver, interface: Interface) -> Iterator[Held]:
-    """One stage at a time: its spec, weights (fp32) and buffers."""
+    """One stage at a time: its spec, weights (fp32) and buffers. A parameter in parts comes with its last."""
+    parts = PartJoiner()
     for stage in driver.setup.stage_devices:
-        state = whole_state(driver, interface.stages[stage], with_optimizer=False)
-        yield interface.stages[stage], state.weights, state.buffers
+        spec = interface.stages[stage]
+        state = whole_state(driver, spec, with_optimizer=False)
+        weights = parts.add(spec.params, state.weights)
+        here = [param for param in whole_params(spec.params) if param.name in weights]
+        yield dataclasses.replace(spec, params=tuple(here)), weights, state.buffers
 
 
 def whole_state(driver: Driver, spec: StageSpec, with_optimizer: bool = True) -> StagePart:

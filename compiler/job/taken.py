@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...ir.errors import PlanError
-from ...ir.program import Interface, ParamSpec
+from ...ir.program import Interface, ParamSpec, whole_params
 from ..capture.gradient_hooks import own_hooks, traced
 from ..capture.python_state import values_of
 
@@ -21,7 +21,7 @@ class Taken:
     def __init__(self, model: nn.Module, interface: Interface):
         self._places = []  # where each parameter is registered, and what the plan knows of it
         modules = dict(model.named_modules(remove_duplicate=False))
-        for spec in {p.name: p for stage in interface.stages.values() for p in stage.params}.values():
+        for spec in whole_params(p for stage in interface.stages.values() for p in stage.params):
             path, _, key = spec.name.rpartition(".")
             if path in modules:  # a written plan that is only looked at has no model
                 self._places.append((modules[path]._parameters, key, spec))

@@ -39,6 +39,7 @@ from .memory import (
     takes_place,
 )
 from .order import Memory, Order, Task, build_order, find_cycle, lack_of, memory_change
+from .parts import whole_params, wrong_parts
 from .program import (
     Program,
     donated,
@@ -52,7 +53,17 @@ from .program import (
     values_of,
     work_of,
 )
-from .stage import HOOK_PORTION_ELEMENTS, PAGE, ParamSpec, SavedSpec, StageSpec, TensorSpec, aligned, dtype_bytes
+from .stage import (
+    HOOK_PORTION_ELEMENTS,
+    PAGE,
+    ParamSpec,
+    RowPart,
+    SavedSpec,
+    StageSpec,
+    TensorSpec,
+    aligned,
+    dtype_bytes,
+)
 from .text import SHORT_DTYPES, describe, excerpt, line_numbers, parse_program, print_node, print_program, program_lines
 
 __all__ = [
@@ -73,6 +84,7 @@ __all__ = [
     "ParamSpec",
     "Persistent",
     "Program",
+    "RowPart",
     "SavedSpec",
     "StageHome",
     "StageSpec",
@@ -123,5 +135,7 @@ __all__ = [
     "takes_place",
     "values_of",
     "whole_link",
+    "whole_params",
     "work_of",
+    "wrong_parts",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
 from ..precision import MASTER_BYTES
 from .hooks import wrong_calls
+from .parts import wrong_parts
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -170,6 +171,7 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         for param in spec.params:
             calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
             yield from (f"{param.name!r:.60} has a hook or a change that {found}" for found in calls)
+    yield from wrong_parts(param for spec in interface.stages.values() for param in spec.params)
     places = range(interface.num_devices)
     for group, members in interface.groups.items():
         if any(device not in places or (stage and stage not in interface.stages) for device, stage, _ in members):

@@ -36,8 +36,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class RowPart:
+    """Rows `begin` to `end` of a parameter of the model, which has `total` rows: a parameter of its own in stages."""
+
+    parameter: str  # the user's own dotted name
+    begin: int
+    end: int
+    total: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.end)
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """One parameter or buffer of a stage, under the user's own dotted name.
+    """One parameter or buffer of a stage, under the user's own dotted name, or a part of a parameter.
 
     `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
     is what the user's gradient hooks do to its gradient, once that is complete, `change` what forward does in place to
@@ -52,6 +66,14 @@ class ParamSpec:
     owner: bool = True
     hook: tuple[HookCall, ...] = ()
     change: tuple[HookCall, ...] = ()
+    part: RowPart | None = None
+
+    @property
+    def whole(self) -> ParamSpec:
+        """The parameter of the model that this is, or is a part of."""
+        if self.part is None:
+            return self
+        return replace(self, name=self.part.parameter, shape=(self.part.total, *self.shape[1:]), part=None)
 
     @property
     def numel(self) -> int:

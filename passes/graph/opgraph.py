@@ -36,7 +36,7 @@ import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...ir.program import HookCall
+from ...ir.program import HookCall, RowPart
 from .loss_terms import LossRules
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
@@ -64,12 +64,20 @@ class ParamChange:
     calls: tuple[HookCall, ...] = ()
 
 
+@dataclass(frozen=True)
+class PartParam:
+    """Rows of a parameter of the model, as a parameter of their own that shares its memory."""
+
+    part: RowPart
+    tensor: nn.Parameter
+
+
 @dataclass
 class OpGraph:
     """A training step: `module(**batch)` returns `{"loss": ..., other outputs by name}`.
 
     `module`'s submodules, parameters and buffers are the user's own objects under the user's own dotted names, real or
-    on the meta device, in whatever training mode the user left them.
+    on the meta device, in whatever training mode the user left them; `parts` are in place of parameters of the model.
     """
 
     module: fx.GraphModule
@@ -88,6 +96,7 @@ class OpGraph:
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
+    parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
 
     @property
     def graph(self) -> fx.Graph:
@@ -99,8 +108,12 @@ class OpGraph:
         return list(self.module.graph.nodes)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter of the user's model by dotted name; a tied parameter appears under each of its names."""
-        return dict(self.model.named_parameters(remove_duplicate=False))
+        """Every parameter of the user's model by dotted name, or its parts; a tied parameter appears under each of its
+        names."""
+        found = dict(self.model.named_parameters(remove_duplicate=False))
+        whole = {id(found[row.part.parameter]) for row in self.parts.values()}
+        left = {name: param for name, param in found.items() if id(param) not in whole}
+        return left | {name: row.tensor for name, row in self.parts.items()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer of the user's model by dotted name, all aliases."""
@@ -115,6 +128,16 @@ class OpGraph:
             if canonical != name:
                 found[name] = canonical
         return found
+
+    @property
+    def part_names(self) -> dict[str, str]:
+        """The parameter of each part, by the part's name."""
+        return {name: row.part.parameter for name, row in self.parts.items()}
+
+    @property
+    def unregistered(self) -> dict[str, torch.Tensor]:
+        """The tensors of get_attr nodes that the model does not register under that name."""
+        return {**self.constants, **{name: row.tensor for name, row in self.parts.items()}}
 
     def node_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
         """Parameters that this one node reads, by dotted name: a leaf module's own, or the one a get_attr names."""
@@ -137,9 +160,13 @@ class OpGraph:
             for key in ("mutates", "alias_of", "eval_args", "eval_kwargs"):
                 if key in copy.meta:
                     copy.meta[key] = fx.map_arg(copy.meta[key], copies.__getitem__)
-        module = build_module(self.model, graph, self.constants)
+        module = build_module(self.model, graph, self.unregistered)
         outputs = {name: copies[node] for name, node in self.outputs.items()}
-        return dataclasses.replace(self, module=module, outputs=outputs)
+        return dataclasses.replace(self, module=module, outputs=outputs, parts=dict(self.parts), hooks=dict(self.hooks))
+
+    def rebuild(self) -> None:
+        """Make `module` anew after its graph was edited."""
+        self.module = build_module(self.model, self.graph, self.unregistered)
 
     def evaluation(self) -> fx.GraphModule:
         """The same graph with the evaluation-mode arguments put in; call `.eval()` on the user's model to run it.
@@ -155,11 +182,12 @@ class OpGraph:
             if "eval_args" in node.meta:
                 copy.args = fx.map_arg(node.meta["eval_args"], copies.__getitem__)
                 copy.kwargs = fx.map_arg(node.meta["eval_kwargs"], copies.__getitem__)
-        return build_module(self.model, graph, self.constants)
+        return build_module(self.model, graph, self.unregistered)
 
 
-def build_module(model: nn.Module, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> fx.GraphModule:
-    """A GraphModule over `graph` that holds the user's own leaf modules, parameters and buffers under their names.
+def build_module(model: nn.Module, graph: fx.Graph, unregistered: dict[str, torch.Tensor]) -> fx.GraphModule:
+    """A GraphModule over `graph` that holds the user's own leaf modules, parameters and buffers under their names, and
+    what is `unregistered`.
 
     Torch's constructor would register get_attr buffers anew inside the user's modules, losing their persistence.
     """
@@ -171,17 +199,17 @@ def build_module(model: nn.Module, graph: fx.Graph, constants: dict[str, torch.T
         source: nn.Module = model
         owner: nn.Module = built
         for parent in parents:
-            source = source if name in constants else source.get_submodule(parent)
+            source = source if name in unregistered else source.get_submodule(parent)
             if parent not in owner._modules:
                 owner.add_module(parent, nn.Module())
             owner = owner.get_submodule(parent)
         if owner is source:
             continue  # inside a leaf that is there already
-        value = constants[name] if name in constants else getattr(source, last)
+        value = unregistered[name] if name in unregistered else getattr(source, last)
         if isinstance(value, (nn.Module, nn.Parameter)):
             setattr(owner, last, value)
         else:
-            kept = name not in constants and last not in source._non_persistent_buffers_set
+            kept = name not in unregistered and last not in source._non_persistent_buffers_set
             owner.register_buffer(last, value, persistent=kept)
     built.graph = graph
     return built

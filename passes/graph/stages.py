@@ -217,7 +217,7 @@ class _Builder:
             copy.meta["mutates"] = tuple(copies[n] for n in node.meta.get("mutates", ()) if n in copies)
             copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
         graph.output(tuple(copies[n] for n in outputs))
-        return build_module(self.graph.model, graph, self.graph.constants)
+        return build_module(self.graph.model, graph, self.graph.unregistered)
 
     def _printed_as(self, block: Block) -> str:
         """The layer that a node is printed in; operators of a layer that is cut stand in the stage's own text."""
@@ -289,7 +289,9 @@ class _Builder:
                     hook = self.graph.hooks.get(canonical, ())
                     change = self.graph.changes.get(canonical)
                     calls = change.calls if change is not None else ()
-                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook, calls)
+                    row = self.graph.parts.get(name)
+                    part = row.part if row is not None else None
+                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook, calls, part)
         return list(found.values()), list(held.values())
 
     def _trained(self, block: Block) -> dict[int, int]:

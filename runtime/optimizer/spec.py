@@ -201,9 +201,20 @@ class OptimizerSpec:
     def _traits(self) -> dict[torch.device, Traits]:
         return {}
 
-    def is_elementwise(self) -> bool:
-        """Whether each element is updated by its own gradients alone, so that a parameter may be updated in pieces."""
-        return all(is_elementwise(build) for build in self._builds)
+    def is_elementwise(self, name: str | None = None) -> bool:
+        """Whether each element is updated by its own gradients alone, so that a parameter may be updated in pieces:
+        elements of this parameter, or of all."""
+        builds = self._builds if name is None else [self._builds[self.group_of(name)]]
+        return all(is_elementwise(build) for build in builds)
+
+    def with_parts(self, parts: Mapping[str, str]) -> OptimizerSpec:
+        """The same for a model of whose parameters some are in parts, by name, which have the groups of these."""
+        groups = []
+        for group in self.groups:
+            names = group.names
+            more = [part for part, name in parts.items() if names is not None and name in names]
+            groups.append(group if names is None else replace(group, names=(*names, *more)))
+        return replace(self, groups=tuple(groups))
 
     def state_kinds(self, name: str, ndim: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The states of a small parameter of the group of `name`, after one step and after two."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
+from ...ir.program import RowPart
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
 from ..state import checkpoint
@@ -102,7 +103,8 @@ def abort_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 def _shard_record(row: Mapping[str, Any]) -> ShardRecord:
     rows = tuple(TensorRecord(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in row["tensors"])
-    return ShardRecord(**{**row, "tensors": rows})
+    parts = {name: RowPart(**part) for name, part in row["parts"].items()}
+    return ShardRecord(**{**row, "tensors": rows, "parts": parts})
 
 
 def counters(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import CheckpointError
-from ...ir.program import StageSpec
+from ...ir.program import ParamSpec, StageSpec, whole_params
 from . import durable
 from .durable import abort
 from .manifest import (
@@ -36,6 +36,7 @@ from .manifest import (
     read_manifest,
     tensor_key,
 )
+from .parts import PartIndex, joined_rows
 from .plain_json import decode, encode
 from .tensor_file import TensorFile, code_of, file_bytes, write_tensors
 
@@ -106,7 +107,8 @@ def write_shard(
         TensorRecord(*row, code_of(tensor.dtype), tuple(tensor.shape), digests[tensor_key(*row)])
         for row, tensor in found.items()
     )
-    return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars)
+    parts = {param.name: param.part for param in spec.params if param.part is not None and param.owner}
+    return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars, parts)
 
 
 def commit(
@@ -155,6 +157,7 @@ class Checkpoint:
         self._manifest = read_manifest(path)
         self.progress = position_in(self._manifest, path / MANIFEST)
         self.ties = self._manifest.ties
+        self._parts = PartIndex(self._manifest.row_parts)
         self.fingerprint = self._manifest.fingerprint
         self._files: dict[str, TensorFile] = {}
         for shard in self._manifest.shards:
@@ -166,7 +169,7 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """The names of the checkpoint's parameters; tied parameters have one name."""
-        return list(self._manifest.tensors.weights)
+        return list(dict.fromkeys(map(self._parts.parameter_of, self._manifest.tensors.weights)))
 
     def read(self, spec: StageSpec) -> SavedStage:
         """Read the state of a stage of any partition, and check each tensor against its sha256.
@@ -177,38 +180,38 @@ class Checkpoint:
         self.require(spec)
         cache: dict[tuple[str, str, str], Tensor] = {}
 
-        def take(kind: str, name: str, state: str = "") -> Tensor:
-            row = (kind, self._canonical(name), state)
-            if row not in cache:
-                cache[row] = self._read(*row)
-            return cache[row]
+        def take(kind: str, row: ParamSpec, state: str = "") -> Tensor:
+            pieces = self._pieces(row)
+            for name, _ in pieces:
+                if (kind, name, state) not in cache:
+                    cache[kind, name, state] = self._read(kind, name, state)
+            return joined_rows([(cache[kind, name, state], rows) for name, rows in pieces])
 
         optimizer: dict[str, dict[str, Any]] = {}
         for param in spec.params:
-            canonical = self._canonical(param.name)
+            canonical, _ = self._pieces(param)[0]
             states: dict[str, Any] = {
-                state: take("optimizer", param.name, state)
-                for state in self._manifest.tensors.optimizer.get(canonical, {})
+                state: take("optimizer", param, state) for state in self._manifest.tensors.optimizer.get(canonical, {})
             }
             where = f"{self.path / MANIFEST}: optimizer state of {canonical}"
             scalars = self._manifest.scalars.get(canonical, {})
             states |= {state: decode(value, where) for state, value in scalars.items()}
             if states:
                 optimizer[param.name] = states
-        weights = {param.name: take("weights", param.name) for param in spec.params}
-        return SavedStage(weights, {b.name: take("buffers", b.name) for b in spec.model_buffers}, optimizer)
+        weights = {param.name: take("weights", param) for param in spec.params}
+        return SavedStage(weights, {b.name: take("buffers", b) for b in spec.model_buffers}, optimizer)
 
     def require(self, *specs: StageSpec) -> None:
         """Raise `CheckpointError` if the checkpoint lacks tensors of these stages or has them in another shape."""
         wrong = []
         for spec in specs:
             for kind, rows in (("weights", spec.params), ("buffers", spec.model_buffers)):
-                for row in rows:
-                    found = self._manifest.tensors.of_kind(kind).get(self._canonical(row.name))
+                for row in whole_params(rows):
+                    found = self._shape(kind, self._canonical(row.name))
                     if found is None:
                         wrong.append(f"{row.name} (not there)")
-                    elif tuple(found[""].shape) != row.shape:
-                        wrong.append(f"{row.name} (here {found[''].shape}, in the model {list(row.shape)})")
+                    elif found != row.shape:
+                        wrong.append(f"{row.name} (here {list(found)}, in the model {list(row.shape)})")
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise CheckpointError(
@@ -219,8 +222,10 @@ class Checkpoint:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer, one at a time; tied ones once."""
         for kind in ("weights", "buffers"):
-            for name in self._manifest.tensors.of_kind(kind):
-                yield name, self._read(kind, name, "")
+            names = self._manifest.tensors.of_kind(kind)
+            for name in dict.fromkeys(map(self._parts.parameter_of, names)):
+                pieces = self._parts.pieces(name, None)
+                yield name, joined_rows([(self._read(kind, piece, ""), rows) for piece, rows in pieces])
 
     def verify(self) -> None:
         """Read every tensor and compare its sha256. Raises `CheckpointError` naming the first file that differs."""
@@ -231,6 +236,18 @@ class Checkpoint:
 
     def _canonical(self, name: str) -> str:
         return self.ties.get(name, name)
+
+    def _pieces(self, row: ParamSpec) -> list[tuple[str, slice]]:
+        """The names that hold a parameter, or a part of one, with the rows of each."""
+        return self._parts.pieces(self._canonical(row.whole.name), row.part)
+
+    def _shape(self, kind: str, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter or buffer; None where the checkpoint has none of that name."""
+        stored, _ = self._parts.pieces(name, None)[0]
+        found = self._manifest.tensors.of_kind(kind).get(stored)
+        if found is None:
+            return None
+        return ParamSpec(stored, tuple(found[""].shape), "", part=self._parts.parts.get(stored)).whole.shape
 
     def _read(self, kind: str, name: str, state: str) -> Tensor:
         row = self._manifest.tensors.of_kind(kind)[name][state]

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...ir.documents import Unreadable, plain_errors, read_json
 from ...ir.errors import CheckpointError
+from ...ir.program import ParamSpec, RowPart, wrong_parts
 from .plain_json import decode, encode
 from .rng_state import require_rng_state
 from .tensor_file import CODES
@@ -68,13 +69,14 @@ class TensorRecord:
 @dataclass(frozen=True)
 class ShardRecord:
     """What one stage wrote, small enough to send to the process that commits. `scalars` has the states that are
-    numbers."""
+    numbers, `parts` the names that are rows of a parameter."""
 
     stage: str
     file: str
     bytes: int
     tensors: tuple[TensorRecord, ...]
     scalars: Mapping[str, Mapping[str, Any]]
+    parts: Mapping[str, RowPart] = field(default_factory=dict)
 
 
 class ManifestPart(BaseModel):
@@ -113,6 +115,15 @@ class TensorRows(ManifestPart):
         return found
 
 
+class PartRow(ManifestPart):
+    """A name whose tensors are rows `begin` to `end` of those of a parameter with `total` rows."""
+
+    parameter: str
+    begin: Count
+    end: Count
+    total: Count
+
+
 class Manifest(ManifestPart):
     """The whole document. `RunPosition`'s fields are as `plain_json` writes them."""
 
@@ -129,6 +140,7 @@ class Manifest(ManifestPart):
     shards: list[ShardRow]
     tensors: TensorRows
     scalars: dict[str, dict[str, Any]]
+    parts: dict[str, PartRow] = {}
     fingerprint: Digest
     sha256: Digest
 
@@ -141,7 +153,22 @@ class Manifest(ManifestPart):
                 for row in states.values():
                     if row.shard >= len(self.shards) or row.dtype not in CODES:
                         raise ValueError(f"{kind} {name!r} names file {row.shard} of {len(self.shards)}, {row.dtype}")
+        for name in self.parts:
+            if name not in self.tensors.weights:
+                raise ValueError(f"the part {name!r} has no row")
+        specs = (
+            ParamSpec(name, tuple(self.tensors.weights[name][""].shape), "", part=part)
+            for name, part in self.row_parts.items()
+        )
+        wrong = next(wrong_parts(specs), None)
+        if wrong is not None:
+            raise ValueError(wrong)
         return self
+
+    @property
+    def row_parts(self) -> dict[str, RowPart]:
+        """The parts by name."""
+        return {name: RowPart(**dict(row)) for name, row in self.parts.items()}
 
 
 def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str]) -> dict[str, Any]:
@@ -152,7 +179,10 @@ def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties:
     manifest["ties"] = dict(ties)
     manifest["shards"] = [{"stage": s.stage, "file": s.file, "bytes": s.bytes} for s in shards]
     tensors, scalars = _gathered(shards)
-    manifest |= {"tensors": tensors, "scalars": scalars, "fingerprint": _fingerprint(tensors)}
+    parts = {name: part for shard in shards for name, part in shard.parts.items()}
+    manifest |= {"tensors": tensors, "scalars": scalars, "fingerprint": _fingerprint(tensors, parts)}
+    if parts:
+        manifest["parts"] = {name: asdict(part) for name, part in parts.items()}
     manifest["sha256"] = _own_digest(manifest)
     return manifest
 
@@ -224,13 +254,15 @@ def _gathered(shards: Collection[ShardRecord]) -> tuple[dict[str, Any], dict[str
     return tensors, scalars
 
 
-def _fingerprint(tensors: Mapping[str, Any]) -> str:
+def _fingerprint(tensors: Mapping[str, Any], parts: Mapping[str, RowPart]) -> str:
     """A hash of the model's names, shapes and dtypes, which does not depend on the stages."""
-    rows = [
-        [kind, name, tensors[kind][name][""]["dtype"], tensors[kind][name][""]["shape"]]
-        for kind in ("weights", "buffers")
-        for name in sorted(tensors[kind])
-    ]
+    rows = []
+    for kind in ("weights", "buffers"):
+        found = {}
+        for name, states in tensors[kind].items():
+            spec = ParamSpec(name, tuple(states[""]["shape"]), states[""]["dtype"], part=parts.get(name)).whole
+            found[spec.name] = [kind, spec.name, spec.dtype, list(spec.shape)]
+        rows += [found[name] for name in sorted(found)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 

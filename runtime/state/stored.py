@@ -37,6 +37,9 @@ class Stored:
     def read(self) -> Tensor:
         return self.file.read(self.key)
 
+    def read_rows(self, begin: int, end: int) -> Tensor:
+        return self.file.read_rows(self.key, begin, end)
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -59,6 +62,9 @@ class Converted:
     def read(self) -> Tensor:
         pieces = [(pattern, stored.read()) for pattern, stored in self.rows]
         return _convert(self.converter, self.target, pieces, self.config)[self.name].contiguous()
+
+    def read_rows(self, begin: int, end: int) -> Tensor:
+        return self.read()[begin:end].clone()
 
 
 def in_model_terms(

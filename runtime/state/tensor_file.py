@@ -166,7 +166,19 @@ class TensorFile:
 
         Raises `CheckpointError` if `digest` is given and is not the sha256 of the tensor's bytes.
         """
-        entry = self.entries[name]
+        return self._read(name, self.entries[name], digest)
+
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Read these rows of a tensor only, as `read` does."""
+        whole = self.entries[name]
+        assert whole.shape and 0 <= begin <= end <= whole.shape[0], f"rows {begin} to {end} of {list(whole.shape)}"
+        width = (whole.end - whole.begin) // whole.shape[0] if whole.shape[0] else 0
+        start = whole.begin + begin * width
+        return self._read(
+            name, Entry(whole.code, (end - begin, *whole.shape[1:]), start, start + (end - begin) * width)
+        )
+
+    def _read(self, name: str, entry: Entry, digest: str | None = None) -> Tensor:
         if entry.code not in CODES:
             raise CheckpointError(f"{self.path}: {name!r} has dtype {entry.code}; this reads {', '.join(CODES)}.")
         tensor = torch.empty(entry.shape, dtype=CODES[entry.code])

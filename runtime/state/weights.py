@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError, PlanError
-from ...ir.program import ParamSpec, StageSpec
+from ...ir.program import ParamSpec, RowPart, StageSpec
 from ..model_names import named_tensors, never_saved, ties_of
 from .fresh import FreshValues
 from .stored import Converted, Stored
@@ -33,6 +33,10 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """The tensor in its stored dtype. If `is_shared(name)`, the caller must not write to it."""
+
+    def read_rows(self, part: RowPart) -> Tensor:
+        """A part of a tensor; shared with the source where the tensor is."""
+        return self.read(part.parameter)[part.rows]
 
     def is_shared(self, name: str) -> bool:
         """Whether `read` returns storage that the source continues to use."""
@@ -104,6 +108,10 @@ class DirectoryWeights(WeightSource):
             return self.held[name]
         return self.where[name].read()
 
+    def read_rows(self, part: RowPart) -> Tensor:
+        stored = self.where.get(part.parameter)
+        return super().read_rows(part) if stored is None else stored.read_rows(part.begin, part.end)
+
     def is_shared(self, name: str) -> bool:
         return name in self.held
 
@@ -155,7 +163,7 @@ def stage_weights(source: WeightSource, spec: StageSpec, *, own: bool = True) ->
         if canonical not in masters:
             stored = _read(source, param)
             dtype = torch.promote_types(stored.dtype, torch.float32) if stored.is_floating_point() else stored.dtype
-            masters[canonical] = stored.to(dtype, copy=own and source.is_shared(param.name))
+            masters[canonical] = stored.to(dtype, copy=own and source.is_shared(param.whole.name))
     return {param.name: masters[source.ties.get(param.name, param.name)] for param in spec.params}
 
 
@@ -169,7 +177,7 @@ def stage_buffers(source: WeightSource, spec: StageSpec) -> dict[str, Tensor]:
 
 
 def _read(source: WeightSource, wanted: ParamSpec) -> Tensor:
-    stored = source.read(wanted.name)
+    stored = source.read(wanted.name) if wanted.part is None else source.read_rows(wanted.part)
     if tuple(stored.shape) != wanted.shape:
         raise CheckpointError(
             f"{wanted.name!r} has shape {list(stored.shape)} in the weights, but {list(wanted.shape)} in the plan. "
