@@ -23,6 +23,8 @@ from ...ir.errors import PassError, PenstockError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
+from ...passes.draft import Draft
+from ...passes.graph.split_vocabulary import SplitVocabulary
 from ...passes.memory.insert_fetch import InsertFetch
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
@@ -65,11 +67,13 @@ class Sweep(Attempts):
             self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     def one(self, candidate: Candidate) -> None:
-        """Try the candidate that the user asked for: only the number of micro-batches is open."""
-        for i, count in enumerate((*self.usual, *self.last_resort)):
-            if self.best is not None and (i >= len(self.usual) or self.is_large(count)):
-                return
-            self.look(count, [candidate])
+        """Try the candidate that the user asked for: only the number of micro-batches is open. Where a strategy does
+        not fit, and a table is too large, it is tried with parts of tables."""
+        for asked in self.with_parts([candidate]) if candidate.name in STRATEGIES else [candidate]:
+            for i, count in enumerate((*self.usual, *self.last_resort)):
+                if self.best is not None and (i >= len(self.usual) or self.is_large(count)):
+                    return
+                self.look(count, [asked])
 
     def everything(self) -> None:
         """Search as the module's docstring says."""
@@ -157,8 +161,15 @@ class Sweep(Attempts):
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
-            return [PLAIN, LEAVING]
-        return [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
+            return self.with_parts([PLAIN, LEAVING])
+        return self.with_parts([RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR])
+
+    def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates, and after them, where a table is large for a device, the same with its rows in parts."""
+        split = SplitVocabulary()
+        if not split.plan(Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)):
+            return candidates
+        return [*candidates, *(candidate.over(*candidate.graph_passes, split) for candidate in candidates)]
 
     def scout(self) -> None:
         """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""
@@ -199,6 +210,8 @@ class Sweep(Attempts):
     def named(self) -> list[Candidate]:
         """The strategies that train as plain PyTorch does."""
         found = [Candidate.of(name, self.hardware.num_devices) for name in STRATEGIES]
+        if self.base.graph_passes:
+            found = [candidate.over(*self.base.graph_passes) for candidate in found]
         return [candidate for candidate in found if candidate.is_synchronous]
 
     def leaders_like_the_best(self, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.compiler.job.state import whole_state
 from penstock.runtime.model_names import ties_of
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
 from penstock.runtime.stage.draws import micro_batch_seed
+from penstock.runtime.state.parts import PartJoiner
 from penstock.tests.zoo import without_cache, zoo
 
 # With this optimizer the momentum buffers after n steps are a weighted sum of the n gradients, so that comparing them
@@ -106,12 +108,20 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
 
 
 def optimizer_states(job: Job) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """(stage, parameter) to the tensors of its optimizer state, as the devices hold them: a tied one in each stage."""
-    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    """(stage, parameter) to the tensors of its optimizer state, as the devices hold them: a tied one in each stage, one
+    in parts in the stage of its last part."""
+    found: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+    parts: dict[str, PartJoiner] = defaultdict(PartJoiner)
     for stage in job.driver.setup.stage_devices:
-        state = whole_state(job.driver, job.folder.interface.stages[stage])
-        if state.optimizer is not None:
-            found.update({(stage, name): row for name, row in state.optimizer["states"].items()})
+        spec = job.folder.interface.stages[stage]
+        state = whole_state(job.driver, spec)
+        by_key: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, row in (state.optimizer["states"] if state.optimizer is not None else {}).items():
+            for key, tensor in row.items():
+                by_key[key][name] = tensor
+        for key, tensors in by_key.items():
+            for name, tensor in parts[key].add(spec.params, tensors).items():
+                found[stage, name][key] = tensor
     return found
 
 
