@@ -107,6 +107,7 @@ def test_tables_that_fit_stay_whole() -> None:
     assert job.code(0).split('"""')[2] == plain.code(0).split('"""')[2]
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_in_real_processes_with_weights_in_dram_and_clipping() -> None:
     model, batch = zoo_case("llama", dropout=0.0)
