@@ -24,7 +24,7 @@ from ..draft import Draft
 from .edit import GraphEdit
 from .graph_pass import GraphPass
 from .opgraph import OpGraph, PartParam, value_tensors
-from .tables import Lookup, Table, find_tables
+from .tables import Lookup, TokenTable, find_tables
 
 COPIES = 3  # of a trained table at once: the weights, their gradient, and the gradient that is added to it
 SHARE = 0.5  # of a device's memory that a table takes at most, so that another stage has room beside it
@@ -76,7 +76,7 @@ def _room(draft: Draft) -> int:
     return min(device.budget_bytes for device in draft.machine.devices)
 
 
-def parts_needed(table: Table, room_bytes: int) -> int:
+def parts_needed(table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
     weights = table.bytes * (COPIES if table.value.requires_grad else 1)
     values = max(2 * sum(t.nbytes for t in value_tensors(node.meta["val"])) for node in table.nodes)
@@ -89,7 +89,7 @@ def even_boundaries(rows: int, count: int) -> list[int]:
     return [rows * i // count for i in range(count + 1)]
 
 
-def refused_by_optimizer(draft: Draft, table: Table) -> str:
+def refused_by_optimizer(draft: Draft, table: TokenTable) -> str:
     """Why the optimizer needs the whole table; empty where it does not."""
     whole = draft.options.takes_whole
     if whole is None or not table.value.requires_grad or not whole(table.name):
@@ -97,7 +97,7 @@ def refused_by_optimizer(draft: Draft, table: Table) -> str:
     return "its optimizer looks at whole parameters, not at each element; torch.optim.AdamW would do"
 
 
-def _check(draft: Draft, tables: dict[str, Table], name: str, rows: Sequence[int]) -> None:
+def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequence[int]) -> None:
     """Raise `PassError` for a decision, perhaps edited, that is none about this model."""
     if name not in tables:
         raise PassError(
@@ -115,7 +115,7 @@ def _check(draft: Draft, tables: dict[str, Table], name: str, rows: Sequence[int
         raise PassError(f"split-vocabulary: {name} ({format_bytes(table.bytes)}) cannot be split: {refusal}")
 
 
-def split_table(graph: OpGraph, table: Table, rows: Sequence[int]) -> None:
+def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
     """Make the parts of a table, and let all that reads it read them."""
     parts = []
     owner, _, leaf = table.name.rpartition(".")

@@ -31,7 +31,7 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Table:
+class TokenTable:
     """A parameter by its first name, and all that reads it. `refusal`: why its rows cannot be parts."""
 
     name: str
@@ -54,7 +54,7 @@ class Table:
         return [lookup.node for lookup in self.lookups]
 
 
-def find_tables(graph: OpGraph) -> dict[str, Table]:
+def find_tables(graph: OpGraph) -> dict[str, TokenTable]:
     """The tables of a graph by name."""
     ties = graph.ties()
     readers: dict[str, list[fx.Node]] = defaultdict(list)
@@ -74,7 +74,7 @@ def find_tables(graph: OpGraph) -> dict[str, Table]:
             if others and not refusal:
                 refusal = f"{others[0].meta.get('source') or others[0].name} reads all of it"
             refusal = refusal or _of_the_parameter(graph, name)
-            found[name] = Table(name, values[name], compute_dtype(graph, values[name]), made, refusal)
+            found[name] = TokenTable(name, values[name], compute_dtype(graph, values[name]), made, refusal)
     return found
 
 
