@@ -48,6 +48,9 @@ class JobOptions:
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
     micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
     precision: Annotated[str, typer.Option(help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true")] = "fp32"
+    gradient_dtype: Annotated[
+        str, typer.Option(help="in which gradients of several micro-batches are added up: fp32, or compute")
+    ] = "fp32"
     strategy: Annotated[
         str,
         typer.Option(
@@ -143,6 +146,7 @@ class JobOptions:
             "plan": self.plan,
             "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
             "precision": self.precision,
+            "gradient_dtype": self.gradient_dtype,
             "max_grad_norm": self.max_grad_norm,
             "seed": self.seed,
             "weights": weights,

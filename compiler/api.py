@@ -15,7 +15,7 @@ from torch import nn
 
 from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import Precision
+from ..ir.precision import GradientDtype, Precision
 from ..ir.program import HookCall, Interface
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
@@ -71,6 +71,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     micro_batches: int | str = "auto",
     precision: str = "fp32",
+    gradient_dtype: GradientDtype = "fp32",
     max_grad_norm: float | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
@@ -101,6 +102,8 @@ def compile(
     micro_batches: a divisor of the batch, or "auto".
     precision: "fp32"; "bf16-mixed" or "fp16-mixed" (autocast; fp16 with dynamic loss scaling); "bf16-true" (weights and
         activations in bf16, masters in fp32). "bf16" and "fp16" mean the mixed ones.
+    gradient_dtype: in which the gradients of low weights are added up where a step has several micro-batches; "compute"
+        for their own type, which takes less memory and loses small terms.
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
     search_s: seconds of computation after which "auto" tries nothing new; candidates left are listed as rivals.
     dump: called as `dump(pass name, draft)` after every pass.
@@ -114,7 +117,7 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    check_arguments(model, precision, max_grad_norm, strategy, seed)
+    check_arguments(model, precision, gradient_dtype, max_grad_norm, strategy, seed)
     precision = Precision.of(precision).name
     warn_of_mode(model)
     check_timeout(timeout_s)
@@ -127,9 +130,15 @@ def compile(
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
         check_agrees(
-            decided, strategy=strategy, micro_batches=micro_batches, precision=precision, max_grad_norm=max_grad_norm
+            decided,
+            strategy=strategy,
+            micro_batches=micro_batches,
+            precision=precision,
+            gradient_dtype=gradient_dtype,
+            max_grad_norm=max_grad_norm,
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
+        gradient_dtype = decided.gradient_dtype
     count = count_of(micro_batches, shape)
     asked = None if strategy == "auto" else Candidate.of(strategy, machine.num_devices)
     if count is None and asked is not None and not asked.is_synchronous:
@@ -142,6 +151,7 @@ def compile(
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups)
         options = Options(
             precision=precision,
+            gradient_dtype=gradient_dtype,
             max_grad_norm=max_grad_norm,
             state_bytes_per_param=spec.state_bytes_per_param(),
             state_bytes_of=None if spec.is_elementwise() else functools.partial(_state_bytes, spec),
@@ -149,7 +159,7 @@ def compile(
             profiler=make_profiler(profile, precision),
         )
         by_user = loss_weight is not None
-        capture = _capturer(model, example_inputs, loss_fn, precision, machine.devices[0].kind, by_user)
+        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         wishes, facts, find_graph = _know_rows(model, capture, machine, wishes)
         found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
@@ -246,18 +256,20 @@ def _capturer(
     model: nn.Module,
     example_inputs: Any,
     loss_fn: Callable[[Any, Any], Any] | None,
-    precision: str,
+    options: Options,
     kind: str,
     by_user: bool,
 ) -> functools._lru_cache_wrapper[OpGraph]:
     """A function from a number of micro-batches to the op graph of one micro-batch; it traces each number once."""
-    types = Precision.of(precision)
+    types = Precision.of(options.precision)
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
         inputs = micro_batch_spec(example_inputs, num_micro_batches)
         with unmarked(model):
-            return captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=types, device_kind=kind)
+            graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=types, device_kind=kind)
+        graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
+        return graph
 
     return capture
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from ..ir.errors import PlanError
-from ..ir.precision import Precision
+from ..ir.precision import GradientDtype, Precision
 from .job.batch import BatchShape
 from .plan import Plan
 
 LEAST_TIMEOUT_S = 1.0
 
 
-def check_arguments(model: Any, precision: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
+def check_arguments(
+    model: Any, precision: Any, gradient_dtype: Any, max_grad_norm: Any, strategy: Any, seed: Any
+) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     _check_real(model)
     Precision.of(precision)
+    if gradient_dtype not in get_args(GradientDtype):
+        raise PlanError(
+            f'gradient_dtype={gradient_dtype!r}; it is "fp32", or "compute" to add up in the type that gradients have'
+        )
     if not isinstance(strategy, str):
         raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
     if not isinstance(seed, int) or isinstance(seed, bool):

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
-from ..ir.precision import Precision
+from ..ir.precision import GradientDtype, Precision
 from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
@@ -112,6 +112,7 @@ class Plan(BaseModel):
     passes: str
     micro_batches: int = Field(gt=0)
     precision: PrecisionName = "fp32"
+    gradient_dtype: GradientDtype = "fp32"  # in which gradients of several micro-batches are added up
     max_grad_norm: float | None = None
     decisions: Decisions
     predicted: Prediction | None = None
@@ -121,7 +122,8 @@ class Plan(BaseModel):
     @property
     def hash(self) -> str:
         """Six hexadecimal digits over the decisions."""
-        decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes"})
+        usual = {"gradient_dtype"} if self.gradient_dtype == "fp32" else set()
+        decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         if not self.decisions.vocabulary:
             decided["decisions"].pop("vocabulary")
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]

@@ -21,6 +21,7 @@ from .errors import PlanError
 
 MASTER_BYTES = 4  # of one parameter in fp32
 
+GradientDtype = Literal["fp32", "compute"]
 Arithmetic = Literal["fp32", "bf16", "fp16"]  # a kind of arithmetic that a device has a rate for
 
 
@@ -66,6 +67,12 @@ class Precision:
     def master_bytes(self) -> int:
         """Bytes of the master of one trained parameter; 0 without masters."""
         return MASTER_BYTES if self.has_masters else 0
+
+    def sum_dtype(self, micro_batches: int, wish: str = "fp32") -> torch.dtype | None:
+        """The type in which gradients of low weights are added up over all micro-batches of a step, those of replicas
+        included: fp32 where there are several, unless the wish is "compute". None: that of the weights."""
+        wide = self.low_dtype is not None and micro_batches > 1 and wish == "fp32"
+        return torch.float32 if wide else None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context in which a model computes on this device."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import Precision
+from ...ir.precision import GradientDtype, Precision
 from ...ir.program import ParamSpec
 from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
@@ -47,6 +47,7 @@ class Eager:
         *,
         micro_batches: int,
         precision: str = "fp32",
+        gradient_dtype: GradientDtype = "fp32",
         max_grad_norm: float | None = None,
         specs: Sequence[ParamSpec] = (),
     ):
@@ -59,6 +60,9 @@ class Eager:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.params.items()}
             for param in model.parameters():
                 param.data = param.data.to(low) if param.is_floating_point() else param.data
+        sums = self.precision.sum_dtype(micro_batches, gradient_dtype)
+        for param in self.params.values():
+            param.grad_dtype = sums or param.dtype
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
         self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)

@@ -17,7 +17,7 @@ from functools import cached_property
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.draft import Draft
-from ...passes.graph.blocks import compute_dtype
+from ...passes.graph.blocks import compute_dtype, gradient_dtype
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
@@ -83,7 +83,7 @@ class LayoutEstimator:
         params = {id(p): p for p in graph.parameters().values()}.values()
         trained = [p for p in params if p.requires_grad]
         self.weight_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in params)
-        self.grad_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained)
+        self.grad_bytes = sum(p.numel() * gradient_dtype(graph, p).itemsize for p in trained)
         numel = sum(p.numel() for p in trained)
         self.lasting_bytes = self.weight_bytes + self.grad_bytes + options.optimizer_bytes_per_param * numel
         self.kept_bytes = sum(block.cost.kept_bytes for block in draft.blocks)  # of one micro-batch

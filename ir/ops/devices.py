@@ -74,7 +74,7 @@ def _all_reduce_work(ctx: Context, *values: Value, group: str) -> Work:
     num_bytes = values[0].bytes
     if name:
         params = ctx.interface.part_of(stage, values[0].group).params
-        num_bytes = next(p.bytes for p in params if p.name == name)
+        num_bytes = next(p.grad_bytes for p in params if p.name == name)
     memory = values[0].memory
     return Work(COMM, moved_bytes=num_bytes, source=memory, target=memory, group=group, rounds=2)
 

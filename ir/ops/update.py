@@ -123,14 +123,15 @@ def _step_work(
 ) -> Work:
     spec, interface = ctx.interface.part_of(stage, grads.group), ctx.interface
     share = 1.0 if not grads.part or not spec.grad_bytes else grads.bytes / spec.grad_bytes
+    # Gradients in another type, or with a factor that waits for the norm, are converted to the masters'.
+    converted = interface.master and (speculative or any(p.grad_dtype != "float32" for p in spec.params))
     per_step = share * update_traffic(spec.trained_params, interface.state_bytes(spec))
     return Work(
         _where(grads),
         params=round(share * spec.trained_params),
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        # the gradients in fp32
-        workspace_bytes=spec.change_bytes + (4 * round(share * spec.trained_params) if interface.master else 0),
+        workspace_bytes=spec.change_bytes + (4 * round(share * spec.trained_params) if converted else 0),
         workspace_memory=grads.memory,
     )
 

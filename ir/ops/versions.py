@@ -92,7 +92,7 @@ def _split(ctx: Context, stage: str, grads: Value) -> tuple[Value, Value]:
     if want(grads, "grads", "grads", DEVICE).stage != stage or grads.group or grads.part:
         raise ValueError(f"all gradients of {stage} are split at once, found a part of those of {grads.stage}")
     shared = shared_params(ctx.interface, stage)
-    own, others = apart({p.name: p.bytes for p in spec.params if p.requires_grad}, shared)
+    own, others = apart({p.name: p.grad_bytes for p in spec.params if p.requires_grad}, shared)
     if not own or not others:
         raise ValueError(f"{stage} has {len(own)} parameters of its own and shares {len(others)}: nothing to split")
     return (

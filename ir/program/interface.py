@@ -188,8 +188,10 @@ def _contradictions(interface: Interface) -> Iterator[str]:
 
 def _wrong_rows(rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:
     for row in rows:
-        if not isinstance(getattr(torch, row.dtype, None), torch.dtype):
-            yield f"{row.name!r:.60} has the dtype {row.dtype!r:.60}"
+        dtypes = (row.dtype, row.grad_dtype) if isinstance(row, ParamSpec) else (row.dtype,)
+        wrong = [dtype for dtype in dtypes if not isinstance(getattr(torch, dtype, None), torch.dtype)]
+        if wrong:
+            yield f"{row.name!r:.60} has the dtype {wrong[0]!r:.60}"
         elif any(size < 0 for size in row.shape) or math.prod(size for size in row.shape if size) > MOST_ELEMENTS:
             yield f"{row.name!r:.60} has the shape {list(row.shape)!s:.60}"
         elif isinstance(row, TensorSpec) and row.order and sorted(row.order) != list(range(len(row.shape))):

@@ -56,7 +56,7 @@ class ParamSpec:
     `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
     is what the user's gradient hooks do to its gradient, once that is complete, `change` what forward does in place to
     the parameter itself, which lasts. A buffer without an owner is a constant: a tensor that the model uses but does
-    not register, whose value is the programs'.
+    not register, whose value is the programs'. `sum_dtype`: in which gradients are added up, if not in `dtype`.
     """
 
     name: str
@@ -67,6 +67,7 @@ class ParamSpec:
     hook: tuple[HookCall, ...] = ()
     change: tuple[HookCall, ...] = ()
     part: RowPart | None = None
+    sum_dtype: str = ""
 
     @property
     def whole(self) -> ParamSpec:
@@ -82,6 +83,15 @@ class ParamSpec:
     @property
     def bytes(self) -> int:
         return self.numel * dtype_bytes(self.dtype)
+
+    @property
+    def grad_dtype(self) -> str:
+        """The type of its gradient, from the first micro-batch on."""
+        return self.sum_dtype or self.dtype
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.numel * dtype_bytes(self.grad_dtype)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class StageSpec:
 
     @property
     def grad_bytes(self) -> int:
-        return sum(p.bytes for p in self.params if p.requires_grad)
+        return sum(p.grad_bytes for p in self.params if p.requires_grad)
 
     @property
     def has_hooks(self) -> bool:

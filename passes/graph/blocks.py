@@ -72,6 +72,18 @@ def compute_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype
 
 
+def gradient_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradients are added up."""
+    dtype = compute_dtype(graph, parameter)
+    return graph.sum_dtype if graph.sum_dtype is not None and dtype == graph.param_dtype else dtype
+
+
+def trained_bytes(graph: OpGraph, parameter: torch.Tensor) -> int:
+    """Bytes of a parameter's weight and, if it is trained, of its gradient."""
+    width = compute_dtype(graph, parameter).itemsize
+    return parameter.numel() * (width + gradient_dtype(graph, parameter).itemsize * parameter.requires_grad)
+
+
 def shared_nodes(graph: OpGraph) -> set[fx.Node]:
     """Nodes that depend only on the batch and constants: no parameter, no gradient, no randomness, no written buffer.
 
@@ -154,6 +166,8 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
         text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")
     outside = [number[n] for n in node_outputs(nodes)]
     text.append(f"out {outside}")
+    if graph.sum_dtype is not None:
+        text.append(f"sums {graph.sum_dtype}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 

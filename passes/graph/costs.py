@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
-from .blocks import Block, BlockCost, CostlyCall, compute_dtype
+from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .cost_kernels import CUDA_STAND_INS, STAND_INS, KernelFlops, cuda_dropout
 from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
@@ -111,7 +111,8 @@ class _BlockRun:
             if wants and made.is_floating_point():
                 made.requires_grad_()
                 if is_parameter:
-                    made.grad = torch.empty_like(made)  # as it is from the second micro-batch on
+                    made.grad_dtype = gradient_dtype(self.graph, tensor)
+                    made.grad = torch.empty_like(made, dtype=made.grad_dtype)  # as from the second micro-batch on
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
 

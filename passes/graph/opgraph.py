@@ -90,6 +90,7 @@ class OpGraph:
     missing_buffers: tuple[str, ...] = ()  # non-persistent buffers on meta: neither here nor in any checkpoint
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
+    sum_dtype: torch.dtype | None = None  # their gradients are added up in this dtype over micro-batches
     autocast: torch.dtype | None = None  # the step runs under `torch.autocast` to this dtype
     changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do

@@ -17,7 +17,7 @@ from torch import fx
 
 from ...ir.errors import PassError, PlanError
 from ...ir.program import ParamSpec, StageSpec, TensorSpec
-from .blocks import Block, compute_dtype, shared_nodes, storage_root
+from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .split_costs import split_costs
@@ -291,7 +291,11 @@ class _Builder:
                     calls = change.calls if change is not None else ()
                     row = self.graph.parts.get(name)
                     part = row.part if row is not None else None
-                    found[canonical] = ParamSpec(name, shape, dtype, tensor.requires_grad, owner, hook, calls, part)
+                    sums = _name(gradient_dtype(self.graph, tensor)) if tensor.requires_grad else dtype
+                    found[canonical] = ParamSpec(
+                        name, shape, dtype, tensor.requires_grad, owner, hook, calls, part,
+                        "" if sums == dtype else sums,
+                    )  # fmt: skip
         return list(found.values()), list(held.values())
 
     def _trained(self, block: Block) -> dict[int, int]:

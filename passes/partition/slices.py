@@ -15,7 +15,7 @@ from torch import fx
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.blocks import Block, compute_dtype
+from ..graph.blocks import Block, trained_bytes
 from ..graph.stage_costs import storages
 from ..stage_time import block_seconds
 
@@ -117,11 +117,7 @@ def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) 
     master, too."""
     graph, each = draft.graph, draft.options.optimizer_bytes_per_param if states else 0.0
     found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
-    return {
-        id(p): p.numel() * compute_dtype(graph, p).itemsize * (1 + p.requires_grad)
-        + int(each * p.numel() * p.requires_grad)
-        for p in found
-    }
+    return {id(p): trained_bytes(graph, p) + int(each * p.numel() * p.requires_grad) for p in found}
 
 
 def needs_to_front(

@@ -21,7 +21,7 @@ from ...ir.ops import update_traffic
 from ...ir.precision import Precision
 from ...runtime.simulate.costs import OWN_CALLS
 from ..draft import Draft
-from ..graph.blocks import Block, compute_dtype
+from ..graph.blocks import Block, gradient_dtype
 from ..graph.stage_costs import storages
 from ..partition.slices import Slices
 from ..stage_time import MessageTimes, TurnSeconds, block_seconds
@@ -79,7 +79,9 @@ class MipProblem:
     message_latency_s: list[list[float]]
     message_shares: list[list[bool]]  # whether it goes through the root complexes
     update: UpdateCost
-    ties: tuple[tuple[int, int, float], ...] = ()  # first and last block that use a trained parameter, its bytes
+    ties: tuple[
+        tuple[int, int, float], ...
+    ] = ()  # first and last block that use a trained parameter, the bytes of its gradient
     order: tuple[int, ...] = field(default=())
     swap: bool = False  # weights come from DRAM also where they could stay
     ordered: bool = False  # fetches through a root complex go by turn instead of sharing it
@@ -174,7 +176,7 @@ def _trained(draft: Draft, block: Block) -> tuple[float, float, float]:
     graph = draft.graph
     held = {id(p): p for node in block.nodes for p in graph.node_parameters(node).values()}
     trained = [p for p in held.values() if p.requires_grad]
-    size = sum(p.numel() * compute_dtype(graph, p).itemsize for p in trained)
+    size = sum(p.numel() * gradient_dtype(graph, p).itemsize for p in trained)
     return float(sum(p.numel() for p in trained)), float(size), float(len(held))
 
 
@@ -185,7 +187,7 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
             for p in draft.graph.node_parameters(node).values():
                 if p.requires_grad:
                     first = users.get(id(p), (i, i, 0.0))[0]
-                    users[id(p)] = (first, i, float(p.numel() * compute_dtype(draft.graph, p).itemsize))
+                    users[id(p)] = (first, i, float(p.numel() * gradient_dtype(draft.graph, p).itemsize))
     return tuple(row for row in users.values() if row[0] != row[1])
 
 

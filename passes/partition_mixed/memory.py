@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...ir.program import aligned
 from ..draft import Draft
-from ..graph.blocks import compute_dtype
+from ..graph.blocks import compute_dtype, gradient_dtype
 from ..graph.stage_costs import Storages, storages
 from .graph import BlockGraph
 
@@ -55,7 +55,8 @@ class Footprints:
             found = [p for node in block.nodes for p in draft.graph.node_parameters(node).values()]
             self.parameters.append({
                 id(p): (
-                    aligned(p.numel() * compute_dtype(draft.graph, p).itemsize) * (1 + p.requires_grad),
+                    aligned(p.numel() * compute_dtype(draft.graph, p).itemsize)
+                    + aligned(p.numel() * gradient_dtype(draft.graph, p).itemsize) * p.requires_grad,
                     int(p.numel() * draft.options.optimizer_bytes_per_param) * p.requires_grad,
                 )
                 for p in found

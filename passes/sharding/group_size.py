@@ -40,12 +40,13 @@ def _dram_holds(hardware: Hardware, part_bytes: float) -> bool:
 
 
 def _lasting_bytes(draft: Draft) -> float:
-    """Bytes of one model: weights and gradients in the dtype of the computation, masters, optimizer states."""
+    """Bytes of one model: weights in the dtype of the computation, gradients, masters, optimizer states."""
     ties = draft.graph.ties()
     own = [p for name, p in draft.graph.parameters().items() if ties.get(name, name) == name]
     trained = sum(p.numel() for p in own if p.requires_grad)
     size = Precision.of(draft.options.precision).dtype.itemsize
-    return size * sum(p.numel() for p in own) + (size + draft.options.optimizer_bytes_per_param) * trained
+    gradient = size if draft.graph.sum_dtype is None else draft.graph.sum_dtype.itemsize
+    return size * sum(p.numel() for p in own) + (gradient + draft.options.optimizer_bytes_per_param) * trained
 
 
 def _running_bytes(draft: Draft, depth: int) -> int:

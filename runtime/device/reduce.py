@@ -27,7 +27,7 @@ def reduce_grads(
             total += grad.to(total.device)
     else:
         param = next(p for p in specs[0].params if p.name == names[0])
-        total = torch.zeros(param.shape, dtype=getattr(torch, param.dtype), device=_device_of(grads))
+        total = torch.zeros(param.shape, dtype=getattr(torch, param.grad_dtype), device=_device_of(grads))
     if link is not None:
         total = _over_devices(total, link, group)
     for g, name in zip(grads, names, strict=True):

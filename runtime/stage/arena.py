@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +75,7 @@ def weights_layout(spec: StageSpec) -> BufferLayout:
 def grads_layout(spec: StageSpec) -> BufferLayout:
     """The gradients of the trained parameters, without gaps: `spec.grad_bytes` long. The widest come first, so that
     each begins at a whole number of its elements."""
-    trained = [p for p in spec.params if p.requires_grad]
+    trained = [replace(p, dtype=p.grad_dtype) for p in spec.params if p.requires_grad]
     return BufferLayout.of(sorted(trained, key=lambda p: -getattr(torch, p.dtype).itemsize), alignment=1)
 
 

@@ -418,7 +418,7 @@ def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in the layout in which autograd adds up gradients, even if a function returned it in another one."""
     if gradient.stride() == param.stride():
         return gradient
-    return torch.empty_like(param).copy_(gradient)
+    return torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
 
 
 def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
@@ -440,6 +440,7 @@ def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) ->
             raise VerifyError(f"the module of {spec.name} has a parameter {aliases[0]!r} that its interface lacks")
         want = wanted[known[0]]
         param = nn.Parameter(torch.empty(0, dtype=getattr(torch, want.dtype), device=device), want.requires_grad)
+        param.grad_dtype = getattr(torch, want.grad_dtype)  # autograd casts what it adds up
         for alias in aliases:
             path, _, key = alias.rpartition(".")
             setattr(module.get_submodule(path), key, param)

@@ -7,7 +7,8 @@ second enters at these nodes. Sums are made in the order of a whole backward, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,25 @@ def input_half(
 
 def weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
     """Add the gradients of the parameters to their `.grad`. The rest is used up."""
+    with _any_dtype(params):
+        _weight_half(rest, params)
+
+
+@contextmanager
+def _any_dtype(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let torch's half set gradients in the dtype of parameters whose gradients are added up in a wider one; in the end
+    they have that."""
+    wide = {name: param.grad_dtype for name, param in params.items() if param.grad_dtype != param.dtype}
+    for name in wide:
+        params[name].grad_dtype = None
+    yield
+    for name, dtype in wide.items():
+        param, grad = params[name], params[name].grad
+        param.grad = None if grad is None else grad.to(dtype)
+        param.grad_dtype = dtype
+
+
+def _weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
     groups, whole = rest.groups, rest.whole
     rest.drop()
     so_far = {name: params[name].grad for name in whole}

@@ -13,6 +13,10 @@ from torch import nn
 
 import penstock
 from penstock.compiler.check.check import check
+from penstock.ir import ops
+from penstock.ir.program import profile_memory
+from penstock.tests.compiler.eager_baseline import assert_close
+from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SSD, TIERS, in_process, with_counts
 from penstock.tests.compiler.plain_precision import Plain, Upcasts, upcasting
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
@@ -83,3 +87,78 @@ def test_an_unknown_precision_is_refused_with_the_nearest() -> None:
     model, batch = upcasting()
     with pytest.raises(penstock.errors.PlanError, match='the nearest is "bf16-true"'):
         compiled(model, batch, "bf16-tru")
+
+
+# By name: devices, shards, depth of a pipeline, tier, schedule.
+PLACES = {
+    "one device": (1, 1, 1, DEVICE, "schedule-pipeline"),
+    "weights in DRAM": (1, 1, 1, DRAM, "schedule-pipeline"),
+    "states on SSD": (1, 1, 1, SSD, "schedule-1f1b"),
+    "two devices": (2, 1, 2, DEVICE, "schedule-1f1b"),
+    "split backwards": (2, 1, 2, DEVICE, "schedule-zero-bubble"),
+    "lanes with shards": (4, 2, 1, DRAM, "schedule-pipeline"),
+    "two hops": (4, 2, 1, DEVICE, "schedule-1f1b"),
+}
+
+SELDOM = ("one device", "weights in DRAM")
+
+
+def placed(model: nn.Module, batch: Any, precision: str, place: str, **options: Any) -> penstock.Job:
+    devices, shards, depth, tier, schedule = PLACES[place]
+    mesh = f"mesh{{shards={shards}, depth={depth}}}"
+    passes = f"coarsen, {mesh}, partition-balanced{{stages={2 * depth}}}, map-round-robin, {schedule}"
+    hardware = penstock.Hardware.cpu(num_devices=devices, memory="64MB", dram="1GB", ssd="1GB")
+    line = f"{passes}, {TIERS[tier, shards > 1]}"
+    return compiled(model, batch, precision, 4, hardware=hardware, strategy=line, **options)
+
+
+@pytest.mark.parametrize(
+    ("place", "precision"),
+    [
+        *((place, "bf16-true") for place in PLACES if place not in SELDOM),
+        ("two devices", "bf16-mixed"),
+        *(pytest.param(place, "bf16-true", marks=pytest.mark.slow) for place in SELDOM),
+        *(pytest.param(p, "bf16-mixed", marks=pytest.mark.slow) for p in PLACES if p != "two devices"),
+    ],
+)
+def test_gradients_of_micro_batches_add_up_in_fp32(place: str, precision: str) -> None:
+    """One replica adds in the order of plain PyTorch: every bit is the same. Several add up in another order, which
+    rounds fp32 sums by 2^-24 and now and then a weight of 8 bits to its neighbour."""
+    model, batch = upcasting()
+    plain = Plain(model, SGD, 4, autocast=precision == "bf16-mixed")
+    job = placed(model, batch, precision, place)
+    assert {p.grad_dtype for s in job.folder.interface.stages.values() for p in s.params} == {"float32"}
+    machine, given, reordered = in_process(job, model), with_counts(job, batch), job.folder.interface.lanes
+    for _ in range(3):
+        found, want = float(machine.step(given)["loss"]), plain.step(batch)
+        assert found == pytest.approx(want, rel=2**-9 if reordered else 0.0, abs=0.0)
+        assert_close(machine.grads, plain.gradients, 2e-2 if reordered else 0.0)
+    assert_close(machine.weights(), {n: p.data for n, p in plain.masters.items()}, 1e-3 if reordered else 0.0)
+
+
+def test_gradients_add_up_in_their_own_type_if_asked() -> None:
+    model, batch = upcasting()
+    wide, own = Plain(model, SGD, 8), Plain(model, SGD, 8, sums=torch.bfloat16)
+    with compiled(model, batch, "bf16-true", 8, gradient_dtype="compute") as job:
+        assert {p.grad_bytes for s in job.folder.interface.stages.values() for p in s.params if p.numel == 6 * 16} == {
+            192
+        }
+        for _ in range(3):
+            assert float(job.step(batch)) == own.step(batch)
+            wide.step(batch)
+        assert_close(job.state_dict(), {**job.state_dict(), **{n: p.data for n, p in own.masters.items()}}, 0.0)
+        plan = job.plan
+    assert any(not torch.equal(own.masters[n], p) for n, p in wide.masters.items())
+    assert compiled(model, batch, "bf16-true", 8, plan=plan, gradient_dtype="fp32").plan.gradient_dtype == "compute"
+    with pytest.raises(penstock.errors.PlanError, match='gradient_dtype=\'bf16\'; it is "fp32", or "compute"'):
+        compiled(model, batch, "bf16-true", gradient_dtype="bf16")
+
+
+@pytest.mark.parametrize("place", ["two devices", "states on SSD", "two hops"])
+def test_the_run_holds_what_the_account_says(place: str) -> None:
+    model, batch = upcasting()
+    job = placed(model, batch, "bf16-true", place)
+    machine = in_process(job, model)
+    machine.step(with_counts(job, batch))
+    expected = {f"device{p.device}": profile_memory(p).peak_bytes[ops.DEVICE] for p in machine.programs["step"]}
+    assert {name: machine.accounts[name].peak_bytes for name in expected} == expected
