@@ -47,16 +47,13 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
 def require_rule(spec: OptimizerSpec) -> None:
     """Raise `PlanError` for an optimizer whose next updates cannot be predicted from its states."""
     able = "torch.optim.SGD with momentum in all its groups, torch.optim.Adam and torch.optim.AdamW have one"
-    kind = resolve(spec.path)
     hint = f"; {able}. weights=current and weights=stash need none"
-    if kind not in RULES:
-        raise PlanError(f"weights=predict: optimizer {spec.path} has no rule for what its next updates will be{hint}")
-    if kind is torch.optim.SGD:
-        momenta = [group.options.get("momentum", spec.kwargs.get("momentum", 0)) for group in spec.all_groups]
-        if not all(momenta):
-            raise PlanError(
-                f"weights=predict: optimizer {spec.path} without momentum keeps nothing to predict from{hint}"
-            )
+    for index, group in enumerate(spec.all_groups):
+        path, kwargs = spec.class_of(index)
+        if resolve(path) not in RULES:
+            raise PlanError(f"weights=predict: optimizer {path} has no rule for what its next updates will be{hint}")
+        if resolve(path) is torch.optim.SGD and not group.options.get("momentum", kwargs.get("momentum", 0)):
+            raise PlanError(f"weights=predict: optimizer {path} without momentum keeps nothing to predict from{hint}")
 
 
 def extrapolate(
@@ -80,5 +77,6 @@ def _extrapolated(optimizer: StageOptimizer, name: str, updates: int, is_shared:
     if not state or state.get("momentum_buffer", param) is None:
         return param
     with torch.no_grad():
-        update = RULES[type(optimizer.optimizer)](groups[index], state, param)
+        rule = RULES[resolve(optimizer.spec.class_of(index)[0])]  # type: ignore[index]
+        update = rule(groups[index], state, param)
         return param - update.mul_(updates)

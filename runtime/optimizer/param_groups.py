@@ -1,14 +1,15 @@
-"""Parameter groups: which parameters of a model get which arguments of the optimizer, as plain data.
+"""Parameter groups: which parameters of a model get which arguments of the optimizer, or which optimizer, as plain data.
 
 The groups are in the user's order, and parameters that no group names come last, with the class's own arguments. So a
 job trains like `cls([*param_groups, {"params": the rest}], **arguments)`, or like `cls(param_groups, **arguments)` if
-nothing is left over. Lists with a value per group, as some learning rate schedules take them, have the same order.
+nothing is left over. A group with an "optimizer" of its own trains like that optimizer on these parameters, beside the
+other one. Lists with a value per group, as some learning rate schedules take them, have the same order.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,23 +18,31 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ..model_names import aliases_of, ties_of
-from .importable import write_value
+from .importable import path_and_kwargs, write_value
 
 EXAMPLE = 'param_groups=[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]'
+OPTIMIZER = "optimizer"  # the key of a group's own optimizer
+KnownOptions = Callable[[str, Mapping[str, Any]], Collection[str]]  # of an optimizer's path and arguments
 
 
 @dataclass(frozen=True)
 class ParamGroup:
     """`names`: its parameters under every name that they have, also tied ones; None for all parameters that no other
-    group names. `options`: the arguments of the optimizer that differ for this group."""
+    group names. `options`: the arguments of the optimizer that differ for this group. `path`, `kwargs`: the group's own
+    optimizer and its arguments; without them it is the one of all groups."""
 
     names: tuple[str, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def make_groups(model: nn.Module, given: Sequence[Mapping[str, Any]], known: Collection[str]) -> tuple[ParamGroup, ...]:
+def make_groups(
+    model: nn.Module, given: Sequence[Mapping[str, Any]], known: Collection[str], known_of: KnownOptions | None = None
+) -> tuple[ParamGroup, ...]:
     """The groups that a user wrote: "params" is a list of the model's parameters, or of names or patterns of names
-    ("*.bias", as in `fnmatch`), the other keys are options among `known`.
+    ("*.bias", as in `fnmatch`), "optimizer" a class or a partial of one for this group alone; the other keys are
+    options among `known`, or among what `known_of` finds for the group's own optimizer.
 
     Raises `PlanError` for a pattern that matches nothing, a tensor that is no parameter of the model, a parameter in
     two groups, an option that the optimizer does not have.
@@ -51,14 +60,29 @@ def make_groups(model: nn.Module, given: Sequence[Mapping[str, Any]], known: Col
                 raise PlanError(f"{where}: {name} is in {owner[name]} already; a parameter can be in one group only")
             owner[name] = where
         names = tuple(alias for name in found for alias in finder.aliases.get(name, [name]))
-        made.append(ParamGroup(names, _options(group, known, where)))
+        made.append(_made(names, group, known, known_of, where))
     if any(param.requires_grad and name not in owner for name, param in finder.params.items()):
         made.append(ParamGroup())
     return tuple(made)
 
 
+def _made(
+    names: tuple[str, ...],
+    group: Mapping[str, Any],
+    known: Collection[str],
+    known_of: KnownOptions | None,
+    where: str,
+) -> ParamGroup:
+    if OPTIMIZER not in group:
+        return ParamGroup(names, _options(group, known, where))
+    example = '{"params": ["*.mlp.*.weight"], "optimizer": partial(torch.optim.Muon, lr=0.02)}'
+    path, kwargs = path_and_kwargs(group[OPTIMIZER], f"{where}: {OPTIMIZER}", example)
+    known = known_of(path, kwargs) if known_of is not None else known
+    return ParamGroup(names, _options(group, known, where), path, kwargs)
+
+
 def _options(group: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key != "params"}
+    options = {key: value for key, value in group.items() if key not in ("params", OPTIMIZER)}
     for key in options:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=3) or sorted(known)

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .state_shapes import SMALL, Shape
-
-Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+from .leaves import row_leaves
+from .state_shapes import Build, Shape, step_plainly
 
 TINY = (64, 64)  # large enough that factored and per-tensor states do not count as states per parameter
 FAILURES = (TypeError, ValueError, RuntimeError)  # what torch raises when an optimizer cannot work
+# Pieces of a matrix that end inside the blocks of 128 and 256 elements which have one scale in states of few bits; the
+# matrix and each piece have enough elements (4096) to get such states.
+WHOLE, PIECES = (64, 160), (4100, 6140)
 
 
 @dataclass(frozen=True)
@@ -52,28 +54,6 @@ def tiny(shape: Shape, device: Any = "cpu", dtype: torch.dtype = torch.float32) 
     return param
 
 
-def states_of(build: Build, shape: Shape) -> dict[str, Tensor]:
-    """The states of one parameter after two steps."""
-    param = tiny(shape)
-    optimizer = build([param])
-    for _ in range(2):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-    return {name: s for name, s in optimizer.state[param].items() if isinstance(s, Tensor)}
-
-
-def state_kinds(build: Build, ndim: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All states of one small parameter of `ndim` dimensions, numbers included, after one step and after two."""
-    param = tiny(SMALL[:ndim])
-    optimizer = build([param])
-    seen = []
-    for _ in range(2):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        seen.append({name: state for name, state in optimizer.state[param].items() if state is not None})
-    return seen[0], seen[1]
-
-
 def find_traits(build: Build, device: torch.device) -> Traits:
     """How an optimizer steps on this device, by three steps of a matrix."""
     param = tiny(TINY, device)
@@ -85,9 +65,9 @@ def find_traits(build: Build, device: torch.device) -> Traits:
     keeps_grads, owners = True, []
     for _ in range(3):
         param.grad = given.clone()
-        optimizer.step()
+        step_plainly(optimizer)
         keeps_grads = keeps_grads and torch.equal(param.grad, given)
-        owners.append({k: s for k, s in optimizer.state[param].items() if isinstance(s, Tensor) and s.numel() > 1})
+        owners.append({key: state for key, state in row_leaves(optimizer.state[param]).items() if state.numel() > 1})
     return Traits(
         divisible=before == {key: value for key, value in group.items() if key != "params"},
         keeps_grads=keeps_grads,
@@ -97,18 +77,18 @@ def find_traits(build: Build, device: torch.device) -> Traits:
 
 
 def is_elementwise(build: Build) -> bool:
-    """Whether two steps update each element by its own gradients alone: tried on a matrix, whole and as two rows."""
+    """Whether steps update each element by its own gradients alone: tried on a matrix, whole and as two rows."""
     made = torch.Generator().manual_seed(0)
-    whole = nn.Parameter(torch.randn(4, 6, generator=made))
-    pieces = [nn.Parameter(piece.detach().clone()) for piece in whole.flatten().split(12)]
+    whole = nn.Parameter(torch.randn(WHOLE, generator=made))
+    pieces = [nn.Parameter(piece.detach().clone()) for piece in whole.flatten().split(PIECES)]
     try:
         optimizers = [build([whole]), build(pieces)]
         for _ in range(2):
-            whole.grad = torch.randn(4, 6, generator=made)
-            for piece, grad in zip(pieces, whole.grad.flatten().split(12)):
+            whole.grad = torch.randn(WHOLE, generator=made)
+            for piece, grad in zip(pieces, whole.grad.flatten().split(PIECES)):
                 piece.grad = grad.clone()
             for optimizer in optimizers:
-                optimizer.step()
+                step_plainly(optimizer)
     except FAILURES:  # an optimizer for matrices only
         return False
     return torch.allclose(torch.cat(list(pieces)), whole.flatten(), rtol=1e-5, atol=1e-7)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...ir.errors import CheckpointError
 from .importable import tupled
 from .spec import MODES, OptimizerSpec
+from .state_shapes import step_plainly
 
 MACHINE_KEYS = ("params", *MODES, "capturable", "differentiable")  # of a param group: not saved
 
@@ -53,19 +54,39 @@ def saved_parts(
     if scheduler is not None and schedule:
         _require_like(schedule, first, saved_schedule(scheduler), "the schedule in the checkpoint")
     try:
-        for own, row in zip(optimizer.param_groups, found):
-            own.update({key: tupled(value) for key, value in row.items()})
+        load_groups(optimizer, found)
         if scheduler is not None and schedule:
-            scheduler.load_state_dict(dict(schedule))
+            load_schedule(scheduler, schedule)
         _step_twice(optimizer, scheduler)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"no step can be made with the checkpoint's optimizer or schedule: {error}") from error
     return found
 
 
+def load_groups(optimizer: torch.optim.Optimizer, found: Sequence[Mapping[str, Any]]) -> None:
+    """Give the groups the options that `saved_groups` gave."""
+    for own, row in zip(optimizer.param_groups, found):
+        own.update({key: _like(own.get(key), tupled(value)) for key, value in row.items()})
+
+
+def load_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, found: Mapping[str, Any]) -> None:
+    """Give the schedule the state that `saved_schedule` gave."""
+    now = scheduler.state_dict()
+    scheduler.load_state_dict({key: _like(now.get(key), value) for key, value in found.items()})
+
+
+def _like(own: Any, value: Any) -> Any:
+    """The value as a tensor where the optimizer has one: some keep their learning rate in one, which they compile."""
+    if isinstance(own, Tensor) and isinstance(value, int | float):
+        return torch.tensor(value, dtype=own.dtype, device=own.device)
+    if isinstance(own, list) and isinstance(value, list) and len(own) == len(value):
+        return [_like(one, other) for one, other in zip(own, value)]
+    return value
+
+
 def _step_twice(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> None:
     for _ in range(2):
-        optimizer.step()
+        step_plainly(optimizer)
         if scheduler is not None:
             scheduler.step()
 

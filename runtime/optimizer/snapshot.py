@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ir.program import aligned
+from .leaves import leaves_of
 
 if TYPE_CHECKING:
     from .spec import OptimizerSpec
@@ -25,7 +26,8 @@ COPIED = object()  # in place of the value of a state that is a large tensor
 class Snapshot:
     """`copies`: parameter name to state name to its copy, MASTER for the parameter; empty without tensors.
 
-    `rows`: per parameter that had states, state name to value, or to COPIED for the large ones.
+    `rows`: per parameter that had states, state name to value, or to COPIED for the large ones, whose tensors are among
+    the copies.
     """
 
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -37,7 +39,7 @@ class Snapshot:
 
 def room_bytes(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> int:
     """Bytes for copies of all parameters and of their large states, each aligned."""
-    states = (spec.state_shapes(tuple(param.shape), name).values() for name, param in params.items())
+    states = (spec.state_shapes(tuple(param.shape), name, param.dtype).values() for name, param in params.items())
     return sum(aligned(param.nbytes) for param in params.values()) + sum(
         aligned(math.prod(shape) * dtype.itemsize) for row in states for shape, dtype in row
     )
@@ -48,7 +50,7 @@ def make_room(spec: OptimizerSpec, params: Mapping[str, Tensor], buffer: Tensor)
     copies: dict[str, dict[str, Tensor]] = {}
     offset = 0
     for name, param in params.items():
-        wanted = {MASTER: (tuple(param.shape), param.dtype), **spec.state_shapes(tuple(param.shape), name)}
+        wanted = {MASTER: (tuple(param.shape), param.dtype), **spec.state_shapes(tuple(param.shape), name, param.dtype)}
         copies[name] = {}
         for key, (shape, dtype) in wanted.items():
             num_bytes = math.prod(shape) * dtype.itemsize
@@ -68,16 +70,20 @@ def keep(optimizer: StageOptimizer, tensors: bool, into: Snapshot | Tensor | Non
         found.copies = make_room(optimizer.spec, optimizer.params, buffer)
     for name, param in optimizer.params.items():
         row = optimizer.optimizer.state.get(param)
-        large = optimizer.large_states(name)
+        known = optimizer.state_row(name)
+        large = known.large()
         if tensors:
             found.copies[name][MASTER].copy_(param.detach())
         if not row:
             continue
-        copied = {key for key in large if isinstance(row.get(key), Tensor)}
-        found.rows[name] = {key: COPIED if key in copied else _copied(value) for key, value in row.items()}
-        if tensors:
-            for key in copied:
-                found.copies[name][key].copy_(row[key])
+        copied = {key: leaves for key, value in row.items() if (leaves := leaves_of(key, value)).keys() & large.keys()}
+        found.rows[name] = {
+            key: COPIED if key in copied else value if key in known.shared else _copied(value)
+            for key, value in row.items()
+        }
+        for leaves in copied.values() if tensors else ():
+            for leaf, tensor in leaves.items():
+                found.copies[name][leaf].copy_(tensor)
     for group in optimizer.optimizer.param_groups:
         found.groups.append({key: copy.deepcopy(value) for key, value in group.items() if key != "params"})
     if optimizer.scheduler is not None:
@@ -102,7 +108,8 @@ def put_back(optimizer: StageOptimizer, found: Snapshot) -> None:
             if value is not COPIED:
                 row[key] = _copied(value)
             elif found.tensors:
-                row[key].copy_(found.copies[name][key])
+                for leaf, tensor in leaves_of(key, row[key]).items():
+                    tensor.copy_(found.copies[name][leaf])
     for group, saved_group in zip(optimizer.optimizer.param_groups, found.groups, strict=True):
         params = group["params"]
         group.clear()

@@ -7,6 +7,7 @@ step may be undone (`snapshot`, `restore`), so it need not wait for the decision
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError, PlanError
 from .gradients import times_in_full
-from .importable import tupled
+from .leaves import leaves_of, rebuilt, row_leaves
 from .probe import Traits
-from .saving import saved_groups, saved_parts, saved_schedule
+from .saving import load_groups, load_schedule, saved_groups, saved_parts, saved_schedule
 from .snapshot import Snapshot, keep, put_back, room_bytes
 from .spec import OptimizerSpec
+from .state_shapes import StateRow
 
 __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
-Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name to tensor
+Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name, as in `state_shapes`, to tensor
 
 # Elements of gradients converted at once, by kind of device. A CPU converts all: conversion is bound by computation, so
 # its results leave the caches meanwhile; those of portions would leave them during the step, which is bound by memory.
@@ -100,8 +102,8 @@ class StageOptimizer:
         return self.spec.traits(self.device)
 
     @cached_property
-    def _large(self) -> dict[str, frozenset[str]]:
-        return {name: frozenset(self.spec.state_shapes(tuple(p.shape), name)) for name, p in self.params.items()}
+    def _rows(self) -> dict[str, StateRow]:
+        return {name: self.spec.state_row(name, tuple(p.shape), p.dtype) for name, p in self.params.items()}
 
     # --- stepping
 
@@ -155,8 +157,8 @@ class StageOptimizer:
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
         now = [{key: value for key, value in group.items() if key != "params"} for group in groups] if part else []
-        if part == "own":
-            self.waiting.append(now)
+        if part == "own":  # a learning rate may be a tensor, which schedules change in place
+            self.waiting.append(copy.deepcopy(now))
         for group, options in zip(groups, self.waiting.popleft() if part == "shared" else ()):
             group.update(options)
         yield
@@ -257,17 +259,29 @@ class StageOptimizer:
     def _settle(self, name: str) -> None:
         """Copy states that the step has made, or made anew, to their places."""
         assert self.optimizer is not None
-        row = self.optimizer.state.get(self.params[name], {})
-        for key, place in self.places.get(name, {}).items():
-            state = row.get(key)
-            if state is not place and state is not None:
-                if state.shape != place.shape or state.dtype != place.dtype:
-                    raise PlanError(
-                        f"optimizer {self.spec.path}: the state {key!r} of {name} is {state.dtype}{list(state.shape)}; "
-                        f"by those of small parameters it was planned as {place.dtype}{list(place.shape)}"
-                    )
-                place.copy_(state)
-                row[key] = place
+        row, places = self.optimizer.state.get(self.params[name], {}), self.places.get(name, {})
+        for key, value in row.items():
+            outside = {leaf: t for leaf, t in leaves_of(key, value).items() if places.get(leaf) is not t}
+            for leaf, tensor in outside.items():
+                if leaf in places:
+                    self._require_like(name, leaf, tensor, places[leaf])
+                    places[leaf].copy_(tensor)
+                elif places and tensor.numel() > 1 and leaf not in self._rows[name].shared:
+                    raise self._unplanned(name, leaf, tensor, "no place was planned for it")
+            if outside.keys() & places.keys():
+                row[key] = rebuilt(key, value, places)
+
+    def _require_like(self, name: str, leaf: str, tensor: Tensor, place: Tensor) -> None:
+        if tensor.shape != place.shape or tensor.dtype != place.dtype:
+            planned = f"before its first step it was planned as {place.dtype}{list(place.shape)}"
+            raise self._unplanned(name, leaf, tensor, planned)
+
+    def _unplanned(self, name: str, leaf: str, tensor: Tensor, planned: str) -> PlanError:
+        found = f"{tensor.dtype}{list(tensor.shape)}"
+        return PlanError(f"optimizer {self._path(name)}: the state {leaf!r} of {name} is {found}; {planned}")
+
+    def _path(self, name: str) -> str:
+        return self.spec.class_of(self.spec.group_of(name))[0]
 
     def bind(self, places: Places, params: Mapping[str, Tensor] | None = None) -> None:
         """From now on the states, and with `params` the parameters, lie in these tensors, which hold them already."""
@@ -276,14 +290,15 @@ class StageOptimizer:
             return
         for name, param in self.params.items():
             row = self.optimizer.state.get(param, {})
-            row.update({key: place for key, place in places.get(name, {}).items() if key in row})
+            row.update({key: rebuilt(key, value, places.get(name, {})) for key, value in row.items()})
             if params is not None:
                 param.data = params[name].detach()
 
     def state_bytes(self) -> int:
         """Bytes of the states that exist now: none before the first step, for most optimizers."""
-        states = self.optimizer.state.values() if self.optimizer else ()
-        return sum(s.numel() * s.element_size() for row in states for s in row.values() if isinstance(s, Tensor))
+        rows = self.optimizer.state.values() if self.optimizer else ()
+        found = {id(leaf): leaf.nbytes for row in rows for leaf in row_leaves(row).values()}
+        return sum(found.values())
 
     def workspace_bytes(self) -> int:
         """The bytes that a step needs at most if all gradients are converted: for gradients or weights of another
@@ -296,9 +311,9 @@ class StageOptimizer:
 
     # --- undoing a step
 
-    def large_states(self, name: str) -> frozenset[str]:
-        """The names of a parameter's states that are more than a number."""
-        return self._large[name]
+    def state_row(self, name: str) -> StateRow:
+        """What the states of a parameter are."""
+        return self._rows[name]
 
     def snapshot_bytes(self) -> int:
         """What `snapshot` copies of parameters and states; numbers are not counted."""
@@ -332,7 +347,7 @@ class StageOptimizer:
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    states.setdefault(name, {})[key] = value
+                    states.setdefault(name, {}).update(leaves_of(key, value))
                 elif value is not None:
                     scalars.setdefault(name, {})[key] = value
         group, schedule = saved_groups(self.optimizer), saved_schedule(self.scheduler)
@@ -341,51 +356,74 @@ class StageOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over copies of the states of this stage's parameters; `state` may hold those of other stages, too.
 
-        Raises `CheckpointError` if a state with its parameter's number of elements has another shape, or for another
+        Raises `CheckpointError` for a state that the optimizer does not have, or has in another shape, and for another
         number of parameter groups.
         """
         if self.optimizer is None:
             return
         rows = {}
-        for i, name in enumerate(name for members in self._members for name in members):
-            row = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
-            if row:
-                self._require_kinds(name, row)
-                rows[i] = {key: self._checked(name, key, value) for key, value in row.items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        for group, found in zip(groups, saved_parts(self.spec, state["group"], state["scheduler"] or {})):
-            group.update({key: tupled(value) for key, value in found.items()})
-        self.optimizer.load_state_dict({"state": rows, "param_groups": groups})
         for name in self.params:
-            if not self.places and not self.optimizer.state.get(self.params[name]):
+            given = {**state["states"].get(name, {}), **state["scalars"].get(name, {})}
+            rows[name] = self._loaded(name, given) if given else {}
+        parts = saved_parts(self.spec, state["group"], state["scheduler"] or {})
+        load_groups(self.optimizer, parts)
+        shared: dict[tuple[int, str], Tensor] = {}
+        for name, row in rows.items():
+            index, common = self.spec.group_of(name), self._rows[name].shared
+            self.optimizer.state.pop(self.params[name], None)
+            if row:
+                for key in row.keys() & common:
+                    row[key] = shared.setdefault((index, key), row[key])
+                self.optimizer.state[self.params[name]] = row
+            elif not self.places:
                 self._give_birth(name)
             self._settle(name)
         if self.scheduler is not None and state["scheduler"]:
-            self.scheduler.load_state_dict(dict(state["scheduler"]))
+            load_schedule(self.scheduler, state["scheduler"])
 
-    def _require_kinds(self, name: str, row: Mapping[str, Any]) -> None:
+    def _loaded(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's states, made of copies of what was saved."""
+        known = self._rows[name]
+        self._require_kinds(name, given, known)
+        own, found = row_leaves(known.later), dict[str, Any]()
+        leaves = {key: self._copied(name, key, value, own[key]) for key, value in given.items() if key in own}
+        for key, like in known.later.items():
+            inside = leaves_of(key, like).keys()
+            if inside and inside <= leaves.keys():
+                found[key] = rebuilt(key, like, leaves)
+            elif key in given:
+                found[key] = given[key]
+        return found
+
+    def _require_kinds(self, name: str, given: Mapping[str, Any], known: StateRow) -> None:
         """Raise `CheckpointError` for states that the optimizer does not have, or not in that form."""
-        first, later = self.spec.state_kinds(name, self.params[name].dim())
-        strange = [key for key in row if key not in later] + [key for key in first if key not in row]
-        wrong = [key for key, value in row.items() if key in later and not _alike(value, later[key])]
+        first, later = ({**row, **row_leaves(row)} for row in (known.first, known.later))
+        wraps = {key for key in later if leaves_of(key, later[key]).keys() - {key}}
+        strange = [key for key in given if key not in later or key in wraps]
+        strange += [key for key in first if key not in given and key not in wraps]
+        wrong = [key for key, value in given.items() if key in later and not _alike(value, later[key])]
         if strange or wrong:
+            names = ", ".join(key for key in later if key not in wraps)
             raise CheckpointError(
-                f"optimizer state {(strange or wrong)[0]!r:.60} of {name} is not as {self.spec.path} keeps it; it has "
-                f"{', '.join(later) or 'none'}"
+                f"optimizer state {(strange or wrong)[0]!r:.60} of {name} is not as {self._path(name)} keeps it; it "
+                f"has {names or 'none'}"
             )
 
-    def _checked(self, name: str, key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        param = self.params[name]
-        if value.numel() == param.numel() != 1 and value.shape != param.shape:
-            found, want = list(value.shape), list(param.shape)
+    def _copied(self, name: str, key: str, value: Tensor, like: Tensor) -> Tensor:
+        """A copy of a saved tensor where and in the dtype that the optimizer keeps it."""
+        if (like.dim() or like.numel() > 1) and value.shape != like.shape:
+            found, want = list(value.shape), list(like.shape)
             raise CheckpointError(f"optimizer state {key!r} of {name} has shape {found}, not {want}")
-        return value.detach() if key in self.places.get(name, {}) else value.detach().clone()
+        if value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+            raise CheckpointError(f"optimizer state {key!r} of {name} is {value.dtype}, not {like.dtype}")
+        assert self.optimizer is not None
+        group = self.optimizer.param_groups[self.spec.group_of(name)]
+        counts = key == "step" and not group.get("fused") and not group.get("capturable")  # torch reads it on the host
+        return value.detach().to("cpu" if counts else self.device, like.dtype, copy=True)
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Whether a state is of the kind of a small parameter's: a tensor of one element or of more, a number."""
+    """Whether a state is of that kind: a tensor of one element or of more, a number."""
     if isinstance(known, Tensor) or isinstance(value, Tensor):
         return isinstance(known, Tensor) and isinstance(value, Tensor) and (known.numel() > 1 or value.numel() == 1)
     return type(value) is type(known) or {type(value), type(known)} == {int, float}

@@ -1,7 +1,9 @@
-"""The states that an optimizer keeps for a parameter, from the parameter's shape alone, without allocating it.
+"""The states that an optimizer keeps for a parameter, from the parameter's shape and dtype alone.
 
-Two small parameters that differ in the size of every dimension are stepped. How the sizes of their states follow from
-their own is the rule for all parameters of as many dimensions.
+Two steps of a parameter of that very shape on tensors that have no memory tell them: whatever depends on the number of
+elements, such as states of 8 bits from 4096 elements on, or a scale for each block, is as it will be. An optimizer that
+reads memory by itself steps a small parameter for real. For a large one of it, the sizes for two small parameters, that
+differ in the size of every dimension, are the rule.
 """
 
 from __future__ import annotations
@@ -10,13 +12,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import PlanError
+from .leaves import row_leaves
 
 Shape = tuple[int, ...]
+Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 PRIMES: dict[int, tuple[Shape, Shape]] = {  # large where that is cheap: some optimizers treat small sizes differently
     0: ((), ()),
     1: ((1009,), (1013,)),
@@ -25,6 +32,67 @@ PRIMES: dict[int, tuple[Shape, Shape]] = {  # large where that is cheap: some op
     4: ((11, 13, 3, 5), (17, 19, 5, 7)),
 }
 SMALL = (2, 3, 5, 7, 11, 13, 17)
+FEW_ELEMENTS = 1 << 16  # of a parameter that is stepped for real
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """The states of one parameter after one step and after two, without their values. `shared`: names of tensors that
+    all parameters of an optimizer have in common, such as a table of what codes stand for."""
+
+    first: Mapping[str, Any]
+    later: Mapping[str, Any]
+    shared: frozenset[str] = frozenset()
+
+    def large(self) -> dict[str, Tensor]:
+        """The tensors that grow with the parameter or have several elements anyway, unlike a count of steps."""
+        found = row_leaves(self.later)
+        return {leaf: t for leaf, t in found.items() if leaf not in self.shared and (t.dim() > 0 or t.numel() > 1)}
+
+
+class _Numbers(TorchDispatchMode):
+    """Every number that is read from a tensor is a half, or one: tensors without memory have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 0.5 if dtype.is_floating_point else dtype == torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_plainly(optimizer: torch.optim.Optimizer) -> None:
+    """One step, in which what is compiled runs as it is written: a trial must not wait for a compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()  # type: ignore[call-arg]
+
+
+def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> StateRow:
+    """The states of a parameter of this shape and dtype. Raises `PlanError` naming `what` if they follow no rule."""
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False), _Numbers():
+            return _stepped(build, shape, dtype)
+    except Exception:  # whatever a library's step raises on tensors without values
+        if math.prod(shape) <= FEW_ELEMENTS:
+            return _stepped(build, shape, dtype)
+    small = _stepped(build, SMALL[: len(shape)], dtype)
+    numbers = {key: value for key, value in small.later.items() if not isinstance(value, Tensor) or value.dim() == 0}
+    rules = find_rules(lambda of: row_leaves(_stepped(build, of, dtype).later), len(shape), what)
+    large = {key: rule.shape(shape) for key, rule in rules.items() if rule.is_large}
+    tensors = {key: torch.empty(own, dtype=rules[key].dtype, device="meta") for key, own in large.items()}
+    return StateRow({key: tensors.get(key, small.first[key]) for key in small.first}, {**numbers, **tensors})
+
+
+def _stepped(build: Build, shape: Shape, dtype: torch.dtype) -> StateRow:
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2)]
+    optimizer = build(params)
+    seen: list[dict[str, Any]] = []
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        step_plainly(optimizer)
+        seen.append({name: state for name, state in optimizer.state[params[0]].items() if state is not None})
+    one, other = (row_leaves(optimizer.state[param]) for param in params)
+    return StateRow(seen[0], seen[1], frozenset(leaf for leaf in one if one[leaf] is other.get(leaf)))
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ def read_optimizer(text: str, where: str, trust: bool) -> OptimizerSpec:
         raise PlanError(f"{where}: not the optimizer of a job: {type(error).__name__}: {error}") from error
     if trust:
         return spec
-    found = _imported(spec.path, f"{where}: optimizer")
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise PlanError(f"{where}: optimizer {spec.path!r} is no torch.optim.Optimizer class")
+    for path in dict.fromkeys((spec.path, *spec.paths)):
+        found = _imported(path, f"{where}: optimizer")
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise PlanError(f"{where}: optimizer {path!r} is no torch.optim.Optimizer class")
     if spec.scheduler_path is not None:
         _check_scheduler(spec.scheduler_path, f"{where}: lr_scheduler")
-    for kwargs in (spec.kwargs, spec.scheduler_kwargs, *(group.options for group in spec.groups)):
+    own = (kwargs for group in spec.groups for kwargs in (group.kwargs, group.options))
+    for kwargs in (spec.kwargs, spec.scheduler_kwargs, *own):
         for name, value in kwargs.items():
             _check_plain(value, f"{where}: argument {name!r}")
     return spec

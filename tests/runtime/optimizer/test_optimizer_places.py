@@ -140,10 +140,24 @@ class Blocks(torch.optim.SGD):
                 self.state[param]["largest"] = torch.zeros(-(-param.numel() // 50))
 
 
-def test_states_that_follow_no_rule_are_refused_where_places_are_needed() -> None:
-    spec = OptimizerSpec.from_callable(Blocks)
+class ReadBlocks(Blocks):
+    """Reads memory by itself, so that nothing but a real step tells its states."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.detach().numpy()
+        super().step()
+
+
+def test_states_by_block_are_known_and_what_follows_no_rule_is_refused_where_places_are_needed() -> None:
+    blocks = OptimizerSpec.from_callable(Blocks)
+    assert blocks.state_shapes((5, 5)) == {"largest": ((1,), torch.float32)}
+    assert blocks.state_shapes((30000, 30000)) == {"largest": ((18_000_000,), torch.float32)}
+    spec = OptimizerSpec.from_callable(ReadBlocks)
+    assert spec.state_shapes((5, 21)) == {"largest": ((3,), torch.float32)}, "a small one is stepped for real"
     with pytest.raises(PlanError, match="Blocks: its state 'largest' of a parameter with 2 dimensions"):
-        spec.state_shapes((5, 5))
+        spec.state_shapes((500, 500))
 
 
 class Late(torch.optim.SGD):
@@ -159,6 +173,8 @@ def test_states_other_than_planned_are_refused() -> None:
     spec = OptimizerSpec.from_callable(Late)
     with pytest.raises(PlanError, match=r"'mean' of a is torch.float32\[6000\]; .* planned as torch.float32\[2\]"):
         StageOptimizer(spec, {"a": torch.zeros(6000)}, {"a": {"mean": torch.zeros(2)}}).step({"a": torch.ones(6000)})
+    with pytest.raises(PlanError, match=r"'mean' of a is torch.float32\[6000\]; no place was planned for it"):
+        StageOptimizer(spec, {"a": torch.zeros(6000)}, {"a": {"other": torch.zeros(2)}}).step({"a": torch.ones(6000)})
 
 
 def test_at_first_the_states_of_one_parameter_exist_twice_at_most() -> None:
