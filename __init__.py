@@ -16,9 +16,22 @@ if TYPE_CHECKING:
     from .compiler.plan import Plan
     from .ir import errors
     from .ir.machine.hardware import Hardware
+    from .runtime.optimizer.matrices import hidden_matrices
     from .runtime.simulate import Timeline
 
-__all__ = ["Hardware", "Job", "Outputs", "Plan", "RankSampler", "StepReport", "Timeline", "compile", "errors", "load"]
+__all__ = [
+    "Hardware",
+    "Job",
+    "Outputs",
+    "Plan",
+    "RankSampler",
+    "StepReport",
+    "Timeline",
+    "compile",
+    "errors",
+    "hidden_matrices",
+    "load",
+]
 
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
 _HOMES = {
@@ -30,6 +43,7 @@ _HOMES = {
     "StepReport": ".compiler.job.job",
     "Timeline": ".runtime.simulate",
     "compile": ".compiler.api",
+    "hidden_matrices": ".runtime.optimizer.matrices",
     "load": ".compiler.load",
 }
 

@@ -93,7 +93,8 @@ def compile(
     example_inputs: one global batch: dict or tuple of tensors, or of {"shape": [...], "dtype": "..."} for planning.
     optimizer, lr_scheduler: a torch.optim class, or a partial of one; the same for torch.optim.lr_scheduler.
     param_groups: [{"params": parameters of `model`, or names or patterns ("*.bias"), "weight_decay": 0.0}, ...]: other
-        arguments for some parameters. Parameters in no group form the last one, with the optimizer's own arguments.
+        arguments for some parameters, or with "optimizer": partial(torch.optim.Muon, lr=0.02) an optimizer of their
+        own. Parameters in no group form the last one, with `optimizer` and its own arguments.
     loss_fn: `loss_fn(output, batch)`; default `output.loss`, or the output itself where that is a scalar.
     loss_weight: what a micro-batch counts in the mean of the losses, `loss_weight(rows) -> number` of its rows of the
         batch. It replaces what is counted otherwise: targets that a cross entropy does not ignore, class weights, sums
@@ -148,15 +149,14 @@ def compile(
             f"micro_batches={shape.size}"
         )
     with torch.device("cpu"), rare_collections():  # whatever the script's default device is
-        spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups)
+        kind = _stepped_dtype(precision)
+        spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups, dtype=kind)
         options = Options(
             precision=precision,
             gradient_dtype=gradient_dtype,
             max_grad_norm=max_grad_norm,
-            state_bytes_per_param=spec.state_bytes_per_param(),
-            state_bytes_of=None if spec.is_elementwise() else functools.partial(_state_bytes, spec),
-            takes_whole=None if spec.is_elementwise() else lambda name: not spec.is_elementwise(name),
             profiler=make_profiler(profile, precision),
+            **_optimizer_facts(spec, model, precision),
         )
         by_user = loss_weight is not None
         capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user)
@@ -166,7 +166,7 @@ def compile(
     best = found.best
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     require_lasting(best.draft.graph, best.draft.programs)
-    _check_shards(made, spec, best.draft.graph.hooks)
+    _check_shards(made, best.draft.graph.hooks)
     schedule = best.candidate.find(ScheduleAsync)
     if schedule is not None and schedule.weights == "predict":
         require_rule(spec)
@@ -236,7 +236,7 @@ def _values(constants: Mapping[str, torch.Tensor], interface: Interface) -> dict
     return {name: t.detach().to("cpu", copy=True) for name, t in constants.items() if name in used and not t.is_meta}
 
 
-def _check_shards(plan: Plan, optimizer: OptimizerSpec, hooks: Mapping[str, tuple[HookCall, ...]]) -> None:
+def _check_shards(plan: Plan, hooks: Mapping[str, tuple[HookCall, ...]]) -> None:
     if plan.decisions.mesh is None or plan.decisions.mesh.shards == 1:
         return
     unkept = [name for name, hook in hooks.items() if bool(hooked(hook, torch.zeros(())))]
@@ -244,11 +244,6 @@ def _check_shards(plan: Plan, optimizer: OptimizerSpec, hooks: Mapping[str, tupl
         raise PassError(
             f"insert-shard: the gradient hook of {unkept[0]} makes something else of zero, with which the pieces of a "
             'parameter are filled up. Use a hook that keeps zeros, or another strategy, such as "mobius"'
-        )
-    if not optimizer.is_elementwise():
-        raise PassError(
-            f"insert-shard: every device updates a piece of each parameter, but {optimizer.path} looks at whole "
-            'parameters. Use an optimizer such as torch.optim.AdamW, or another strategy, such as "mobius"'
         )
 
 
@@ -274,8 +269,33 @@ def _capturer(
     return capture
 
 
-def _state_bytes(optimizer: OptimizerSpec, name: str, shape: tuple[int, ...]) -> int:
-    return optimizer.state_bytes({name: shape})
+def _stepped_dtype(precision: str) -> torch.dtype | None:
+    """The dtype in which the optimizer steps parameters; None where they keep their own."""
+    return torch.float32 if Precision.of(precision).has_masters else Precision.of(precision).low_dtype
+
+
+def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, precision: str) -> dict[str, Any]:
+    """What the passes know of the optimizer: the fields of `Options`. Bytes of states are those of each parameter by
+    itself, unless all have the same for each element."""
+    own = _stepped_dtype(precision)
+
+    @functools.cache
+    def state_bytes_of(name: str, shape: tuple[int, ...], dtype: str) -> int:
+        return optimizer.state_bytes({name: shape}, getattr(torch, dtype))
+
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = {name: str(own or p.dtype).removeprefix("torch.") for name, p in trained.items()}
+    found = {name: state_bytes_of(name, tuple(p.shape), kinds[name]) for name, p in trained.items()}
+    numel = sum(p.numel() for p in trained.values())
+    each = sum(found.values()) / numel if numel else 0.0
+    whole = optimizer.whole_paths()
+    is_even = not whole and all(found[name] == each * p.numel() for name, p in trained.items())
+    return {
+        "state_bytes_per_param": each,
+        "state_bytes_of": None if is_even else state_bytes_of,
+        "takes_whole": (lambda name: not optimizer.is_elementwise(name)) if whole else None,
+        "whole_optimizer": whole[0] if whole else "",
+    }
 
 
 def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wishes) -> tuple[Wishes, RowFacts, Graphs]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.machine.hardware import Hardware
 from ..ir.precision import GradientDtype, Precision
-from ..ir.program import Program
+from ..ir.program import ParamSpec, Program
 from .decisions import Lanes, OnSsd, Sharding
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # Measures blocks on the devices of this machine; returns them with seconds by device name.
 MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
-StateBytes = Callable[[str, tuple[int, ...]], int]  # of optimizer states, for a parameter's name and shape
+# The bytes of the optimizer states of a parameter, by its name, its shape, and the dtype in which it is stepped.
+StateBytes = Callable[[str, tuple[int, ...], str], int]
 
 
 class Lasting(NamedTuple):
@@ -38,19 +39,35 @@ class Options:
     gradient_dtype: GradientDtype = "fp32"  # in which gradients of several micro-batches are added up
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
-    state_bytes_of: StateBytes | None = None  # where the bytes depend on a parameter's shape
+    state_bytes_of: StateBytes | None = None  # where the bytes are not the same for each element
     takes_whole: Callable[[str], bool] | None = None  # whether a parameter's optimizer needs all of it; None: none does
+    whole_optimizer: str = ""  # the first class that needs all of a parameter
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property
     def optimizer_bytes_per_param(self) -> float:
-        """Bytes that the optimizer keeps for one trained parameter: its master and its states."""
+        """Bytes that the optimizer keeps for one trained parameter, its master and its states, on average."""
         return Precision.of(self.precision).master_bytes + self.state_bytes_per_param
 
-    def lasting(self, weight_bytes: int, trained_params: int) -> Lasting:
+    def master_bytes(self, params: Iterable[ParamSpec]) -> int:
+        """Bytes of the fp32 masters of those of the parameters that are trained."""
+        return Precision.of(self.precision).master_bytes * sum(p.numel for p in params if p.requires_grad)
+
+    def state_bytes(self, params: Iterable[ParamSpec]) -> int:
+        """Bytes of the optimizer states of those of the parameters that are trained."""
+        each, trained = self.state_bytes_of, [p for p in params if p.requires_grad]
+        if each is None:
+            return int(self.state_bytes_per_param * sum(p.numel for p in trained))
+        masters = Precision.of(self.precision).has_masters
+        return sum(each(p.whole.name, p.shape, "float32" if masters else p.dtype) for p in trained)
+
+    def optimizer_bytes(self, params: Sequence[ParamSpec]) -> int:
+        """Bytes that the optimizer keeps of parameters: masters and states."""
+        return self.master_bytes(params) + self.state_bytes(params)
+
+    def lasting(self, weight_bytes: int, params: Sequence[ParamSpec]) -> Lasting:
         """What stays across steps, for lower bounds: a run rounds every part up a little (`bytes_of_homes`)."""
-        masters = Precision.of(self.precision).master_bytes * trained_params
-        return Lasting(weight_bytes, masters, int(self.state_bytes_per_param * trained_params))
+        return Lasting(weight_bytes, self.master_bytes(params), self.state_bytes(params))
 
 
 @dataclass

@@ -127,10 +127,11 @@ def _by_plan(job: Job, batches: Sequence[Any]) -> _Run:
 def gradient_job(job: Job) -> Job:
     """The same programs with an optimizer that keeps each gradient and changes no weight."""
     folder, interface = job.folder, job.folder.interface
+    short = any(interface.state_bytes(spec) < 4 * spec.trained_params for spec in interface.stages.values())
     changed = Folder(
         folder.plan,
-        job.hardware if interface.state_bytes_per_param >= 4 else _roomier(job.hardware),
-        dataclasses.replace(interface, state_bytes_per_param=max(4.0, interface.state_bytes_per_param)),
+        _roomier(job.hardware) if short else job.hardware,
+        dataclasses.replace(interface, state_bytes_per_param=max(4.0, interface.state_bytes_per_param), states={}),
         folder.settings.model_copy(update={"optimizer": GRADIENT_PROBE.to_json()}),
         folder.files,
         folder.counts,

@@ -103,7 +103,7 @@ def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | N
 
 def _disks(draft: Draft, specs: Sequence[StageSpec], host: int, tier: str) -> Bound:
     """The bound of a host's SSDs, whose reads and writes take turns."""
-    lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in specs]
+    lasts = [draft.options.lasting(spec.weight_bytes, spec.params) for spec in specs]
     frozen = sum(spec.weight_bytes for spec in specs if not spec.trained_params) // draft.mesh.shards
     whole = sum(map(sum, lasts)) // draft.mesh.shards
     states = whole - sum(spec.weight_bytes for spec in specs) // draft.mesh.shards
@@ -121,8 +121,8 @@ def _disk_seconds(hardware: Hardware, hosts: Sequence[int], read_bytes: float, w
 
 def _lasting_bytes(draft: Draft, specs: Sequence[StageSpec]) -> int:
     """The bytes that a device holds at the end of a step if nothing is swapped."""
-    each = draft.options.optimizer_bytes_per_param
-    return int(sum(s.weight_bytes + s.grad_bytes + each * s.trained_params for s in specs) / draft.mesh.shards)
+    kept_bytes = (s.weight_bytes + s.grad_bytes + draft.options.optimizer_bytes(s.params) for s in specs)
+    return int(sum(kept_bytes) / draft.mesh.shards)
 
 
 def _between_hosts(draft: Draft, specs: Sequence[StageSpec]) -> list[Bound]:
@@ -212,7 +212,7 @@ def machine_bound(draft: Draft) -> Bound:
 
 def _machine_disks(draft: Draft) -> list[Bound]:
     """The bound of SSDs: bytes that fit neither devices nor DRAM are read and, as far as they are trained, written."""
-    hardware, ties, width = draft.machine, draft.graph.ties(), draft.options.optimizer_bytes_per_param
+    hardware, ties = draft.machine, draft.graph.ties()
     hosts = [host for host in range(len(hardware.hosts)) if hardware.hosts[host].ssds]
     if not hosts:
         return []
@@ -220,6 +220,7 @@ def _machine_disks(draft: Draft) -> list[Bound]:
     room += sum(hardware.dram_budget_bytes(host) for host in range(len(hardware.hosts)))
     params = {ties.get(param.name, param.name): param for stage in draft.stages for param in stage.spec.params}
     frozen = sum(param.bytes for param in params.values() if not param.requires_grad)
-    trained = sum(param.bytes + width * param.numel for param in params.values() if param.requires_grad)
+    trained = sum(param.bytes for param in params.values() if param.requires_grad)
+    trained += draft.options.optimizer_bytes(list(params.values()))
     stored = max(0.0, frozen + trained - room)
     return [Bound(_disk_seconds(hardware, hosts, stored, max(0, stored - frozen)), "SSDs")]

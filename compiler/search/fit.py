@@ -10,7 +10,7 @@ from ...ir import ops
 from ...ir.errors import DoesNotFit
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
-from ...ir.program import MemoryProfile, print_node, profile_memory, shown
+from ...ir.program import MemoryProfile, ParamSpec, print_node, profile_memory, shown
 from ...ir.units import format_bytes
 from ...passes.draft import Draft, Options
 from .host_memory import MemoryNeed, host_needs, host_of, tier_of
@@ -48,8 +48,9 @@ def check_lasting(draft: Draft) -> None:
     hardware = draft.lane_hardware
     parts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for index, device in enumerate(hardware.devices):
-        own = [stage.spec.shard(draft.mesh.shards) for stage, at in zip(draft.stages, draft.devices) if at == index]
-        lasts = [draft.options.lasting(spec.weight_bytes, spec.trained_params) for spec in own]
+        whole = [stage.spec for stage, at in zip(draft.stages, draft.devices) if at == index]
+        own = [spec.shard(draft.mesh.shards) for spec in whole] if draft.mesh.shards > 1 else whole
+        lasts = [draft.options.lasting(spec.weight_bytes, spec.params) for spec in own]
         if sum(map(sum, lasts)) + sum(spec.grad_bytes for spec in own) > device.budget_bytes:
             for lasting in lasts:
                 for what, num_bytes in lasting._asdict().items():
@@ -69,8 +70,9 @@ def check_states_fit(model: nn.Module, hardware: Hardware, options: Options) -> 
     neither devices nor DRAM have room for, so that they must lie on SSD.
     """
     width = Precision.of(options.precision).dtype.itemsize
-    params = {id(p): p for p in model.parameters()}.values()
-    lasting = options.lasting(width * sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad))
+    kind = str(Precision.of(options.precision).dtype).removeprefix("torch.")
+    params = [ParamSpec(name, tuple(p.shape), kind, p.requires_grad) for name, p in model.named_parameters()]
+    lasting = options.lasting(width * sum(p.numel for p in params), params)
     hosts = range(len(hardware.hosts))
     budgets = {f"dram{host}": hardware.dram_budget_bytes(host) for host in hosts}
     need = sum(lasting)

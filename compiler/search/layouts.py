@@ -17,7 +17,7 @@ from functools import cached_property
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.draft import Draft
-from ...passes.graph.blocks import compute_dtype, gradient_dtype
+from ...passes.graph.blocks import param_spec
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
@@ -80,12 +80,10 @@ class LayoutEstimator:
     def __init__(self, draft: Draft):
         self.draft, self.hardware = draft, draft.machine
         options, graph = draft.options, draft.graph
-        params = {id(p): p for p in graph.parameters().values()}.values()
-        trained = [p for p in params if p.requires_grad]
-        self.weight_bytes = sum(p.numel() * compute_dtype(graph, p).itemsize for p in params)
-        self.grad_bytes = sum(p.numel() * gradient_dtype(graph, p).itemsize for p in trained)
-        numel = sum(p.numel() for p in trained)
-        self.lasting_bytes = self.weight_bytes + self.grad_bytes + options.optimizer_bytes_per_param * numel
+        params = list({id(p): param_spec(graph, name, p) for name, p in graph.parameters().items()}.values())
+        self.weight_bytes = sum(p.bytes for p in params)
+        self.grad_bytes = sum(p.grad_bytes for p in params if p.requires_grad)
+        self.lasting_bytes = self.weight_bytes + self.grad_bytes + options.optimizer_bytes(params)
         self.kept_bytes = sum(block.cost.kept_bytes for block in draft.blocks)  # of one micro-batch
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .first_fit import FirstFit
 from .hooks import Earlier, HookCall, elementwise
-from .interface import Interface
+from .interface import Interface, shard_key
 from .lanes import (
     WORLD,
     WRITTEN_OUT,
@@ -130,6 +130,7 @@ __all__ = [
     "profile_memory",
     "program_lines",
     "result_index",
+    "shard_key",
     "shown",
     "slice_of",
     "takes_place",

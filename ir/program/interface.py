@@ -37,7 +37,8 @@ class Interface:
     `micro_batches` are then those of one lane. The groups `SHARDS` and `REPLICAS` join devices of different lanes and
     have no rows. Every `shards` consecutive lanes share each stage's weights.
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
-    stage for which that depends on the shapes of its parameters. `master`: fp32 copies exist beside the weights.
+    stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
+    copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
     """
 
@@ -75,7 +76,10 @@ class Interface:
 
     def state_bytes(self, spec: StageSpec) -> int:
         """Bytes of a stage's optimizer states."""
-        return self.states.get(spec.name, int(self.state_bytes_per_param * spec.trained_params))
+        if not self.states:
+            return int(self.state_bytes_per_param * spec.trained_params)
+        is_whole = self.shards == 1 or spec.trained_params == self.stages[spec.name].trained_params
+        return self.states[spec.name if is_whole else shard_key(spec.name, self.shards)]
 
     def master_bytes(self, spec: StageSpec) -> int:
         """Bytes of a stage's fp32 masters; 0 if there are none."""
@@ -140,6 +144,11 @@ class Interface:
         return found
 
 
+def shard_key(stage: str, shards: int) -> str:
+    """The key in `Interface.states` of one of that many shards of a stage."""
+    return f"{stage}/{shards}"
+
+
 @functools.cache
 def _document() -> pydantic.TypeAdapter[Interface]:
     return pydantic.TypeAdapter(Interface)
@@ -182,7 +191,10 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         yield f"the lanes are not {len(lanes)} times {interface.num_devices} different devices"
     if max(1, len(lanes)) % interface.shards:
         yield f"{len(lanes)} lanes cannot be cut into groups of {interface.shards}"
-    if interface.states.keys() - interface.stages.keys() or not 0 <= interface.state_bytes_per_param < math.inf:
+    known = {key for name in interface.stages for key in (name, shard_key(name, interface.shards))}
+    if interface.states.keys() - known or (interface.states and interface.stages.keys() - interface.states.keys()):
+        yield "it counts optimizer states of other stages than it has"
+    if min(interface.states.values(), default=0) < 0 or not 0 <= interface.state_bytes_per_param < math.inf:
         yield "it counts optimizer states that no stage has"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...ir.program import ParamSpec
 from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
 
@@ -78,10 +79,12 @@ def gradient_dtype(graph: OpGraph, parameter: torch.Tensor) -> torch.dtype:
     return graph.sum_dtype if graph.sum_dtype is not None and dtype == graph.param_dtype else dtype
 
 
-def trained_bytes(graph: OpGraph, parameter: torch.Tensor) -> int:
-    """Bytes of a parameter's weight and, if it is trained, of its gradient."""
-    width = compute_dtype(graph, parameter).itemsize
-    return parameter.numel() * (width + gradient_dtype(graph, parameter).itemsize * parameter.requires_grad)
+def param_spec(graph: OpGraph, name: str, parameter: torch.Tensor) -> ParamSpec:
+    """A parameter as programs know it, without hooks and owners."""
+    kinds = (compute_dtype(graph, parameter), gradient_dtype(graph, parameter))
+    kind, sums = (str(dtype).removeprefix("torch.") for dtype in kinds)
+    part = graph.parts[name].part if name in graph.parts else None
+    return ParamSpec(name, tuple(parameter.shape), kind, parameter.requires_grad, part=part, sum_dtype=sums)
 
 
 def shared_nodes(graph: OpGraph) -> set[fx.Node]:

@@ -15,7 +15,7 @@ from torch import fx
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
-from ..graph.blocks import Block, trained_bytes
+from ..graph.blocks import Block, param_spec
 from ..graph.stage_costs import storages
 from ..stage_time import block_seconds
 
@@ -115,9 +115,12 @@ def _sums(seconds: Iterable[float]) -> list[float]:
 def gradient_and_weight_bytes(draft: Draft, block: Block, states: bool = False) -> dict[int, int]:
     """Bytes of each parameter's weight and gradient, by identity; with `states`, those of its optimizer states and fp32
     master, too."""
-    graph, each = draft.graph, draft.options.optimizer_bytes_per_param if states else 0.0
-    found = [p for node in block.nodes for p in graph.node_parameters(node).values()]
-    return {id(p): trained_bytes(graph, p) + int(each * p.numel() * p.requires_grad) for p in found}
+    found = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
+             for name, p in draft.graph.node_parameters(node).items()}  # fmt: skip
+    return {
+        key: p.bytes + p.grad_bytes * p.requires_grad + (draft.options.optimizer_bytes([p]) if states else 0)
+        for key, p in found.items()
+    }
 
 
 def needs_to_front(

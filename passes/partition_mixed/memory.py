@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...ir.program import aligned
 from ..draft import Draft
-from ..graph.blocks import compute_dtype, gradient_dtype
+from ..graph.blocks import param_spec
 from ..graph.stage_costs import Storages, storages
 from .graph import BlockGraph
 
@@ -52,14 +52,11 @@ class Footprints:
         self.value_storages: list[Storages] = [{} for _ in graph.values]
         for i, block in enumerate(self.blocks):
             cost = block.cost
-            found = [p for node in block.nodes for p in draft.graph.node_parameters(node).values()]
+            found = {id(p): param_spec(draft.graph, name, p) for node in block.nodes
+                     for name, p in draft.graph.node_parameters(node).items()}  # fmt: skip
             self.parameters.append({
-                id(p): (
-                    aligned(p.numel() * compute_dtype(draft.graph, p).itemsize)
-                    + aligned(p.numel() * gradient_dtype(draft.graph, p).itemsize) * p.requires_grad,
-                    int(p.numel() * draft.options.optimizer_bytes_per_param) * p.requires_grad,
-                )
-                for p in found
+                key: (aligned(p.bytes) + aligned(p.grad_bytes) * p.requires_grad, draft.options.optimizer_bytes([p]))
+                for key, p in found.items()
             })  # fmt: skip
             self.kept.append(cost.kept_bytes)
             self.workspace.append(max(cost.backward_peak_bytes, cost.forward_peak_bytes - cost.kept_bytes))

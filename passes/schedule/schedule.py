@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...ir.precision import Precision
-from ...ir.program import Interface
+from ...ir.program import Interface, shard_key
 from ..base import Pass, require_own
 from ..draft import Draft
 from .emitter import Emitter
@@ -71,9 +71,12 @@ def interface_of(draft: Draft) -> Interface:
 
 
 def _states(draft: Draft) -> dict[str, int]:
-    """Bytes of optimizer states by stage, where they depend on shapes."""
-    each = draft.options.state_bytes_of
-    if each is None:
+    """Bytes of optimizer states by stage, and of each shard, where they are not the same for each element."""
+    options, shards = draft.options, draft.mesh.shards
+    if options.state_bytes_of is None:
         return {}
     specs = [stage.spec for stage in draft.stages]
-    return {s.name: sum(each(p.name, p.shape) for p in s.params if p.requires_grad) for s in specs}
+    found = {spec.name: options.state_bytes(spec.params) for spec in specs}
+    if shards > 1:
+        found |= {shard_key(spec.name, shards): options.state_bytes(spec.shard(shards).params) for spec in specs}
+    return found

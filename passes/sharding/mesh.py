@@ -64,6 +64,12 @@ class Mesh(Pass):
             raise PassError(f"{self.name} comes before stages are cut: they are cut for the devices of a lane")
         if len(lanes) == 1:
             return
+        if decision.shards > 1 and draft.options.whole_optimizer:
+            raise PassError(
+                f"{self.name}: every device updates a piece of each parameter, but {draft.options.whole_optimizer} "
+                "looks at whole parameters, or at blocks of them. Use an optimizer such as torch.optim.AdamW, or "
+                'another strategy, such as "mobius"'
+            )
         _check_shares(draft.options.micro_batches, len(lanes))
         _check_buffers(draft)
         draft.mesh, draft.lane_part = decision, slice_of(draft.machine, lanes)

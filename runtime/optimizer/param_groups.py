@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters of a model get which arguments of the optimizer, or which optimizer, as plain data.
+"""Parameter groups: which parameters of a model get which arguments of the optimizer, or an optimizer of their own.
 
 The groups are in the user's order, and parameters that no group names come last, with the class's own arguments. So a
 job trains like `cls([*param_groups, {"params": the rest}], **arguments)`, or like `cls(param_groups, **arguments)` if

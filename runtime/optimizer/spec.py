@@ -49,10 +49,11 @@ class OptimizerSpec:
         *,
         model: nn.Module | None = None,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ) -> OptimizerSpec:
         """From a class or a `partial` of one with keyword arguments; `lr_scheduler` takes the optimizer first;
-        `param_groups` of `model` as in `param_groups.make_groups`. `dtype`: in which the parameters are stepped.
+        `param_groups` of `model` as in `param_groups.make_groups`. `dtype`: that in which parameters are stepped; None:
+        their own.
 
         Raises `PlanError` for what cannot be imported by a worker (a lambda, a class in the script itself), for
         arguments that are no plain data, for optimizers that cannot step on gradients alone, or not on the shapes of
@@ -72,7 +73,8 @@ class OptimizerSpec:
             spec = replace(spec, scheduler_path=scheduler_path, scheduler_kwargs=scheduler_kwargs)
         try_groups(spec)
         if model is not None:
-            check_params(spec, {n: (tuple(p.shape), dtype) for n, p in model.named_parameters() if p.requires_grad})
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            check_params(spec, {name: (tuple(p.shape), dtype or p.dtype) for name, p in trained.items()})
         return spec
 
     def to_json(self) -> str:
@@ -214,8 +216,8 @@ class OptimizerSpec:
     def _row(self, index: int, shape: Shape, dtype: torch.dtype) -> StateRow:
         key = (index, shape, dtype)
         if key not in self._rows:
-            path, kwargs = self.class_of(index)
-            self._rows[key] = find_states(partial(self._build_modeless, index), shape, dtype, path)
+            build = partial(self._build_modeless, index)
+            self._rows[key] = find_states(build, shape, dtype, self.class_of(index)[0])
         return self._rows[key]
 
     @cached_property
@@ -242,10 +244,9 @@ class OptimizerSpec:
                 try:
                     found.append(find_traits(build, device))
                 except FAILURES as error:
-                    path, _ = self.class_of(index)
                     raise PlanError(
-                        f"optimizer {path} has no step on {device}, where this plan steps it: {error}; use one that "
-                        "has, like torch.optim.AdamW"
+                        f"optimizer {self.class_of(index)[0]} has no step on {device}, where this plan steps it: "
+                        f"{error}; use one that has, like torch.optim.AdamW"
                     ) from error
             self._traits[device] = Traits.of_all(found)
         return self._traits[device]

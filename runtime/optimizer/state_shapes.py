@@ -63,7 +63,7 @@ class _Numbers(TorchDispatchMode):
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
     """One step, in which what is compiled runs as it is written: a trial must not wait for a compiler."""
     with torch.compiler.set_stance("force_eager"):
-        optimizer.step()  # type: ignore[call-arg]
+        optimizer.step()
 
 
 def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> StateRow:

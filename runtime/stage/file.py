@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...ir import ops
@@ -74,10 +75,13 @@ class StageFile:
             if not param.requires_grad:
                 continue
             found[param.name] = {}
-            for key, (shape, dtype) in self.optimizer.state_shapes(param.shape, param.name).items():
+            kind = torch.float32 if self.master else getattr(torch, param.dtype)
+            row = self.optimizer.state_shapes(param.shape, param.name, kind)
+            alignment = 64 if len(row) <= 3 else 16  # what `STATE_ROOM` has room for
+            for key, (shape, dtype) in row.items():
                 num_bytes = math.prod(shape) * dtype.itemsize
                 found[param.name][key] = flat[offset : offset + num_bytes].view(dtype).view(shape)
-                offset += aligned(num_bytes, 64)
+                offset += aligned(num_bytes, alignment)
         if offset > self.num_bytes:
             raise PlanError(
                 f"{self.spec.name}: the states of {self.optimizer.path} need {offset - self.num_bytes} bytes more on "
