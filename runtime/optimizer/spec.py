@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ir.errors import PlanError
 from .importable import loaded, path_and_kwargs, resolve, tupled
 from .param_groups import ParamGroup, make_groups
-from .probe import FAILURES, TINY, Traits, find_traits, is_elementwise, tiny
+from .probe import FAILURES, TINY, WHOLE, Traits, find_traits, is_elementwise, tiny
 from .several import SeveralOptimizers
 from .state_shapes import Build, Shape, StateRow, find_states, step_plainly
 from .trial import check_params, options_of, require_class, try_groups
@@ -270,9 +270,15 @@ class OptimizerSpec:
         return replace(self, groups=tuple(groups))
 
     def whole_paths(self) -> tuple[str, ...]:
-        """The classes that look at more than one element to update another, each once."""
-        found = [self.class_of(i)[0] for i, build in enumerate(self._builds) if not is_elementwise(build)]
+        """The classes that update an element by others, or keep states of another shape than the parameter, such as a
+        scale for each block; each once."""
+        found = [self.class_of(index)[0] for index, build in enumerate(self._builds) if self._is_whole(index, build)]
         return tuple(dict.fromkeys(found))
+
+    def _is_whole(self, index: int, build: Build) -> bool:
+        if not is_elementwise(build):
+            return True
+        return any(shape != WHOLE for shape, _ in self._large(index, WHOLE, torch.float32).values())
 
 
 def _has_fused(path: str, kwargs: Mapping[str, Any], like: Tensor) -> bool:
