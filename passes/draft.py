@@ -59,7 +59,9 @@ class Options:
         if each is None:
             return int(self.state_bytes_per_param * sum(p.numel for p in trained))
         masters = Precision.of(self.precision).has_masters
-        return sum(each(p.whole.name, p.shape, "float32" if masters else p.dtype) for p in trained)
+        return sum(
+            each(p.part.parameter if p.part else p.name, p.shape, "float32" if masters else p.dtype) for p in trained
+        )
 
     def optimizer_bytes(self, params: Sequence[ParamSpec]) -> int:
         """Bytes that the optimizer keeps of parameters: masters and states."""

@@ -258,7 +258,10 @@ class OptimizerSpec:
     def is_elementwise(self, name: str | None = None) -> bool:
         """Whether each element is updated by its own gradients alone, so that a parameter may be updated in pieces:
         elements of this parameter, or of all."""
-        return not self.whole_paths() if name is None else is_elementwise(self._builds[self.group_of(name)])
+        if name is None:
+            return not self.whole_paths()
+        index = self.group_of(name)
+        return not self._is_whole(index, self._builds[index])
 
     def with_parts(self, parts: Mapping[str, str]) -> OptimizerSpec:
         """The same for a model of whose parameters some are in parts, by name, which have the groups of these."""
