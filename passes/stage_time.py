@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..ir.machine.call_mix import CallMix
 from ..ir.machine.hardware import Device, Hardware
 from ..ir.program import StageSpec
 
@@ -49,12 +50,20 @@ class _Costs(Protocol):
     def backward_traffic_bytes(self) -> float: ...
     @property
     def launches(self) -> int: ...
+    @property
+    def forward_mix(self) -> CallMix: ...
+    @property
+    def backward_mix(self) -> CallMix: ...
 
 
 def roofline(costs: _Costs, device: Device, precision: str) -> TurnSeconds:
-    """Seconds by arithmetic, traffic to memory and calls; backward makes twice as many calls as forward."""
-    forward_s = device.compute_s(costs.forward_flops, costs.forward_traffic_bytes, precision, costs.launches)
-    backward_s = device.compute_s(costs.backward_flops, costs.backward_traffic_bytes, precision, 2 * costs.launches)
+    """Seconds by arithmetic, traffic to memory and calls, each by its size; backward makes twice as many as forward."""
+    forward_s = device.compute_s(
+        costs.forward_flops, costs.forward_traffic_bytes, precision, costs.launches, costs.forward_mix
+    )
+    backward_s = device.compute_s(
+        costs.backward_flops, costs.backward_traffic_bytes, precision, 2 * costs.launches, costs.backward_mix
+    )
     return TurnSeconds(forward_s, forward_s, backward_s)
 
 

@@ -121,7 +121,7 @@ def _twin(device: Device, hardware: Hardware) -> str:
     raise HardwareError(f"profile: no device of {hardware.name} computes as {device.name} does; leave profile out")
 
 
-_RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "op_overhead_s")
+_RATES = ("peak_flops", "achieved_fraction", "memory_bandwidth", "rates", "op_overhead_s")
 
 
 def _roofline_s(block: Block, device: Device, precision: str) -> float:

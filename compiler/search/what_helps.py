@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...ir.errors import PassError, PenstockError
-from ...ir.machine.hardware import Device, Hardware, Host, MachinePart
+from ...ir.machine.hardware import Device, Hardware, Host
+from ...ir.machine.part import MachinePart
 from ...passes.mapping.mapping import Mapping
 from ...passes.partition.partition import Partition
 from ...passes.schedule.schedule import Schedule
@@ -206,9 +207,10 @@ def _spread(devices: list[Device], at: int, size: int, count: int) -> list[Devic
 
 
 def _faster(device: Device) -> Device:
-    rates = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
+    peak = {dtype: rate * FASTER for dtype, rate in device.peak_flops.items()}
+    table = device.rates.scaled(FASTER) if device.rates is not None else None
     return _scaled(device, "memory_bandwidth").model_copy(
-        update={"peak_flops": rates, "op_overhead_s": device.op_overhead_s / FASTER}
+        update={"peak_flops": peak, "rates": table, "op_overhead_s": device.op_overhead_s / FASTER}
     )
 
 

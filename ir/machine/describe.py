@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..units import format_bytes, format_flops, format_rate, format_seconds
+from .rates import table_text
 
 if TYPE_CHECKING:
     from .hardware import Device, Hardware, Host
@@ -16,6 +17,8 @@ def describe_hardware(hardware: Hardware) -> str:
     lines = [f"{hardware.name}: {hardware.num_devices} devices on {len(hardware.hosts)} host(s)"]
     kinds = Counter(_describe_device(device) for device in hardware.devices)
     lines += [f"  {count} x {text}" for text, count in kinds.items()]
+    tables = dict.fromkeys(device.rates for device in hardware.devices if device.rates is not None)
+    lines += [f"    {line}" for table in tables for line in table_text(table)]
     hosts = Counter(_describe_host(host, _complex_sizes(hardware, i)) for i, host in enumerate(hardware.hosts))
     lines += [f"  {f'{count} hosts: ' if count > 1 else ''}{text}" for text, count in hosts.items()]
     if hardware.network is not None:

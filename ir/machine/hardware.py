@@ -12,59 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from .. import units
 from ..documents import Unreadable, read_yaml
 from ..errors import HardwareError
 from ..precision import PRECISIONS
+from .call_mix import CallMix
 from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
+from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, OwnCopyBytes, Rate, Seconds
 from .presets import cpu_document, preset_document, preset_names
+from .rates import ConstantRates, RateTable, mix_seconds
 from .validation import close_names, explain_validation
 
 if TYPE_CHECKING:
     import networkx as nx
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 
-Bytes = Annotated[
-    int, BeforeValidator(units.parse_bytes), Field(gt=0), PlainSerializer(units.spell_bytes, when_used="json")
-]
-OwnCopyBytes = Annotated[
-    int, BeforeValidator(units.parse_bytes), Field(ge=0), PlainSerializer(units.spell_bytes, when_used="json")
-]
-Rate = Annotated[
-    float, BeforeValidator(units.parse_rate), Field(gt=0), PlainSerializer(units.RATE.spell, when_used="json")
-]
-Flops = Annotated[
-    float, BeforeValidator(units.parse_flops), Field(gt=0), PlainSerializer(units.FLOPS.spell, when_used="json")
-]
-Seconds = Annotated[
-    float, BeforeValidator(units.parse_seconds), Field(ge=0), PlainSerializer(units.SECONDS.spell, when_used="json")
-]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+def _arithmetic(name: str) -> str:
+    """The dtype of a precision's products; a dtype's name stays as it is."""
+    return PRECISIONS[name].arithmetic if name in PRECISIONS else name
 
 
 def _for_every_dtype(value: object) -> object:
     return {dtype: value for dtype in DTYPES} if isinstance(value, (int, float)) else value
-
-
-class MachinePart(BaseModel):
-    """Common rules of all parts: immutable, and no key beyond those listed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Ssd(MachinePart):
@@ -130,8 +102,9 @@ class Network(MachinePart):
 class Device(MachinePart):
     """A GPU, or a CPU worker process that stands for one with a memory budget of its own.
 
-    `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype.
-    `op_overhead_s` is the fixed cost of one torch call. `threads` matters to CPU devices only.
+    `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype. `rates`
+    says what calls of each size reach; without it, all run at these constant rates. `op_overhead_s` is the fixed cost
+    of one torch call. `threads` matters to CPU devices only.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -147,6 +120,7 @@ class Device(MachinePart):
     d2h_bandwidth: Rate
     link_latency_s: Seconds = 20e-6
     op_overhead_s: Seconds = 8e-6
+    rates: RateTable | None = None
     threads: Annotated[int, Field(gt=0)] = 1
     model_bytes: OwnCopyBytes = 0
 
@@ -158,19 +132,32 @@ class Device(MachinePart):
     def achieved_flops(self, dtype: str = "fp32") -> float:
         """FLOP/s of large matrix products in `dtype`, or in that of a precision. Raises HardwareError when the device
         has no rate for it."""
-        dtype = PRECISIONS[dtype].arithmetic if dtype in PRECISIONS else dtype
+        dtype = _arithmetic(dtype)
         for dtypes in (self.peak_flops, self.achieved_fraction):
             if dtype not in dtypes:
                 raise HardwareError(f"{self.name} has no rate for dtype {dtype!r}; it has {', '.join(dtypes)}")
         return self.peak_flops[dtype] * self.achieved_fraction[dtype]  # type: ignore[index]
 
-    def compute_s(self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1) -> float:
+    def compute_s(
+        self, flops: float, num_bytes: float, dtype: str = "fp32", launches: int = 1, mix: CallMix | None = None
+    ) -> float:
         """Seconds of many calls one after the other: arithmetic, traffic to memory, overhead of `launches` calls.
 
-        These add up, as calls that only read and write do not overlap with the matrix products of other calls.
+        These add up, as calls that only read and write do not overlap with the matrix products of other calls. With a
+        table of rates, FLOPs and bytes run at the average rates of the calls in `mix`.
         """
-        arithmetic_s = flops / self.achieved_flops(dtype)
-        return arithmetic_s + num_bytes / self.memory_bandwidth + launches * self.op_overhead_s
+        if self.rates is None or mix is None:
+            arithmetic_s, traffic_s = flops / self.achieved_flops(dtype), num_bytes / self.memory_bandwidth
+        else:
+            computing_s, moving_s = mix_seconds(self.rates, self._constant_rates(dtype), mix)
+            arithmetic_s = computing_s * flops / mix.flops if mix.flops else flops / self.achieved_flops(dtype)
+            traffic_s = moving_s * num_bytes / mix.traffic_bytes if mix.traffic_bytes else 0.0
+        return arithmetic_s + traffic_s + launches * self.op_overhead_s
+
+    def _constant_rates(self, dtype: str) -> ConstantRates:
+        self.achieved_flops(dtype)  # a dtype without a rate is refused
+        flops = tuple((name, self.achieved_flops(name)) for name in self.peak_flops if name in self.achieved_fraction)
+        return ConstantRates(flops, self.memory_bandwidth, _arithmetic(dtype))
 
 
 class Hardware(MachinePart):
@@ -210,6 +197,11 @@ class Hardware(MachinePart):
             if device.name in self._own_memories:
                 raise HardwareError(f"{at}.name: {device.name!r} is the name of a host's memory; choose another")
             seen[device.name] = index
+            for dtype, peak in device.peak_flops.items():
+                highest = device.rates.highest(dtype) if device.rates else None
+                if highest is not None and highest > peak * (1 + 1e-9):
+                    found = f"found {highest:g} FLOP/s in {dtype}, allowed: at most peak_flops, {peak:g}"
+                    raise HardwareError(f"{at}.rates: {found}")
         if len(self.hosts) > 1 and self.network is None:
             raise HardwareError(f"network: missing for {len(self.hosts)} hosts; give bandwidth and latency_s")
 
@@ -381,8 +373,12 @@ class Hardware(MachinePart):
     # -- ways to show one ------------------------------------------------------------------------------------------
 
     def to_yaml(self) -> str:
-        """The document; loading it gives an equal Hardware."""
+        """The document; loading it gives an equal Hardware. Devices with equal rates refer to one table."""
         document = self.model_dump(mode="json", exclude_defaults=True)
+        tables = {device.rates: device.rates.document() for device in self.devices if device.rates is not None}
+        for device, written in zip(self.devices, document["devices"]):
+            if device.rates is not None:
+                written["rates"] = tables[device.rates]
         return yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
 
     def save(self, path: str | Path) -> None:

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from .hardware import Hardware
 
 _SHORT = {"dram": "dram_bytes", "memory": "memory_bytes"}
+# A device's constant rates, and the kinds of calls in its table for which a new one then holds at every size.
+_CONSTANT_FOR = {
+    "peak_flops": ("products", "attention"), "achieved_fraction": ("products", "attention"),
+    "memory_bandwidth": ("pointwise",),
+}  # fmt: skip
+LONGEST = 120  # characters of a value in a machine's source
 _TOP_LEVEL = ("name", "source", "network", "throttled", "hosts", "devices")
 # A data-centre disk on PCIe 4, for machines that had none. Intel P5510 datasheet: 6.5 and 3.4 GB/s, one drive write a
 # day over five years.
@@ -38,15 +44,28 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
         elif key in host_keys or key in device_keys:
             for part in document["hosts" if key in host_keys else "devices"]:
                 part[key] = value
+                if key in _CONSTANT_FOR:
+                    part["rates"] = _without(part["rates"], *_CONSTANT_FOR[key])
         elif key in _TOP_LEVEL:
             document[key] = value
         else:
             known = [*_SHORT, "num_devices", "ssds", "root_complex_bandwidth", *host_keys, *device_keys, *_TOP_LEVEL]
             raise HardwareError(f"cannot override {word!r}{close_names(word, known)}")
     if "source" not in overrides:
-        changes = ", ".join(f"{word}={value!r}" for word, value in overrides.items())
+        changes = ", ".join(f"{word}={_short(value)}" for word, value in overrides.items())
         document["source"] = f"{document['source'].rstrip('. ')}; changed: {changes}"
     return document
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _without(table: dict[str, Any] | None, *kinds: str) -> dict[str, Any] | None:
+    """The rest of a table of rates."""
+    kept = {kind: rates for kind, rates in (table or {}).items() if kind not in kinds and rates}
+    return kept if kept.keys() - {"source"} else None
 
 
 def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> list[dict[str, Any]]:

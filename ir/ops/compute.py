@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..machine.call_mix import both
 from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, DEVICE, EVALUATE, EVALUATION, FORWARD, TRAINING
 from .record import Context, Op, Value, Work, match, tensor, want
 from .transfers import check_micro_batch
@@ -72,6 +73,7 @@ def _forward_work(
         launches=s.launches,
         workspace_bytes=s.forward_workspace_bytes if keep is True else s.light_workspace_bytes,
         seconds=tuple((name, again_s if keep is True else forward_s) for name, forward_s, again_s, _ in s.seconds),
+        mix=s.forward_mix,
     )
 
 
@@ -154,6 +156,7 @@ def _backward_work(
             (name, backward_s + (s.again_s(name, again_s, spared_flops) if again else 0.0))
             for name, _, again_s, backward_s in s.seconds
         ),
+        mix=both(s.forward_mix, s.backward_mix) if again else s.backward_mix,
     )
 
 

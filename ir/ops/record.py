@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..machine.call_mix import NO_CALLS, CallMix
 from .names import BACKWARD_INPUT, BACKWARD_WEIGHT, DEVICE, EVERYWHERE, MESH_GROUPS
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Work:
     rounds: int = 0
     hierarchical: bool = False
     seconds: tuple[tuple[str, float], ...] = ()  # of computation, by device, where it was measured
+    mix: CallMix = NO_CALLS  # the calls at whose average rates `flops` and `traffic_bytes` run
 
 
 @dataclass(frozen=True)

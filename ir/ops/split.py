@@ -60,6 +60,7 @@ def _backward_input_work(
             s.backward_workspace_bytes, s.forward_workspace_bytes if again else 0
         ),  # the other saved tensors count as `rest`
         seconds=tuple((name, seconds - before.get(name, 0.0)) for name, seconds in whole.seconds),
+        mix=whole.mix,
     )
 
 
@@ -104,6 +105,7 @@ def _backward_weight_work(
         launches=round(2 * share * s.launches),
         workspace_bytes=s.backward_workspace_bytes,
         seconds=tuple((name, share * backward_s) for name, _, _, backward_s in s.seconds),
+        mix=s.backward_mix,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from ..machine.call_mix import NO_CALLS, CallMix
 from .hooks import HookCall
 
 HOOK_PORTION_ELEMENTS = 1 << 18  # of a gradient, on which a hook works at once
@@ -133,6 +134,8 @@ class StageSpec:
     backward_flops: float = 0.0
     forward_traffic_bytes: float = 0.0
     backward_traffic_bytes: float = 0.0
+    forward_mix: CallMix = NO_CALLS  # the calls behind these sums, for a device whose rates depend on their sizes
+    backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model

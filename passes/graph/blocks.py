@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ...ir.machine.call_mix import NO_CALLS, CallMix
 from ...ir.program import ParamSpec
 from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
@@ -38,6 +39,8 @@ class BlockCost:
     backward_flops: float = 0.0
     forward_traffic_bytes: float = 0.0
     backward_traffic_bytes: float = 0.0
+    forward_mix: CallMix = NO_CALLS  # the calls behind these sums
+    backward_mix: CallMix = NO_CALLS
     kept_bytes: int = 0  # saved for backward, without parameters and without inputs
     saved_inputs: tuple[bool, ...] = ()  # per input of the block: does backward need it?
     saved_outputs: tuple[bool, ...] = ()  # per output: is it part of kept_bytes?

@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
-from .cost_kernels import CUDA_STAND_INS, STAND_INS, KernelFlops, cuda_dropout
+from .call_rows import MixRows
+from .cost_kernels import CUDA_STAND_INS, STAND_INS, KernelCalls, cuda_dropout
 from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
 
@@ -63,6 +65,8 @@ def measure(
         backward_flops=backward.flops,
         forward_traffic_bytes=forward.traffic_bytes,
         backward_traffic_bytes=backward.traffic_bytes,
+        forward_mix=forward.mix(),
+        backward_mix=backward.mix(),
         kept_bytes=kept,
         saved_inputs=saved_inputs,
         saved_outputs=saved_outputs,
@@ -229,14 +233,15 @@ class _Costly:
     is_changed: bool = False
 
 
-class _Meter(TorchDispatchMode, KernelFlops):
-    """Counts FLOPs, bytes read and written, calls, and the peak of live new storages; notes costly calls."""
+class _Meter(TorchDispatchMode, KernelCalls):
+    """Counts FLOPs, bytes read and written, calls by size, and the peak of live new storages; notes costly calls."""
 
     def __init__(self, run: _BlockRun) -> None:
         super().__init__()
         self.run = run
         self.costly: list[_Costly] = []
         self.outputs: dict[int, _Costly] = {}  # live storage -> the costly call that made it
+        self.rows = MixRows()
         self.flops = 0.0
         self.traffic_bytes = 0.0
         self.launches = 0
@@ -261,10 +266,19 @@ class _Meter(TorchDispatchMode, KernelFlops):
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True
         if new or func._schema.is_mutable:
             self.launches += 1
-            self.traffic_bytes += sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
+            moved_bytes = sum(_num_bytes(t) for t in read) + sum(_num_bytes(t) for t in made)
+            self.traffic_bytes += moved_bytes
+            self.rows.note(func, args, flops, moved_bytes)
         for tensor in new:
             self.born(tensor.untyped_storage())
         return out
+
+    def kernel(self, call: Product | AttentionCall) -> None:
+        self.flops += call.flops
+        self.rows.add(call)
+
+    def mix(self) -> CallMix:
+        return self.rows.mix(self.flops, self.traffic_bytes)
 
     def watch(self, storages: list[torch.UntypedStorage]) -> None:
         """Subtract the bytes of storages that exist already once they are freed. Empties the list."""

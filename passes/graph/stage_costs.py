@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from ...ir.machine.call_mix import merged
 from .blocks import Block
 from .opgraph import value_tensors
 
@@ -71,6 +72,8 @@ def stage_costs(
         "backward_flops": sum(b.cost.backward_flops for b in blocks),
         "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks),
         "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks),
+        "forward_mix": merged(b.cost.forward_mix for b in blocks),
+        "backward_mix": merged(b.cost.backward_mix for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),
         "seconds": _seconds(blocks),
         "taking": _taking(blocks),

@@ -113,7 +113,7 @@ class Machine:
         def spared_s(flops: float) -> float:
             if measured:
                 return again_s - spec.again_s(self.device.name, again_s, flops)
-            return flops / self.device.achieved_flops(self.precision)
+            return self.device.compute_s(flops, 0.0, self.precision, 0, spec.forward_mix)
 
         return [
             Item(spec.name, saved.name, count * aligned_class(saved), count * spared_s(saved.flops))

@@ -100,7 +100,7 @@ class CostModel:
         if measured_s is not None:
             return measured_s + OWN_CALLS * owner.op_overhead_s
         calls = work.launches + OWN_CALLS
-        return owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls)
+        return owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls, work.mix)
 
     def update_s(self, owner: Device, work: ops.Work) -> float:
         """An update by a CPU device."""

@@ -1,0 +1,147 @@
+"""What a computation calls, by kind and size: what a device's table of rates is asked for.
+
+A mix stands beside the sums that it explains, FLOPs and bytes of traffic. A part of the computation (half of a
+backward, a forward that is spared some calls) has smaller sums and the same mix: it runs at the mix's average rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TypeVar
+
+FLASH, EFFICIENT = "flash", "efficient"  # kernels of attention; any other way to compute it consists of other calls
+ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward per FLOP of its forward: five products instead of two
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` calls of one shape, each of which multiplies `batch` times an m x k by a k x n matrix.
+
+    `dtype` is that of the operands, empty for one that no table of rates knows.
+    """
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one call."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that one call reads and writes."""
+        elements = self.m * self.k + self.k * self.n + self.m * self.n
+        return float(self.batch * elements * DTYPE_BYTES.get(self.dtype, 4))
+
+    @property
+    def size(self) -> float:
+        """The side of the cube with as many multiplications; a batch that fills the device counts like more rows."""
+        return math.cbrt(self.batch * self.m * self.n * self.k)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """`count` calls of fused attention of one shape. `heads` are those of all rows of the micro-batch; with `causal`,
+    half of the scores are not computed."""
+
+    backend: str
+    dtype: str
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+    causal: bool = False
+    backward: bool = False
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one call as torch counts them: all scores, also those that `causal` spares."""
+        forward = 4.0 * self.heads * self.queries * self.keys * self.head_size
+        return forward * (ATTENTION_BACKWARD if self.backward else 1.0)
+
+    @property
+    def computed_flops(self) -> float:
+        """FLOPs that the kernel computes."""
+        return self.flops * (0.5 if self.causal else 1.0)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that one call reads and writes: four tensors in forward, twice as many in backward."""
+        elements = 2 * self.heads * (self.queries + self.keys) * self.head_size
+        return float(elements * DTYPE_BYTES.get(self.dtype, 4) * (2 if self.backward else 1))
+
+
+@dataclass(frozen=True)
+class PointwiseCall:
+    """`count` calls that do little more than read and write, `bytes` each."""
+
+    bytes: int
+    count: int = 1
+
+
+CallRow = TypeVar("CallRow", Product, AttentionCall, PointwiseCall)
+
+
+@dataclass(frozen=True)
+class CallMix:
+    """The calls of one computation. `other_flops` are those of calls of other kinds, convolutions for example;
+    `traffic_bytes` is what all calls read and write, products included, as the sum beside the mix counts it."""
+
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    pointwise: tuple[PointwiseCall, ...] = ()
+    other_flops: float = 0.0
+    traffic_bytes: float = 0.0
+
+    def __hash__(self) -> int:
+        return hash((self.traffic_bytes, self.other_flops, len(self.products), len(self.pointwise)))
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of all calls, as torch counts them."""
+        return self.other_flops + flops_of(self.products) + flops_of(self.attention)
+
+
+NO_CALLS = CallMix()
+
+
+def flops_of(rows: Iterable[Product] | Iterable[AttentionCall]) -> float:
+    """FLOPs of all calls of the rows, as torch counts them."""
+    return sum(row.count * row.flops for row in rows)
+
+
+def merged(mixes: Iterable[CallMix]) -> CallMix:
+    """All calls of several computations, equal ones in one row."""
+    times = Counter(mixes)  # few distinct ones among many, as equal blocks share theirs
+    return CallMix(
+        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.products]),
+        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.attention]),
+        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.pointwise]),
+        sum(n * mix.other_flops for mix, n in times.items()),
+        sum(n * mix.traffic_bytes for mix, n in times.items()),
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def both(first: CallMix, second: CallMix) -> CallMix:
+    """All calls of two computations, of a rematerialisation and a backward for example."""
+    return merged((first, second))
+
+
+def counted(rows: list[CallRow]) -> tuple[CallRow, ...]:
+    """The rows with equal calls in one."""
+    found: Counter[CallRow] = Counter()
+    for row in rows:
+        found[replace(row, count=1)] += row.count
+    return tuple(replace(row, count=count) for row, count in found.items())
