@@ -99,6 +99,7 @@ class StageSource:
     def _comment(self) -> str:
         specs: tuple[ParamSpec, ...] = self.spec.params
         held = size(sum(p.numel for p in specs), sum(p.bytes for p in specs)) or "no parameters"
+        held += "; backward computes pointwise results again" if self.spec.pointwise_again else ""
         return f"{self.spec.title}: {held}" if self.spec.title else held
 
     def _draws(self) -> str:

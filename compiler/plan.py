@@ -85,6 +85,7 @@ class Decisions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
+    pointwise_again: bool = False  # whether backward computes pointwise results again
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for

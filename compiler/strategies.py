@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.recompute_pointwise import RecomputePointwise
 from ..passes.graph.split_vocabulary import SplitVocabulary
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
@@ -35,6 +36,7 @@ PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
         SplitVocabulary,
+        RecomputePointwise,
         Coarsen,
         Mesh,
         PartitionBalanced,

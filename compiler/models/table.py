@@ -52,7 +52,11 @@ def _gpt2() -> dict[str, ModelRow]:
         "mobius-51b": (50, 9216, 72, 1024),  # the paper gives 80 heads, which do not divide 9216
     }  # fmt: skip
     keys = ("n_layer", "n_embd", "n_head", "n_positions")
-    return {name: ("gpt2", dict(zip(keys, row))) for name, row in sizes.items()}
+    one_call = {"activation_function": "gelu_pytorch_tanh"}  # as in Megatron; GPT-2's own spells it out in eight calls
+    return {
+        name: ("gpt2", {**dict(zip(keys, row)), **({} if name.startswith("gpt2") else one_call)})
+        for name, row in sizes.items()
+    }
 
 
 def _opt() -> dict[str, ModelRow]:

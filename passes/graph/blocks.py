@@ -174,6 +174,8 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
     text.append(f"out {outside}")
     if graph.sum_dtype is not None:
         text.append(f"sums {graph.sum_dtype}")
+    if graph.pointwise_again:
+        text.append("pointwise again")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
+from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .call_rows import MixRows
@@ -177,7 +178,7 @@ class _BlockRun:
             saved[storage._cdata] = storage
             return tensor.detach()  # otherwise a saved result would hold the graph that saves it
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), _Meter(self) as meter:
+        with _Meter(self) as meter, self.saving(pack):
             values = self.execute()
         own = {t.untyped_storage()._cdata for t in self.tensors.values()}
 
@@ -193,6 +194,19 @@ class _BlockRun:
             row.is_saved = key in saved
         saved.clear()  # autograd holds `pack`, which holds `saved`
         return meter, ends, kept, saved_inputs, saved_outputs
+
+    def saving(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
+        """What decides which tensors autograd saves; each goes through `pack`."""
+        if not self.graph.pointwise_again:
+            return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        params = (p for node in self.block.nodes for p in self.graph.node_parameters(node).values())
+        weights = {self.fake(p).untyped_storage()._cdata for p in params}
+        return PointwiseAgain(pack, lambda t: t, lambda t: t.untyped_storage()._cdata in weights, self.flat)
+
+    def flat(self, storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A fake tensor over all of a storage, which must not pass through the mode: that would hold it for good."""
+        with _disable_current_modes():
+            return FakeTensor(self.mode, flat_tensor(storage, dtype, torch.device("meta")), device)
 
     def backward(self, ends: list[_End], saved: list[torch.UntypedStorage]) -> _Meter:
         """Run backward as a stage does: only the graph holds what was saved."""

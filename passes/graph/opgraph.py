@@ -95,6 +95,7 @@ class OpGraph:
     changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
+    pointwise_again: bool = False  # whether backward computes pointwise results again instead of finding them saved
     symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter

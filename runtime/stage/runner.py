@@ -22,6 +22,7 @@ from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
 from .draws import Draws
+from .pointwise import PointwiseAgain
 from .saved_classes import SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
 
@@ -295,7 +296,7 @@ class StageRunner:
                 leaf.requires_grad_(want.requires_grad)
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
-        hooks = self._hooks(storages) if keep and (measure or self.weights_move) else nullcontext()
+        hooks = self._hooks(storages) if keep and (measure or self._saves_apart) else nullcontext()
         autocast = self.precision.autocast(self.device)
         with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
@@ -308,7 +309,11 @@ class StageRunner:
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
 
-    def _hooks(self, storages: dict[int, int]) -> saved_tensors_hooks:
+    @property
+    def _saves_apart(self) -> bool:
+        return self.weights_move or self.spec.pointwise_again
+
+    def _hooks(self, storages: dict[int, int]) -> AbstractContextManager[Any]:
         """Note each storage that autograd saves; save weights by name and place, so that they may move meanwhile."""
 
         def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
@@ -329,6 +334,9 @@ class StageRunner:
             place = torch.empty(0, dtype=dtype, device=self.device)
             return place.set_(param.untyped_storage(), start // dtype.itemsize, shape, stride)
 
+        if self.spec.pointwise_again:
+            weights = {_storage(p) for p in self._params.values()}
+            return PointwiseAgain(pack, unpack, lambda tensor: _storage(tensor) in weights)
         return saved_tensors_hooks(pack, unpack)
 
     def _change_params(self) -> None:
