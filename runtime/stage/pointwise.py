@@ -126,10 +126,10 @@ class PointwiseAgain:
     def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Remember how a cheap call made its first output, unless it shows an operand."""
         first, index = (out, None) if isinstance(out, Tensor) else (out[0], 0)
-        views = tree_map_only(Tensor, self.view, (args, kwargs))
+        shown_args, shown_kwargs = tree_map_only(Tensor, self.view, (args, kwargs))
         result = _Result(first)
         if result.ref.cdata not in self.results:
-            result.call = _Call(func, *views, index)
+            result.call = _Call(func, shown_args, shown_kwargs, index)
             self.results[result.ref.cdata] = result
 
     def view(self, tensor: Tensor) -> _View:
@@ -138,8 +138,8 @@ class PointwiseAgain:
         key = tensor.untyped_storage()._cdata
         if key not in self.results:
             self.results[key] = _Result(tensor)
-        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        return _View(self.results[key], tensor.dtype, *place)
+        offset = int(tensor.storage_offset())
+        return _View(self.results[key], tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def save(self, tensor: Tensor) -> _View:
         """What autograd keeps of a tensor."""
