@@ -22,7 +22,7 @@ from ..ir.errors import CaptureError
 from ..runtime.source.homes import HOMES, STANDING
 
 TAKEN = {"torch", "nn", "F", "math", "operator", "Scope", "Stage", "STAGES", "draw_at", "step", "evaluate", "rt"}
-TAKEN |= {"batch", "self"}
+TAKEN |= {"batch", "self", "functions"}
 
 
 class Imports:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, MemoryName, OnSsd, Sharding
+from ..passes.decisions import Activations, Lanes, MaskForm, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
@@ -84,6 +84,7 @@ class Decisions(BaseModel):
     """One field per pass; its name is the pass's `decides`."""
 
     model_config = ConfigDict(extra="forbid")
+    masks: dict[str, MaskForm] = {}  # place of an attention call -> the proven form of a mask that it goes without
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
     pointwise_again: bool = False  # whether backward computes pointwise results again
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
 from ..passes.graph.split_vocabulary import SplitVocabulary
 from ..passes.mapping.map_cross import MapCross
@@ -35,6 +36,7 @@ from ..passes.sharding.mesh import Mesh
 PASSES: dict[str, type[Pass]] = {
     p.name: p
     for p in (
+        DropMasks,
         SplitVocabulary,
         RecomputePointwise,
         Coarsen,
@@ -75,7 +77,7 @@ ONE_EACH = PIPELINE.replace("partition-balanced", "partition-balanced{stages=dev
 LOOPED = PIPELINE.replace("partition-balanced", "partition-balanced{stages=2*devices}")
 CROSSED = PIPELINE.replace("map-round-robin", "map-cross")
 WITH_SSD = "choose-activations, insert-fetch, insert-ssd, overlap-optimizer"
-STRATEGIES: dict[str, str] = {
+_AFTER_GRAPH: dict[str, str] = {
     "mobius": CROSSED.replace("partition-balanced", "partition-mip"),
     "mobius-ssd": f"coarsen, partition-mip, map-cross, schedule-pipeline, {WITH_SSD}",
     "fuyou": (
@@ -112,3 +114,5 @@ STRATEGIES: dict[str, str] = {
     "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
     "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
 }
+# What the model computes is put in its best form before blocks are found in it.
+STRATEGIES: dict[str, str] = {name: f"drop-masks, {passes}" for name, passes in _AFTER_GRAPH.items()}

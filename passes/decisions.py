@@ -116,6 +116,17 @@ class Activations(BaseModel):
         return self.model_copy(update={"classes": [names[name] for name in self.classes]})
 
 
+class Window(BaseModel):
+    """What the query at place i sees: the keys from place i - `before` to place i + `after`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    before: Annotated[int, Field(ge=0)]
+    after: Annotated[int, Field(ge=0)] = 0
+
+
+MaskForm = Literal["all", "causal"] | Window  # what an attention mask lets queries see; causal: keys up to their place
+
+
 class OnSsd(BaseModel):
     """What lies on SSD. `stages`: per stage its optimizer states, or all that persists of it; `ahead`: the number of
     phases between the read of weights and their fetch."""

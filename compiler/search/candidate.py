@@ -10,6 +10,7 @@ from ...ir import ops
 from ...passes.base import Pass
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.graph_pass import GraphPass
+from ...passes.graph.masks.drop_masks import DropMasks
 from ...passes.mapping.map_round_robin import MapRoundRobin
 from ...passes.mapping.mapping import Mapping
 from ...passes.memory.choose_activations import ChooseActivations
@@ -200,6 +201,6 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
 
 
-PLAIN = Candidate((Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes))
+PLAIN = Candidate((DropMasks(), Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes))
 LEAVING = PLAIN.tiered(activations=True)
 RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
+from .. import functions
 from ..modules import Stage
 from .homes import HOMES
 
@@ -38,6 +39,7 @@ _MORE_FUNCTIONS = {
         "_grouped_mm", "_sym_sqrt",
     ),
     "F": ("grouped_mm", "hardsigmoid", "hardswish", "scaled_mm", "sigmoid", "tanh", "upsample"),
+    "functions": tuple(functions.__all__),
     "torch.fft": ("fftfreq", "rfftfreq"),
     "operator": (
         "abs", "add", "and_", "contains", "eq", "floordiv", "ge", "getitem", "gt", "iadd", "iand", "ifloordiv",

@@ -9,6 +9,8 @@ import types
 import torch
 import torch.nn.functional as F
 
+from .. import functions
+
 # Where a function's readable name is looked for, in this order.
 HOMES: tuple[tuple[str, types.ModuleType], ...] = (
     ("torch", torch),
@@ -19,7 +21,9 @@ HOMES: tuple[tuple[str, types.ModuleType], ...] = (
     ("torch.sparse", torch.sparse),
     ("math", math),
     ("operator", operator),
+    ("functions", functions),
 )
 STANDING = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
+STANDING["functions"] = "from penstock.runtime import functions"
 BASES = "from penstock.runtime.modules import Scope, Stage"
 DRAWING_BASES = f"{BASES}, draw_at"  # where a stage draws random numbers

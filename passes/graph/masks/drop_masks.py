@@ -1,0 +1,171 @@
+"""`drop-masks`: attention without the masks that its kernels know by themselves.
+
+In: the op graph. Out: a graph in which `scaled_dot_product_attention` gets no mask where its mask is proven to show
+every key, every key up to the query's place, or a window around it. A call with a mask cannot run flash attention and
+keeps the mask, which is as large as all pairs of a query and a key. Masks that depend on the batch (padding), on
+parameters or on buffers stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ....ir.errors import PassError
+from ....runtime.functions import window_attention
+from ...decisions import MaskForm, Window
+from ...draft import Draft
+from ..graph_pass import GraphPass
+from ..opgraph import OpGraph, is_check, is_mode_switch
+from .intervals import Intervals
+from .visible import visible_keys
+
+ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass(frozen=True)
+class DropMasks(GraphPass):
+    name: ClassVar[str] = "drop-masks"
+    decides: ClassVar[str] = "masks"
+
+    def plan(self, draft: Draft) -> dict[str, MaskForm]:
+        """What the mask of each call is proven to be, by the call's place."""
+        calls = masked_calls(draft.graph)
+        forms = _proven(draft.graph, calls)
+        if calls:
+            draft.notes[self.name] = _remark(len(calls), list(forms.values()))
+        return forms
+
+    def rewrite(self, draft: Draft, decision: dict[str, MaskForm]) -> None:
+        if not decision:
+            return
+        graph = draft.graph.copy()
+        calls = masked_calls(graph)
+        for place in decision:
+            if place not in calls:
+                known = ", ".join(calls) or "none"
+                raise PassError(f"masks names {place!r}; the model's attention calls with a mask are {known}")
+        forms = _proven(graph, {place: calls[place] for place in decision})
+        for place, form in decision.items():
+            if forms.get(place) != form:
+                found = f"is proven to be {_in_words(forms[place])}" if place in forms else "is not proven to be that"
+                raise PassError(
+                    f"masks says that the mask of {place} is {_in_words(form)}, but it {found}; "
+                    "leave the entry out to keep the mask"
+                )
+            _rewrite(calls[place], form)
+        _remove_unused(graph)
+        draft.graph = graph
+
+
+def masked_calls(graph: OpGraph) -> dict[str, fx.Node]:
+    """The attention calls with a mask, by place: the path of the user's module that makes the call."""
+    found: dict[str, fx.Node] = {}
+    uses: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in ATTENTION:
+            path = str(node.meta.get("module_path", "")) or node.name
+            uses[path] = uses.get(path, 0) + 1
+            if isinstance(_given(node.args, node.kwargs).get("attn_mask"), fx.Node):
+                found[path if uses[path] == 1 else f"{path}#{uses[path]}"] = node
+    return found
+
+
+def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(ARGUMENTS, args)), **kwargs}
+
+
+def _proven(graph: OpGraph, calls: dict[str, fx.Node]) -> dict[str, MaskForm]:
+    """The forms of the masks for which there is a proof."""
+    known: dict[fx.Node, Intervals | None] = {}
+    found: dict[str, MaskForm] = {}
+    for place, node in calls.items() if not graph.symbols else ():
+        given = _given(node.args, node.kwargs)
+        mask = given["attn_mask"]
+        if (
+            _given(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))["attn_mask"]
+            != mask
+        ):
+            continue
+        if mask not in known:
+            known[mask] = visible_keys(graph, mask)
+        seen = known[mask]
+        queries, keys = (given[name].meta["val"].shape[-2] for name in ("query", "key"))
+        form = None if seen is None or given.get("is_causal") else form_of(seen, queries, keys)
+        if form is not None:
+            found[place] = form
+    return found
+
+
+def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None:
+    """The form of a mask that is the same for all rows of the batch and all heads."""
+    rows = seen.begin.reshape(-1, seen.begin.shape[-1])
+    begin, end = rows[0], seen.end.reshape(rows.shape)[0]
+    if not bool((rows == begin).all() and (seen.end.reshape(rows.shape) == end).all()):
+        return None
+    if seen.num_keys == 1:  # it says the same of all keys
+        end = end * num_keys
+    begin, end, place = begin.expand(num_queries), end.expand(num_queries), torch.arange(num_queries)
+    starts_at_once = bool((begin == 0).all())
+    if starts_at_once and bool((end == num_keys).all()):
+        return "all"
+    if starts_at_once and torch.equal(end, (place + 1).clamp(max=num_keys)):
+        return "causal"
+    before, after = (place - begin)[begin > 0], (end - 1 - place)[end < num_keys]
+    if not len(before) or not len(after) or int(before[0]) < 0 or int(after[0]) < 0:
+        return None
+    window = Window(before=int(before[0]), after=int(after[0]))
+    first, last = (place - window.before).clamp(min=0), (place + window.after + 1).clamp(max=num_keys)
+    is_window = torch.equal(begin, first) and torch.equal(end, last) and bool((first < last).all())
+    return window if is_window else None
+
+
+def _rewrite(node: fx.Node, form: MaskForm) -> None:
+    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form)
+    if "eval_args" in node.meta:
+        meta = node.meta
+        meta["eval_args"], meta["eval_kwargs"] = _without_mask(meta["eval_args"], meta["eval_kwargs"], form)
+    if isinstance(form, Window):
+        node.target = window_attention
+
+
+def _without_mask(
+    args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = _given(args, kwargs)
+    operands = tuple(given.pop(name) for name in ("query", "key", "value"))
+    rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
+    if isinstance(form, Window):
+        return (*operands, form.before, form.after), rest
+    return operands, {**rest, "is_causal": True} if form == "causal" else rest
+
+
+def _remove_unused(graph: OpGraph) -> None:
+    """Take out what made the masks and is read by nothing else."""
+    written = {target for node in graph.nodes for target in node.meta.get("mutates", ())}
+    for node in reversed(graph.nodes):
+        plain = node.op in ("call_function", "call_method", "get_attr") and not is_mode_switch(node)
+        has_effect = is_check(node) or node.meta.get("mutates") or node.meta.get("random") or node in written
+        if plain and not node.users and not has_effect:
+            graph.graph.erase_node(node)
+
+
+def _in_words(form: MaskForm) -> str:
+    if isinstance(form, Window):
+        return f"a window of {form.before + 1 + form.after} keys"
+    return {"all": "all ones", "causal": "causal"}[form]
+
+
+def _remark(count: int, forms: Sequence[MaskForm]) -> str:
+    words = [_in_words(form) for form in forms]
+    kinds = list(dict.fromkeys(words))
+    if not kinds:
+        return f"the masks of {count} attention calls stay: it is not proven that they follow from places alone"
+    stay = f"; the masks of {count - len(forms)} others stay" if count > len(forms) else ""
+    return f"attention calls that need no mask, as it is {' or '.join(kinds)}: {len(forms)}{stay}"

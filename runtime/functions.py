@@ -1,0 +1,99 @@
+"""Functions that compilation puts in place of torch's, and that printed files call as `functions.<name>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["window_attention"]
+
+LEAST_QUERIES, MOST_QUERIES = 128, 512  # of a block
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: int,
+    after: int,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` in which the query at place i sees the keys from place i - before to i + after.
+
+    Blocks of queries see the keys around them, forward and backward, so that memory is linear in the number of queries
+    and no mask is larger than a block. Backward computes each block's attention again.
+    """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as for torch's own
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
+    with torch.autocast(kind, enabled=False):
+        found: Tensor = _WindowAttention.apply(query, key, value, (before, after), dropout_p, scale, enable_gqa)
+    return found
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], *options: Any) -> Tensor:
+        ctx.window, ctx.options = window, options
+        ctx.save_for_backward(query, key, value)
+        ctx.random_state = _random_state(query) if options[0] > 0 else None
+        parts = [
+            _attend(query[..., rows, :], key[..., seen, :], value[..., seen, :], mask, options)
+            for rows, seen, mask in _blocks(query, key, *window)
+        ]
+        return torch.cat(parts, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value = ctx.saved_tensors
+        now = None if ctx.random_state is None else _random_state(query, ctx.random_state)
+        sums = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (query, key, value)]
+        for rows, seen, mask in _blocks(query, key, *ctx.window):
+            places = (rows, seen, seen)
+            with torch.enable_grad():
+                parts = [t[..., s, :].detach().requires_grad_() for t, s in zip((query, key, value), places)]
+                out = _attend(parts[0], parts[1], parts[2], mask, ctx.options)
+            for total, place, grad in zip(sums, places, torch.autograd.grad(out, parts, grads[0][..., rows, :])):
+                total[..., place, :] += grad
+        if now is not None:
+            _random_state(query, now)
+        return (*(total.to(t.dtype) for total, t in zip(sums, (query, key, value))), None, None, None, None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: tuple[Any, ...]) -> Tensor:
+    dropout_p, scale, enable_gqa = options
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+
+def _blocks(query: Tensor, key: Tensor, before: int, after: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, the keys that they see, and which of these each query sees, as numbers to add. Masks of blocks at the
+    same distance from their keys are one tensor."""
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    size = min(max(before + after, LEAST_QUERIES), MOST_QUERIES)
+    masks: dict[tuple[int, int, int], Tensor] = {}
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        first, last = max(start - before, 0), min(stop + after, num_keys)
+        look = (stop - start, last - first, start - first)
+        if look not in masks:
+            distance = torch.arange(first, last, device=query.device) - torch.arange(
+                start, stop, device=query.device
+            ).unsqueeze(-1)
+            mask = torch.zeros(distance.shape, dtype=query.dtype, device=query.device)
+            masks[look] = mask.masked_fill_((distance < -before) | (distance > after), float("-inf"))
+        yield slice(start, stop), slice(first, last), masks[look]
+
+
+def _random_state(like: Tensor, new: Tensor | None = None) -> Tensor:
+    """The state of the device's random generator, which is `new` from then on, if that is given."""
+    generator = torch.cuda.default_generators[like.get_device()] if like.is_cuda else torch.default_generator
+    state = generator.get_state()
+    if new is not None:
+        generator.set_state(new)
+    return state

@@ -1,0 +1,344 @@
+"""Masks that are proven to be causal, a window or all ones go; every other mask stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from penstock.compiler.capture.trace import trace
+from penstock.ir.errors import PassError
+from penstock.passes.decisions import MaskForm, Window
+from penstock.passes.graph.masks import visible
+from penstock.passes.graph.masks.drop_masks import DropMasks, masked_calls
+from penstock.passes.graph.opgraph import OpGraph
+from penstock.tests.golden_text import Golden
+from penstock.tests.passes.running import Eager, all_passes, apply, draft_of, joined, reference
+from penstock.tests.zoo import VOCABULARY, zoo
+
+MakeMask = Callable[[Tensor, int], Tensor]  # queries and the number of keys to a mask
+LENGTH, HEADS = 12, 2
+
+
+class Attends(nn.Module):
+    """Two layers of attention, one mask."""
+
+    def __init__(self, mask: MakeMask, keys: int = LENGTH, dropout: float = 0.0):
+        super().__init__()
+        self.make, self.keys, self.dropout = mask, keys, dropout
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mask = self.make(x, self.keys)
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, HEADS, 4)).permute(2, 0, 3, 1, 4)
+            k, v = k[:, :, : self.keys], v[:, :, : self.keys]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
+            x = x + out.transpose(1, 2).flatten(2)
+        return {"loss": x.square().mean()}
+
+
+def captured(mask: MakeMask, keys: int = LENGTH, dropout: float = 0.0) -> OpGraph:
+    torch.manual_seed(0)
+    return trace(Attends(mask, keys, dropout), {"x": torch.randn(3, LENGTH, 8)})
+
+
+def forms(graph: OpGraph) -> dict[str, MaskForm]:
+    return DropMasks().plan(draft_of(graph))
+
+
+def only_form(mask: MakeMask, keys: int = LENGTH) -> MaskForm | None:
+    """What is found of a mask: once computed as it is, once followed without a tensor of its size."""
+    graph = captured(mask, keys)
+    found = [set(forms(graph).values())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visible, "VECTOR_ELEMENTS", 3 * LENGTH)
+        patch.setattr(visible, "WHOLE_ELEMENTS", 3 * LENGTH)
+        found.append(set(forms(graph).values()))
+    assert found[0] == found[1] and len(found[0]) < 2
+    return next(iter(found[0]), None)
+
+
+def places(x: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(x.shape[1])[:, None], torch.arange(keys)[None, :]
+
+
+def causal(x: Tensor, keys: int) -> Tensor:
+    i, j = places(x, keys)
+    return j <= i
+
+
+def lowered(x: Tensor, keys: int) -> Tensor:
+    """A mask of numbers, as older models write it."""
+    low = torch.finfo(torch.float32).min
+    mask = torch.triu(torch.full((x.shape[1], keys), low), diagonal=1)
+    i, j = places(x, keys)
+    return (mask * (j > i)).expand(x.shape[0], 1, -1, -1)
+
+
+def masked_window(x: Tensor, keys: int) -> Tensor:
+    hidden = torch.ones(x.shape[1], keys, dtype=torch.bool).triu(1) | torch.ones(x.shape[1], keys).tril(-4).bool()
+    return torch.zeros(x.shape[1], keys).masked_fill(hidden, float("-inf"))
+
+
+def packed(x: Tensor, keys: int) -> Tensor:
+    """As transformers find documents in position ids: here there is one."""
+    ids = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
+    document = (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)
+    rows = torch.arange(x.shape[0])[:, None, None, None]
+    i, j = torch.arange(x.shape[1])[None, None, :, None], torch.arange(keys)[None, None, None, :]
+    return (document[rows, i] == document[rows, j]) & (ids[rows, j] <= ids[rows, i]) & i.new_ones((), dtype=torch.bool)
+
+
+FOUND: list[tuple[str, MakeMask, MaskForm]] = [
+    ("comparison", causal, "causal"),
+    ("tril", lambda x, keys: torch.ones(x.shape[1], keys, dtype=torch.bool).tril(), "causal"),
+    ("numbers", lowered, "causal"),
+    ("documents", packed, "causal"),
+    ("not later", lambda x, keys: ~causal(x, keys).logical_not(), "causal"),
+    ("difference", lambda x, keys: places(x, keys)[1] - places(x, keys)[0] < 1, "causal"),
+    ("where", lambda x, keys: torch.where(causal(x, keys), 0.0, float("-inf")).view(1, 1, x.shape[1], keys), "causal"),
+    ("shape of an input", lambda x, keys: torch.ones_like(x[:, :, 0], dtype=torch.bool)[:, None, None, :keys], "all"),
+    ("zeros", lambda x, keys: torch.zeros(1, HEADS, x.shape[1], keys), "all"),
+    ("wide window", lambda x, keys: causal(x, keys) & (places(x, keys)[0] - places(x, keys)[1] < 64), "causal"),
+    ("window", lambda x, keys: causal(x, keys) & (places(x, keys)[0] - places(x, keys)[1] < 4), Window(before=3)),
+    ("window of numbers", masked_window, Window(before=3)),
+    (
+        "window to both sides",
+        lambda x, keys: (places(x, keys)[0] - places(x, keys)[1]).abs() <= 2,
+        Window(before=2, after=2),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "form"), [row[1:] for row in FOUND], ids=[row[0] for row in FOUND])
+def test_found(mask: MakeMask, form: MaskForm) -> None:
+    assert only_form(mask) == form
+
+
+def test_found_for_another_number_of_keys() -> None:
+    """Torch's causal attention counts places from the first query and the first key; so must the mask."""
+    assert only_form(causal, keys=7) == "causal"
+    assert only_form(lambda x, keys: places(x, keys)[1] <= places(x, keys)[0] - (LENGTH - keys), keys=7) is None
+
+
+def flipped(x: Tensor, keys: int) -> Tensor:
+    mask = causal(x, keys)
+    i, j = places(x, keys)
+    return mask ^ ((i == 9) & (j == 4))
+
+
+def constant_mask() -> MakeMask:
+    values = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    values[9, 4] = False
+    return lambda x, keys: values & torch.ones(1, dtype=torch.bool)
+
+
+def write_one(x: Tensor, keys: int) -> Tensor:
+    mask = causal(x, keys).clone()
+    mask[9, 4] = False
+    return mask
+
+
+STAYS: list[tuple[str, MakeMask]] = [
+    ("one entry flipped", flipped),
+    ("one entry of a constant", constant_mask()),
+    ("one entry written", write_one),
+    ("one row of the batch", lambda x, keys: causal(x, keys) | (torch.arange(x.shape[0]) == 1)[:, None, None, None]),
+    ("one head", lambda x, keys: causal(x, keys) | (torch.arange(HEADS) == 1)[None, :, None, None]),
+    ("an input", lambda x, keys: causal(x, keys) & (x[:, None, :1, 0:1] < 1e9)),
+    ("random", lambda x, keys: causal(x, keys) | (torch.rand(x.shape[1], keys) < 0)),
+    ("nearly hidden", lambda x, keys: torch.where(causal(x, keys), 0.0, -1e4)),
+    ("a bias", lambda x, keys: torch.where(causal(x, keys), 1.0, float("-inf"))),
+    ("blind rows", lambda x, keys: places(x, keys)[1] < places(x, keys)[0]),
+    ("every second key", lambda x, keys: causal(x, keys) & (places(x, keys)[1] % 2 == 0)),
+    ("distance", lambda x, keys: (places(x, keys)[1] - places(x, keys)[0]).float()),
+]
+
+
+@pytest.mark.parametrize("mask", [row[1] for row in STAYS], ids=[row[0] for row in STAYS])
+def test_stays(mask: MakeMask) -> None:
+    graph = captured(mask)
+    assert forms(graph) == {}
+    draft = draft_of(graph)
+    DropMasks().rewrite(draft, {})
+    assert draft.graph is graph
+
+
+def brute_form(mask: Tensor) -> MaskForm | None:
+    """By comparison with every mask that there is a form for."""
+    queries, keys = mask.shape
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    if mask.all():
+        return "all"
+    if torch.equal(mask, j <= i):
+        return "causal"
+    for before in range(queries):
+        for after in range(keys):
+            seen = (j >= i - before) & (j <= i + after)
+            if torch.equal(mask, seen) and seen[-1, 0].logical_not() and seen[0, -1].logical_not():
+                return Window(before=before, after=after) if seen.any(-1).all() else None
+    return None
+
+
+@st.composite
+def index_masks(draw: Any) -> MakeMask:
+    """Masks of a few comparisons of places, joined; most of them are almost one that has a form."""
+    kind = st.sampled_from(["le", "lt", "ge", "gt", "eq", "ne"])
+    terms = draw(st.lists(st.tuples(kind, st.integers(-6, 6), st.booleans(), st.booleans()), min_size=1, max_size=3))
+
+    def make(x: Tensor, keys: int) -> Tensor:
+        i, j = places(x, keys)
+        mask = j <= i
+        for name, offset, joins, absolute in terms:
+            term = getattr((j - i).abs() if absolute else j - i, name)(offset)
+            mask = mask & term if joins else mask | term
+        return mask
+
+    return make
+
+
+@settings(max_examples=30)
+@given(index_masks(), st.integers(5, LENGTH))
+def test_found_if_and_only_if_equal(mask: MakeMask, keys: int) -> None:
+    graph = captured(mask, keys)
+    want = brute_form(mask(torch.zeros(1, LENGTH, 8), keys))
+    assert set(forms(graph).values()) == ({want} if want else set())
+    with pytest.MonkeyPatch.context() as patch:  # followed: it may find less, and nothing else
+        patch.setattr(visible, "VECTOR_ELEMENTS", 3 * LENGTH)
+        patch.setattr(visible, "WHOLE_ELEMENTS", 3 * LENGTH)
+        assert set(forms(graph).values()) <= ({want} if want else set())
+
+
+def test_long_masks_take_no_memory() -> None:
+    """A window over 2^20 tokens: its mask would be a tebibyte."""
+    length = 1 << 20
+
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
+            h = self.scale * x
+            return {"loss": F.scaled_dot_product_attention(h, h, h, (j <= i) & (j > i - 4096)).mean()}
+
+    graph = trace(Long(), {"x": {"shape": [1, 1, length, 4], "dtype": "float32"}})
+    assert list(forms(graph).values()) == [Window(before=4095)]
+
+
+def test_golden(golden: Golden) -> None:
+    draft = apply(draft_of(captured(causal, dropout=0.1)), DropMasks())
+    golden(str(draft.graph.graph), "causal")
+    draft = apply(draft_of(captured(masked_window)), DropMasks())
+    golden(str(draft.graph.graph), "window")
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def without_padding(name: str, **options: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    model, _ = zoo()[name](dropout=options.pop("dropout", 0.0))
+    batches = []
+    for seed in range(2):
+        ids = torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
+        batches.append({"input_ids": ids, "labels": ids})
+    for key, value in options.items():
+        setattr(model.config, key, value)
+    return model, batches
+
+
+# Attention's kernels add the same numbers in other blocks: a few units of fp32 at values up to 1, through two layers.
+TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["mistral", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "mixtral"))]
+)
+def test_models_train_like_eager(name: str) -> None:
+    model, batches = without_padding(name)
+    graph = trace(model, batches[0])
+    draft = apply(draft_of(graph, micro_batches=2), DropMasks())
+    before, after = len(masked_calls(graph)), len(masked_calls(draft.graph))
+    assert before - after == 2
+    assert_same_step(draft_of(graph, micro_batches=2), draft, batches)
+
+
+def assert_same_step(plain: Any, draft: Any, batches: list[dict[str, Tensor]]) -> None:
+    """The rewritten graph's stages against the captured model in eager PyTorch, twice."""
+    apply(draft, *all_passes(stages=2))
+    machine, eager = reference(draft), Eager(plain)
+    for _ in range(2):
+        losses, grads = eager.step(batches)
+        results = machine.step(joined(batches))["results"]["loss"]
+        torch.testing.assert_close(torch.stack(results), torch.stack(losses), rtol=0, atol=TOLERANCE)
+        for rows in machine.stage_grads.values():
+            for key, grad in rows.items():
+                torch.testing.assert_close(grad, grads[eager.ties.get(key, key)], rtol=0, atol=TOLERANCE)
+    for rows in machine.stage_weights.values():
+        for key, weight in rows.items():
+            torch.testing.assert_close(weight, eager.params[eager.ties.get(key, key)], rtol=0, atol=TOLERANCE)
+
+
+def test_padding_stays() -> None:
+    model, batch = zoo()["gpt2"](dropout=0.0)
+    graph = trace(model, batch)
+    draft = apply(draft_of(graph, micro_batches=2), DropMasks())
+    assert draft.graph is graph and len(masked_calls(graph)) == 2
+    assert_same_step(draft_of(graph, micro_batches=2), draft, [batch, batch])
+
+
+def test_dropout_draws_the_same() -> None:
+    """On CPU attention with dropout takes the same draws with and without a mask."""
+    graph = captured(causal, dropout=0.5)
+    draft = apply(draft_of(graph, micro_batches=2), DropMasks())
+    batches = [{"x": torch.randn(3, LENGTH, 8)} for _ in range(2)]
+    assert_same_step(draft_of(graph, micro_batches=2), draft, batches)
+
+
+def test_evaluation_has_no_dropout() -> None:
+    model, batches = without_padding("gpt2", dropout=0.5)
+    graph = trace(model, batches[0])
+    draft = apply(draft_of(graph, micro_batches=2), DropMasks())
+    model.eval()
+    found, want = draft.graph.evaluation()(**batches[0]), graph.evaluation()(**batches[0])
+    torch.testing.assert_close(found["loss"], want["loss"], rtol=0, atol=TOLERANCE)
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_left_out_keeps_its_mask() -> None:
+    graph = captured(causal)
+    decision = forms(graph)
+    kept, dropped = decision
+    draft = apply(draft_of(graph), DropMasks(), decisions={"masks": {dropped: decision[dropped]}})
+    assert list(masked_calls(draft.graph)) == [kept]
+    assert len(masked_calls(graph)) == 2  # the captured graph is as it was
+
+
+def test_what_is_not_proven_is_refused() -> None:
+    with pytest.raises(PassError, match="is causal, but it is not proven to be that; leave the entry out"):
+        place = next(iter(masked_calls(captured(flipped))))
+        apply(draft_of(captured(flipped)), DropMasks(), decisions={"masks": {place: "causal"}})
+    with pytest.raises(PassError, match="is a window of 3 keys, but it is proven to be causal"):
+        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {place: Window(before=2)}})
+    with pytest.raises(PassError, match=r"masks names 'no\.such\.place'; the model's attention calls"):
+        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {"no.such.place": "causal"}})
+
+
+def test_remarks() -> None:
+    for mask, remark in (
+        (causal, "attention calls that need no mask, as it is causal: 2"),
+        (flipped, "the masks of 2 attention calls stay: it is not proven that they follow from places alone"),
+    ):
+        draft = draft_of(captured(mask))
+        DropMasks().plan(draft)
+        assert draft.notes == {"drop-masks": remark}
