@@ -210,8 +210,8 @@ class Sweep(Attempts):
     def named(self) -> list[Candidate]:
         """The strategies that train as plain PyTorch does."""
         found = [Candidate.of(name, self.hardware.num_devices) for name in STRATEGIES]
-        if self.base.graph_passes:
-            found = [candidate.over(*self.base.graph_passes) for candidate in found]
+        over = self.base.graph_passes
+        found = [candidate if candidate.graph_passes == over else candidate.over(*over) for candidate in found]
         return [candidate for candidate in found if candidate.is_synchronous]
 
     def leaders_like_the_best(self, count: int) -> None:
