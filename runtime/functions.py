@@ -74,20 +74,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: tu
 def _blocks(query: Tensor, key: Tensor, before: int, after: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Queries, the keys that they see, and which of these each query sees, as numbers to add. Masks of blocks at the
     same distance from their keys are one tensor."""
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    size = min(max(before + after, LEAST_QUERIES), MOST_QUERIES)
+    device = query.device
     masks: dict[tuple[int, int, int], Tensor] = {}
-    for start in range(0, num_queries, size):
-        stop = min(start + size, num_queries)
-        first, last = max(start - before, 0), min(stop + after, num_keys)
+    for start, stop, first, last in window_blocks(query.shape[-2], key.shape[-2], before, after):
         look = (stop - start, last - first, start - first)
         if look not in masks:
-            distance = torch.arange(first, last, device=query.device) - torch.arange(
-                start, stop, device=query.device
-            ).unsqueeze(-1)
-            mask = torch.zeros(distance.shape, dtype=query.dtype, device=query.device)
+            rows = torch.arange(start, stop, device=device).unsqueeze(-1)
+            distance = torch.arange(first, last, device=device) - rows
+            mask = torch.zeros(distance.shape, dtype=query.dtype, device=device)
             masks[look] = mask.masked_fill_((distance < -before) | (distance > after), float("-inf"))
         yield slice(start, stop), slice(first, last), masks[look]
+
+
+def window_blocks(num_queries: int, num_keys: int, before: int, after: int) -> Iterator[tuple[int, int, int, int]]:
+    """The blocks of `window_attention`: from which query to before which, from which key to before which."""
+    size = min(max(before + after, LEAST_QUERIES), MOST_QUERIES)
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        yield start, stop, max(start - before, 0), min(stop + after, num_keys)
 
 
 def _random_state(like: Tensor, new: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, counted, flops_of
 
@@ -22,6 +23,20 @@ CPU_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
 }  # the place of the queries
 MOVES_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+class KernelCalls:
+    """A dispatch mode that counts calls and their FLOPs."""
+
+    def kernel(self, call: Product | AttentionCall) -> None:
+        raise NotImplementedError
+
+
+def count_call(call: Product | AttentionCall) -> None:
+    """Tell the active modes of a call that stands for a kernel."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, KernelCalls):
+            mode.kernel(call)
 
 
 class MixRows:

@@ -2,8 +2,8 @@
 
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
-For plans on CUDA, attention and dropout are counted as CUDA's kernels behave: attention saves q, k, v, its output and
-one fp32 row sum, dropout saves one byte per element. Fake tensors do not show the workspace that oneDNN's recurrent
+For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`attention_kernels.py`); dropout saves
+one byte per element. Fake tensors do not show the workspace that oneDNN's recurrent
 layers keep on CPU.
 """
 
@@ -28,8 +28,8 @@ from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
-from .call_rows import MixRows
-from .cost_kernels import CUDA_STAND_INS, STAND_INS, KernelCalls, cuda_dropout
+from .call_rows import KernelCalls, MixRows
+from .cost_kernels import CUDA_STAND_INS, STAND_INS, cuda_dropout
 from .cuda_autocast import autocast_as
 from .opgraph import OpGraph
 

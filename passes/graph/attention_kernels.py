@@ -1,0 +1,158 @@
+"""Which of CUDA's attention kernels torch takes for a call, what that kernel saves, and what it needs meanwhile.
+
+In: the arguments of a call, as fake tensors. Out: a result of the right shape and layout, whose backward holds what the
+real one holds, and calls for the active `KernelCalls` modes. The rules are those of torch's `sdp_utils.cpp`
+(`can_use_flash_attention`, `can_use_mem_efficient_attention`), sizes are those of `flash_api.cpp`,
+`attention.cu` and `attention_backward.cu` beside it. cuDNN's kernel, which torch takes first on an H100, saves the same
+as flash attention. GPUs older than Ampere, which lack flash attention, run the efficient kernel, whose bytes differ by
+the padding of rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
+from ...runtime.functions import window_blocks
+from .call_rows import DTYPES, count_call
+
+MATH = "math"  # products, a softmax and a product
+WIDEST = 256  # head size of flash attention
+ROWS, EFFICIENT_ROWS = 128, 32  # rows are padded to multiples of these
+
+
+def cuda_backend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+    """The kernel that torch takes on CUDA."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    is_known = is_half or query.dtype == torch.float32
+    if not is_known or query.dim() != 4 or not (query.dtype == key.dtype == value.dtype):
+        return MATH
+    width = query.shape[-1]
+    same_width = width == key.shape[-1] == value.shape[-1]
+    is_square = query.shape[-2] == key.shape[-2]
+    if is_half and mask is None and same_width and width <= WIDEST and (is_square or not is_causal):
+        return FLASH
+    aligned = 8 if is_half else 4
+    if width == key.shape[-1] and width % aligned == 0 and value.shape[-1] % aligned == 0:
+        return EFFICIENT
+    return MATH
+
+
+def cuda_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Has the costs of `scaled_dot_product_attention` on CUDA."""
+    query, key, value = _as_autocast(query, key, value)
+    backend = cuda_backend(query, key, value, attn_mask, is_causal)
+    if backend == MATH:
+        math_attention = torch.ops.aten._scaled_dot_product_attention_math
+        found: Tensor = math_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return found
+    bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+    width = query.shape[-1]
+    if backend == FLASH and width % 8:  # narrower heads are padded, and the padded operands saved
+        query, key, value = (torch.nn.functional.pad(t, (0, -width % 8)) for t in (query, key, value))
+    out: Tensor = _Fused.apply(query, key, value, bias, backend, is_causal)
+    return out[..., :width] if backend == FLASH else out
+
+
+def cuda_window_attention(
+    query: Tensor, key: Tensor, value: Tensor, before: int, after: int, dropout_p: float = 0.0,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Has the costs of `functions.window_attention` on CUDA."""
+    query, key, value = _as_autocast(query, key, value)
+    found: Tensor = _Windowed.apply(query, key, value, before, after)
+    return found
+
+
+class _Fused(torch.autograd.Function):
+    """Saves operands, output, one fp32 number per row, the numbers that are added to scores, and where draws begin."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, backend: str, causal: bool
+    ) -> Tensor:
+        batch, heads, rows, width = query.shape
+        if backend == FLASH:
+            out, lse = torch.empty_like(query), query.new_empty((batch, heads, rows), dtype=torch.float32)
+        else:
+            out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+            lse = query.new_empty((batch, heads, _rounded(rows, EFFICIENT_ROWS)), dtype=torch.float32)
+        draws = torch.empty(3, dtype=torch.int64)  # the generator's seed and offset
+        ctx.save_for_backward(query, key, value, out, lse, draws, *([bias] if bias is not None else []))
+        ctx.call = AttentionCall(
+            backend, DTYPES.get(query.dtype, ""), batch * heads, rows, key.shape[-2], width, causal
+        )
+        count_call(ctx.call)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value = ctx.saved_tensors[:3]
+        count_call(replace(ctx.call, backward=True))
+        batch, heads, rows, width = query.shape
+        gradients = [torch.empty_like(t) for t in (query, key, value)]
+        padded, full = _rounded(rows, ROWS), {"dtype": torch.float32}
+        workspace = [query.new_empty((batch, heads, padded), **full)]  # each row's sum of output times its gradient
+        if query.dtype != torch.float32:
+            workspace.append(query.new_empty((batch, heads, padded, _rounded(width, 32)), **full))
+        if key.shape[1] != heads:  # gradients of a group's heads, before they are added up
+            workspace += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
+        del workspace
+        return (*gradients, None, None, None)
+
+
+class _Windowed(torch.autograd.Function):
+    """Saves its operands; backward computes attention again, block by block, and adds gradients up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, before: int, after: int) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        heads, dtype = query.shape[0] * query.shape[1], DTYPES.get(query.dtype, "")
+        blocks = window_blocks(query.shape[-2], key.shape[-2], before, after)
+        sizes = [(stop - start, last - first) for start, stop, first, last in blocks]
+        ctx.calls = [AttentionCall(EFFICIENT, dtype, heads, rows, seen, query.shape[-1]) for rows, seen in sizes]
+        for call in ctx.calls:
+            count_call(call)
+        ctx.mask_size = max(rows * seen for rows, seen in sizes)
+        mask, parts = query.new_empty(ctx.mask_size), torch.empty_like(query)
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        del mask, parts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        for call in ctx.calls:
+            count_call(call)
+            count_call(replace(call, backward=True))
+        operands = ctx.saved_tensors
+        sums = [t.new_empty(t.shape, dtype=torch.float32) for t in operands]
+        mask = operands[0].new_empty(ctx.mask_size)
+        del mask
+        return (*(total.to(t.dtype) for total, t in zip(sums, operands)), None, None)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that are added to scores: a mask of its own for each call, its rows padded to 16 numbers."""
+    number = mask if mask.dtype == dtype else torch.zeros_like(mask, dtype=dtype)
+    padding = -mask.shape[-1] % 16
+    return torch.nn.functional.pad(number, (0, padding)) if padding else number
+
+
+def _as_autocast(*operands: Tensor) -> list[Tensor]:
+    """Operands as autocast casts them: plans are made on CPU tensors."""
+    if not torch.is_autocast_enabled("cpu"):
+        return list(operands)
+    return [t.to(torch.get_autocast_dtype("cpu")) for t in operands]
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
