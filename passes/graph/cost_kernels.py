@@ -2,8 +2,8 @@
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
 calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention
-(`attention_kernels.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does not
-know, nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
+(`attention_kernels.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does
+not know, nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
 """
 
 from __future__ import annotations
