@@ -116,7 +116,7 @@ class Activations(BaseModel):
         return self.model_copy(update={"classes": [names[name] for name in self.classes]})
 
 
-class Window(BaseModel):
+class KeyWindow(BaseModel):
     """What the query at place i sees: the keys from place i - `before` to place i + `after`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -124,7 +124,9 @@ class Window(BaseModel):
     after: Annotated[int, Field(ge=0)] = 0
 
 
-MaskForm = Literal["all", "causal"] | Window  # what an attention mask lets queries see; causal: keys up to their place
+MaskForm = (
+    Literal["all", "causal"] | KeyWindow
+)  # what an attention mask lets queries see; causal: keys up to their place
 
 
 class OnSsd(BaseModel):

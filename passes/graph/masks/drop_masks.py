@@ -18,7 +18,7 @@ from torch import fx
 
 from ....ir.errors import PassError
 from ....runtime.functions import window_attention
-from ...decisions import MaskForm, Window
+from ...decisions import MaskForm, KeyWindow
 from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, is_check, is_mode_switch
@@ -120,7 +120,7 @@ def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None
     before, after = (place - begin)[begin > 0], (end - 1 - place)[end < num_keys]
     if not len(before) or not len(after) or int(before[0]) < 0 or int(after[0]) < 0:
         return None
-    window = Window(before=int(before[0]), after=int(after[0]))
+    window = KeyWindow(before=int(before[0]), after=int(after[0]))
     first, last = (place - window.before).clamp(min=0), (place + window.after + 1).clamp(max=num_keys)
     is_window = torch.equal(begin, first) and torch.equal(end, last) and bool((first < last).all())
     return window if is_window else None
@@ -131,7 +131,7 @@ def _rewrite(node: fx.Node, form: MaskForm) -> None:
     if "eval_args" in node.meta:
         meta = node.meta
         meta["eval_args"], meta["eval_kwargs"] = _without_mask(meta["eval_args"], meta["eval_kwargs"], form)
-    if isinstance(form, Window):
+    if isinstance(form, KeyWindow):
         node.target = window_attention
 
 
@@ -141,7 +141,7 @@ def _without_mask(
     given = _given(args, kwargs)
     operands = tuple(given.pop(name) for name in ("query", "key", "value"))
     rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
-    if isinstance(form, Window):
+    if isinstance(form, KeyWindow):
         return (*operands, form.before, form.after), rest
     return operands, {**rest, "is_causal": True} if form == "causal" else rest
 
@@ -157,7 +157,7 @@ def _remove_unused(graph: OpGraph) -> None:
 
 
 def _in_words(form: MaskForm) -> str:
-    if isinstance(form, Window):
+    if isinstance(form, KeyWindow):
         return f"a window of {form.before + 1 + form.after} keys"
     return {"all": "all ones", "causal": "causal"}[form]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import PassError
-from penstock.passes.decisions import MaskForm, Window
+from penstock.passes.decisions import MaskForm, KeyWindow
 from penstock.passes.graph.masks import visible
 from penstock.passes.graph.masks.drop_masks import DropMasks, masked_calls
 from penstock.passes.graph.opgraph import OpGraph
@@ -107,12 +107,12 @@ FOUND: list[tuple[str, MakeMask, MaskForm]] = [
     ("shape of an input", lambda x, keys: torch.ones_like(x[:, :, 0], dtype=torch.bool)[:, None, None, :keys], "all"),
     ("zeros", lambda x, keys: torch.zeros(1, HEADS, x.shape[1], keys), "all"),
     ("wide window", lambda x, keys: causal(x, keys) & (places(x, keys)[0] - places(x, keys)[1] < 64), "causal"),
-    ("window", lambda x, keys: causal(x, keys) & (places(x, keys)[0] - places(x, keys)[1] < 4), Window(before=3)),
-    ("window of numbers", masked_window, Window(before=3)),
+    ("window", lambda x, keys: causal(x, keys) & (places(x, keys)[0] - places(x, keys)[1] < 4), KeyWindow(before=3)),
+    ("window of numbers", masked_window, KeyWindow(before=3)),
     (
         "window to both sides",
         lambda x, keys: (places(x, keys)[0] - places(x, keys)[1]).abs() <= 2,
-        Window(before=2, after=2),
+        KeyWindow(before=2, after=2),
     ),
 ]  # fmt: skip
 
@@ -183,7 +183,7 @@ def brute_form(mask: Tensor) -> MaskForm | None:
         for after in range(keys):
             seen = (j >= i - before) & (j <= i + after)
             if torch.equal(mask, seen) and seen[-1, 0].logical_not() and seen[0, -1].logical_not():
-                return Window(before=before, after=after) if seen.any(-1).all() else None
+                return KeyWindow(before=before, after=after) if seen.any(-1).all() else None
     return None
 
 
@@ -231,7 +231,7 @@ def test_long_masks_take_no_memory() -> None:
             return {"loss": F.scaled_dot_product_attention(h, h, h, (j <= i) & (j > i - 4096)).mean()}
 
     graph = trace(Long(), {"x": {"shape": [1, 1, length, 4], "dtype": "float32"}})
-    assert list(forms(graph).values()) == [Window(before=4095)]
+    assert list(forms(graph).values()) == [KeyWindow(before=4095)]
 
 
 def test_golden(golden: Golden) -> None:
@@ -329,7 +329,7 @@ def test_what_is_not_proven_is_refused() -> None:
         place = next(iter(masked_calls(captured(flipped))))
         apply(draft_of(captured(flipped)), DropMasks(), decisions={"masks": {place: "causal"}})
     with pytest.raises(PassError, match="is a window of 3 keys, but it is proven to be causal"):
-        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {place: Window(before=2)}})
+        apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {place: KeyWindow(before=2)}})
     with pytest.raises(PassError, match=r"masks names 'no\.such\.place'; the model's attention calls"):
         apply(draft_of(captured(causal)), DropMasks(), decisions={"masks": {"no.such.place": "causal"}})
 
