@@ -18,7 +18,7 @@ from torch import fx
 
 from ....ir.errors import PassError
 from ....runtime.functions import window_attention
-from ...decisions import MaskForm, KeyWindow
+from ...decisions import KeyWindow, MaskForm
 from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, is_check, is_mode_switch

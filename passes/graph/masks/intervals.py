@@ -100,7 +100,7 @@ class Sums:
         return Sums(rows[..., :1], columns[..., :1, :], self.is_absolute)
 
 
-Form = Intervals | Sums
+Followed = Intervals | Sums
 
 
 def constant(value: Tensor, shape: Sequence[int]) -> Intervals:

@@ -19,7 +19,7 @@ from ....ir.calls import function_name
 from ..blocks import storage_root
 from ..opgraph import OpGraph, value_tensors
 from .intervals import (
-    Form,
+    Followed,
     Intervals,
     Sums,
     Unfollowed,
@@ -46,8 +46,6 @@ VIEWS = ("expand", "unsqueeze", "view", "reshape", "getitem", "squeeze", "alias"
 FILLED = {"ones": 1, "zeros": 0, "ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
 FILLED_WITH = {"full": 1, "full_like": 1, "new_full": 2}  # the position of the value
 SHAPE_ONLY = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
-
-Value = Any  # a tensor, one of the forms, or what is no tensor
 
 
 def visible_keys(graph: OpGraph, mask: fx.Node) -> Intervals | None:
@@ -104,7 +102,7 @@ def _name(node: fx.Node) -> str:
     return function_name(node.target).partition(".")[0]  # an ATen op's overload follows a dot
 
 
-def _seen(value: Value) -> Intervals:
+def _seen(value: Any) -> Intervals:
     """A mask's value as intervals with the value True. Raises `Unfollowed` for one that is no such mask."""
     yes = torch.ones(1, dtype=torch.bool)
     if isinstance(value, Tensor):
@@ -140,21 +138,21 @@ class _Values:
 
     def __init__(self, graph: OpGraph, most: int):
         self.graph, self.most = graph, most
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Any] = {}
 
-    def run(self, chain: list[fx.Node], mask: fx.Node) -> Value:
+    def run(self, chain: list[fx.Node], mask: fx.Node) -> Any:
         with torch.no_grad(), torch.device("cpu"):
             for node in chain:
                 value = self.values[node] = self.value(node)
                 _check(node, value)
         return self.values[mask]
 
-    def value(self, node: fx.Node) -> Value:
+    def value(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.graph.constants[str(node.target)].clone()
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.operand)
         large = any(t.numel() > self.most for t in value_tensors(node.meta["val"]))
-        formed = [a for a in (*args, *kwargs.values()) if isinstance(a, Form)]
+        formed = [a for a in (*args, *kwargs.values()) if isinstance(a, Followed)]
         if not large and not formed:
             try:
                 return _call(node)(*args, **kwargs)
@@ -163,17 +161,17 @@ class _Values:
         found = _form(node, args, kwargs)
         return found.expanded(node.meta["val"].shape) if isinstance(found, Intervals) else found
 
-    def operand(self, node: fx.Node) -> Value:
+    def operand(self, node: fx.Node) -> Any:
         if node in self.values:
             return self.values[node]
         like = node.meta["val"]  # its shape and dtype alone are read
         return torch.empty((), dtype=like.dtype).expand(like.shape)
 
 
-def _check(node: fx.Node, value: Value) -> None:
+def _check(node: fx.Node, value: Any) -> None:
     """Raise `Unfollowed` where a value is not of the kind that the graph has."""
     want = node.meta["val"]
-    if isinstance(value, Tensor | Form):
+    if isinstance(value, Tensor | Followed):
         same = isinstance(want, Tensor) and value.shape == want.shape and value.dtype == want.dtype
     else:
         same = True
@@ -192,7 +190,7 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
 
 
-def _form(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _form(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
     """The value of a node in one of the forms."""
     name, like = _name(node), node.meta["val"]
     if node.meta.get("mutates") or not isinstance(like, Tensor) or like.dim() < 2:
@@ -202,7 +200,7 @@ def _form(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
         return constant(torch.tensor([_fill(name, args, kwargs)], dtype=like.dtype), shape)
     if name in ("tril", "triu"):
         return _triangle(name, as_intervals(args[0], shape), int(_second(args, kwargs, "diagonal", 0)), shape)
-    if name in VIEWS and isinstance(args[0], Form):
+    if name in VIEWS and isinstance(args[0], Followed):
         return _viewed(node, args, kwargs)
     if name == "expand":
         return as_intervals(args[0], shape)
@@ -233,27 +231,27 @@ def _triangle(name: str, whole: Intervals, diagonal: int, shape: tuple[int, ...]
     return combined(lambda value, keep: torch.where(keep, value, torch.zeros_like(value)), [whole, kept])
 
 
-def _viewed(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _viewed(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
     """Applied to a broadcast row or column, a call that keeps it one copies nothing."""
     others = args[1:]
-    if any(isinstance(a, (Tensor, Form)) for a in torch.utils._pytree.tree_leaves((others, kwargs))):
+    if any(isinstance(a, (Tensor, Followed)) for a in torch.utils._pytree.tree_leaves((others, kwargs))):
         raise Unfollowed
     call = _method("view") if _name(node) == "reshape" else _call(node)
-    form: Form = args[0]
+    form: Followed = args[0]
     try:
         return form.viewed(lambda t: call(t, *others, **kwargs))
     except RuntimeError as error:  # this view would be a copy
         raise Unfollowed from error
 
 
-def _elementwise(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Form:
+def _elementwise(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Followed:
     name, call = _name(node), _call(node)
     if any(isinstance(a, Sums) for a in args) or not any(isinstance(a, Intervals) for a in args):
         found = _arithmetic(name, args, kwargs, shape)
         if found is not None:
             return found
-    places = [i for i, a in enumerate(args) if isinstance(a, (Tensor, Form))]
-    if any(isinstance(a, (Tensor, Form)) for a in kwargs.values()) or not places:
+    places = [i for i, a in enumerate(args) if isinstance(a, (Tensor, Followed))]
+    if any(isinstance(a, (Tensor, Followed)) for a in kwargs.values()) or not places:
         raise Unfollowed
 
     def on_values(*values: Tensor) -> Tensor:
@@ -266,7 +264,7 @@ def _elementwise(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], s
     return combined(on_values, [as_intervals(args[i], shape) for i in places])
 
 
-def _arithmetic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Form | None:
+def _arithmetic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Followed | None:
     """A call on integers of rows and columns; None for one that is not among these."""
     if name in UNCHANGED and isinstance(args[0], Sums):
         return args[0]  # the check of dtypes refuses others than int64

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import PassError
-from penstock.passes.decisions import MaskForm, KeyWindow
+from penstock.passes.decisions import KeyWindow, MaskForm
 from penstock.passes.graph.masks import visible
 from penstock.passes.graph.masks.drop_masks import DropMasks, masked_calls
 from penstock.passes.graph.opgraph import OpGraph
