@@ -88,8 +88,8 @@ def train_job(
     def compiled() -> penstock.Job:
         return penstock.compile(
             copy.deepcopy(model), hardware, example_inputs=batch, optimizer=case.optimizer,
-            param_groups=case.param_groups, strategy=STRATEGIES[where], micro_batches=MICRO_BATCHES,
-            max_grad_norm=max_norm, **options,
+            param_groups=case.param_groups, micro_batches=MICRO_BATCHES,
+            max_grad_norm=max_norm, **{"strategy": STRATEGIES[where], **options},
         )  # fmt: skip
 
     losses: list[float] = []
