@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -214,23 +214,19 @@ class OptimizerSpec:
         return {name: (tuple(t.shape), t.dtype) for name, t in self._row(index, shape, dtype).large().items()}
 
     def _row(self, index: int, shape: Shape, dtype: torch.dtype) -> StateRow:
-        key = (index, shape, dtype)
-        if key not in self._rows:
-            build = partial(self._build_modeless, index)
-            self._rows[key] = find_states(build, shape, dtype, self.class_of(index)[0])
-        return self._rows[key]
+        path, given = self._modeless[index]
+        return _find_states(path, given, shape, dtype)
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, Shape, torch.dtype], StateRow]:
-        return {}
-
-    def _build_modeless(self, index: int, params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """As `build_alone`, one parameter after the other: which kernels step makes no difference to the states."""
-        path, kwargs = self.class_of(index)
-        options = {key: value for key, value in self.all_groups[index].options.items() if key not in MODES}
-        plain = {key: value for key, value in kwargs.items() if key not in MODES}
-        made: torch.optim.Optimizer = resolve(path)([{"params": list(params), **loaded(options)}], **loaded(plain))
-        return made
+    def _modeless(self) -> list[tuple[str, str]]:
+        """Of each group the class, and its arguments and options as text, without those that only choose kernels: they
+        make no difference to the states."""
+        found = []
+        for index, group in enumerate(self.all_groups):
+            path, kwargs = self.class_of(index)
+            rows = [{k: v for k, v in given.items() if k not in MODES} for given in (kwargs, group.options)]
+            found.append((path, json.dumps(rows, sort_keys=True)))
+        return found
 
     @property
     def _builds(self) -> list[Build]:
@@ -282,6 +278,18 @@ class OptimizerSpec:
         if not is_elementwise(build):
             return True
         return any(shape != WHOLE for shape, _ in self._large(index, WHOLE, torch.float32).values())
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_states(path: str, given: str, shape: Shape, dtype: torch.dtype) -> StateRow:
+    """`given`: the arguments of the class, and the options of a group, as text; planning asks for them often."""
+    kwargs, options = (loaded(_tupled(row)) for row in json.loads(given))
+
+    def build(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = resolve(path)([{"params": list(params), **options}], **kwargs)
+        return made
+
+    return find_states(build, shape, dtype, path)
 
 
 def _has_fused(path: str, kwargs: Mapping[str, Any], like: Tensor) -> bool:
