@@ -24,6 +24,7 @@ PAGES = [
     "docs/many_hosts.md",
     "docs/fleet.md",
     "docs/asynchronous.md",
+    "docs/optimizers.md",
     "docs/security.md",
     "docs/glossary.md",
     "bench/README.md",
