@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--models", nargs="*", choices=list(models.MODELS), default=list(models.MODELS))
     args = parser.parse_args()
-    torch.set_num_threads(1)
     begin_s = time.perf_counter()
     here = penstock.Hardware.detect(measure=True)
     print(f"measured this machine in {time.perf_counter() - begin_s:.0f} s")

@@ -66,6 +66,20 @@ class RootComplex(MachinePart):
     bandwidth_down: Rate  # towards the devices
 
 
+class CpuRates(MachinePart):
+    """What a CPU device with this number of threads reaches while the host's other cores run such devices too. The
+    fields are those of `Device`."""
+
+    threads: Annotated[int, Field(gt=0)]
+    peak_flops: Annotated[dict[Dtype, Flops], Field(min_length=1)]
+    memory_bandwidth: Rate
+    h2d_bandwidth: Rate
+    d2h_bandwidth: Rate
+    link_latency_s: Seconds
+    op_overhead_s: Seconds
+    rates: RateTable | None = None
+
+
 class Host(MachinePart):
     """One machine: DRAM, CPU, root complexes, disks.
 
@@ -87,6 +101,7 @@ class Host(MachinePart):
     p2p: bool = False
     nvlink_bandwidth: Rate | None = None
     nvlink_latency_s: Seconds = 5e-6
+    cpu_rates: list[CpuRates] = []  # as measured; `with_` gives CPU devices those of the threads that they will have
     ordered_fetches: bool = False  # weights of the stage that runs first are fetched first
     price_dollars: Annotated[float, Field(gt=0)] | None = None  # to buy, devices included
     price_dollars_per_hour: Annotated[float, Field(gt=0)] | None = None  # to rent
@@ -366,7 +381,9 @@ class Hardware(MachinePart):
     def with_(self, **overrides: Any) -> Hardware:
         """A copy with some figures replaced: every host's (`dram="4TB"`, `p2p=True`), every device's
         (`memory="48GB"`), `ssds` (a number of disks, or a list), `root_complex_bandwidth`, `num_devices` on one
-        host, or a key of the document. Raises HardwareError for a name that is none of these.
+        host, or a key of the document. CPU devices of a measured host share its cores anew if their number changes, and
+        take the rates that were measured with that number of threads. Raises HardwareError for a name that is none of
+        these.
         """
         return type(self).model_validate(overridden(self, overrides))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HardwareError
+from .rates import RateTable
 from .validation import close_names
 
 if TYPE_CHECKING:
@@ -30,11 +32,15 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
     document = hardware.model_dump()
     host_keys = set(type(hardware.hosts[0]).model_fields) - {"root_complexes", "ssds"}
     device_keys = set(type(hardware.devices[0]).model_fields) - {"name", "host", "root_complex"}
+    if "num_devices" in overrides:
+        document["devices"] = _resized(document["devices"], overrides["num_devices"], len(document["hosts"]))
+    if not overrides.keys().isdisjoint(("num_devices", "threads")):
+        _share_cores(document, overrides.get("threads"))
     for word, value in overrides.items():
         key = _SHORT.get(word, word)
         if key == "num_devices":
-            document["devices"] = _resized(document["devices"], value, len(document["hosts"]))
-        elif key == "ssds":
+            continue
+        if key == "ssds":
             for host in document["hosts"]:
                 host["ssds"] = _disks(host["ssds"], value)
         elif key == "root_complex_bandwidth":
@@ -78,6 +84,26 @@ def _resized(devices: list[dict[str, Any]], count: object, num_hosts: int) -> li
     free = (name for i in range(count + len(devices)) if (name := f"{prefix}{i}") not in taken)
     more = [{**devices[i % len(devices)], "name": next(free)} for i in range(len(devices), count)]
     return devices[:count] + more
+
+
+def _share_cores(document: dict[str, Any], threads: object) -> None:
+    """Give the CPU devices of measured hosts equal shares of the cores, or `threads` each, and the rates measured with
+    the nearest number of threads. Work that many threads do alike takes half of the time with twice as many."""
+    for index, host in enumerate(document["hosts"]):
+        own = [device for device in document["devices"] if device["kind"] == "cpu" and device["host"] == index]
+        if not (own and host["cpu_rates"]):
+            continue
+        count = threads if isinstance(threads, int) and threads > 0 else max(1, host["cpu_cores"] // len(own))
+        nearest = min(host["cpu_rates"], key=lambda known: abs(math.log(known["threads"] / count)))
+        factor = count / nearest["threads"]
+        scaled = {
+            "peak_flops": {dtype: rate * factor for dtype, rate in nearest["peak_flops"].items()},
+            "memory_bandwidth": nearest["memory_bandwidth"] * factor,
+            "rates": nearest["rates"] and RateTable.model_validate(nearest["rates"]).scaled(factor).model_dump(),
+            "threads": count,
+        }
+        for device in own:
+            device |= nearest | scaled
 
 
 def _disks(disks: list[dict[str, Any]], value: object) -> object:

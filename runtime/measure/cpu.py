@@ -1,4 +1,4 @@
-"""Timing what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
+"""TableTiming what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
 
 Run as `python -m penstock.runtime.measure.cpu RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device,
 all at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
@@ -20,60 +20,35 @@ from ..device.host import keep_freed_memory
 from ..device.streams import SWITCH_S
 from .disks import disk_rates
 from .links import fetch_latency_s, message_rates
+from .table import DTYPES, TableTiming, measured_table
 from .waiting import waited_s
 
 FIGURE_S = 0.4  # time for one figure
+SIZE_S = 0.04  # time for one size of the table of rates
 LEAST_S = 1e-7  # no clock here tells a shorter time from none
 MIB = 2**20
 MESSAGE_BYTES = 8 * MIB
 
 
-def steady_s(work: Callable[[], object], slice_s: float = FIGURE_S) -> float:
-    """Seconds of `work`: the first quartile of its runs in `slice_s`, at least three, after one warm-up.
+def steady_s(work: Callable[[], object], slice_s: float = FIGURE_S, least_runs: int = 3) -> float:
+    """Seconds of `work`: the first quartile of its runs in `slice_s`, at least `least_runs`, after one warm-up.
 
     Not the median, since other work of the machine can only make runs longer; time in which the thread waited for a
-    core does not count at all.
+    core does not count at all. The account of it is coarse: a run that seems to have waited for most of its time says
+    nothing, unless all do.
     """
     work()
-    times: list[float] = []
+    times: list[tuple[bool, float]] = []
     end = time.perf_counter() + slice_s
-    while len(times) < 3 or time.perf_counter() < end:
+    while len(times) < least_runs or time.perf_counter() < end:
         waited_before_s, start = waited_s(), time.perf_counter()
         work()
         took_s = time.perf_counter() - start
-        times.append(max(took_s - (waited_s() - waited_before_s), LEAST_S))
-    return sorted(times)[len(times) // 4]
-
-
-def matmul_flops(dtype: torch.dtype, tokens: int = 256, width: int = 256) -> float:
-    """FLOP/s of the three products of a linear layer of `width` to four times as many features: forward, and the
-    gradients of its input and its weight."""
-    value, weight = torch.randn(tokens, width).to(dtype), torch.randn(4 * width, width).to(dtype)
-    gradient = torch.randn(tokens, 4 * width).to(dtype)
-    products: tuple[Callable[[], object], ...] = (
-        lambda: torch.nn.functional.linear(value, weight),
-        lambda: torch.mm(gradient, weight),
-        lambda: torch.mm(gradient.t(), value),
-    )
-    total_s = sum(steady_s(product, FIGURE_S / len(products)) for product in products)
-    return len(products) * 2 * tokens * width * 4 * width / total_s
-
-
-def pointwise_bandwidth(num_bytes: int = MIB) -> float:
-    """Bytes per second that the ops between matrix products read and write, on activations of usual size.
-
-    A mix of ops, because on a CPU memory does not bound all of them: softmax and GELU reach a tenth of a copy's rate.
-    """
-    value = torch.randn(num_bytes // 4096, 1024)
-    functional = torch.nn.functional
-
-    def mix() -> None:
-        normal = functional.layer_norm(value, (1024,))
-        active = functional.gelu(normal, approximate="tanh")
-        total = normal + active
-        (total * torch.softmax(total, -1)).t().contiguous()
-
-    return 14 * num_bytes / steady_s(mix)  # each reads one or two tensors and writes one
+        own_s = took_s - (waited_s() - waited_before_s)
+        is_disturbed = own_s < took_s / 2
+        times.append((is_disturbed, max(took_s / 2 if is_disturbed else own_s, LEAST_S)))
+    quiet = sorted(own_s for is_disturbed, own_s in times if not is_disturbed) or sorted(s for _, s in times)
+    return quiet[len(quiet) // 4]
 
 
 def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
@@ -107,17 +82,23 @@ def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
     return num_params / steady_s(optimizer.step)
 
 
+def rate_table(overhead_s: float) -> dict[str, Any]:
+    """The table of rates of this process's threads."""
+    timing = TableTiming(
+        torch.device("cpu"), lambda work: steady_s(work, SIZE_S, 5), overhead_s, sizes=(128, 256, 512, 1024),
+        lengths=(128, 512, 1024), head_sizes=(64, 128), heads=2, tokens=512, tensor_bytes=(MIB // 16, MIB, 16 * MIB),
+    )  # fmt: skip
+    return measured_table(timing, tuple(DTYPES), ("flash",))
+
+
 def measure_cpu(disk_directories: Sequence[str], store: dist.Store) -> dict[str, Any]:
     """All rates of this process's device, in step with the other ranks; the disks on rank 0 only. `store`: where ranks
     0 and 1 meet to exchange messages."""
-    tasks: dict[str, Callable[[], float]] = {
-        "fp32": lambda: matmul_flops(torch.float32),
-        "bf16": lambda: matmul_flops(torch.bfloat16),
-        "fp16": lambda: matmul_flops(torch.float16),
-        "memory": pointwise_bandwidth,
+    tasks: dict[str, Callable[[], Any]] = {
+        "op_overhead_s": call_overhead_s,
+        "rates": lambda: rate_table(rates["op_overhead_s"]),
         "copy": copy_bandwidth,
         "copy_latency_s": fetch_latency_s,
-        "op_overhead_s": call_overhead_s,
         "adamw": adamw_params_per_s,
     }
     rates: dict[str, Any] = {}

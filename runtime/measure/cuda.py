@@ -1,4 +1,4 @@
-"""Timing what CUDA devices do: matrix products, their memory, pinned copies alone and together, peers.
+"""TableTiming what CUDA devices do: matrix products, their memory, pinned copies alone and together, peers.
 
 Run as `python -m penstock.runtime.measure.cuda GROUPS [DIRECTORY ...]` where GROUPS is a JSON list with the device
 indices under each root complex. Prints one line of JSON. A process of its own, so that the caller keeps no context.
@@ -16,9 +16,15 @@ import torch
 
 from .cpu import MIB, adamw_params_per_s, copy_bandwidth
 from .disks import disk_rates
+from .table import BACKENDS, DTYPES, TableTiming, measured_table
 
 KERNELS_S = 0.3
+SIZE_S = 0.05  # time for one size of the table of rates
 COPY_BYTES = 256 * MIB
+TABLE_SIZES: dict[str, Any] = {
+    "sizes": (512, 1024, 2048, 4096, 8192), "lengths": (512, 2048, 8192), "head_sizes": (64, 128), "heads": 16,
+    "tokens": 16384, "tensor_bytes": (4 * MIB, 64 * MIB),
+}  # fmt: skip
 
 
 def mean_s(work: Callable[[], object], device: int, slice_s: float = KERNELS_S) -> float:
@@ -58,28 +64,28 @@ def alone_s(work: Callable[[], object], device: int, repeats: int = 50) -> float
         return sorted(times)[repeats // 4]
 
 
-def matmul_flops(device: int, dtype: torch.dtype, size: int = 4096) -> float:
-    """FLOP/s of a square matrix product."""
-    left, right = (torch.randn(size, size, device=f"cuda:{device}").to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return 2 * size**3 / mean_s(lambda: torch.mm(left, right, out=out), device)
+def rate_table(device: int, overhead_s: float) -> dict[str, Any]:
+    """The table of rates of one GPU."""
+    here = torch.device("cuda", device)
+    timing = TableTiming(here, lambda work: mean_s(work, device, SIZE_S), overhead_s, **TABLE_SIZES)
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    return measured_table(timing, [name for name in DTYPES if has_bf16 or name != "bf16"], tuple(BACKENDS))
 
 
-def measure_device(device: int) -> dict[str, float]:
+def measure_device(device: int) -> dict[str, Any]:
     """Rates of one GPU that has its links to itself."""
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     twin, pinned = torch.empty_like(here), torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     few, few_pinned = here[:64], pinned[:64]
     element = torch.ones(8, device=f"cuda:{device}")
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16}
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        dtypes["bf16"] = torch.bfloat16
-    return {name: matmul_flops(device, dtype) for name, dtype in dtypes.items()} | {
+    overhead_s = mean_s(lambda: element.mul_(1.0), device, 0.05)
+    return {
+        "op_overhead_s": overhead_s,
+        "rates": rate_table(device, overhead_s),
         "memory": 2 * COPY_BYTES / mean_s(lambda: twin.copy_(here), device),
         "h2d": COPY_BYTES / mean_s(lambda: here.copy_(pinned, non_blocking=True), device),
         "d2h": COPY_BYTES / mean_s(lambda: pinned.copy_(here, non_blocking=True), device),
         "copy_latency_s": alone_s(lambda: few.copy_(few_pinned, non_blocking=True), device),
-        "op_overhead_s": mean_s(lambda: element.mul_(1.0), device, 0.05),
     }
 
 

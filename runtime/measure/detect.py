@@ -290,27 +290,65 @@ def _set_disks(document: dict[str, Any], measured: list[dict[str, float]]) -> No
 
 
 def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
+    """Rates of the document's devices, all at once, and those of one device with all cores."""
     devices, host = document["devices"], document["hosts"][0]
-    threads, world = devices[0]["threads"], str(len(devices))
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        ranks = [[str(rank), world, str(threads), rendezvous, *directories] for rank in range(len(devices))]
-        reports = run_children("cpu", ranks, threads)
-    for device, rates in zip(devices, reports, strict=True):
-        device |= {
-            "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16")}, "achieved_fraction": 1.0,
-            "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["copy"], "d2h_bandwidth": rates["copy"],
-            "link_latency_s": rates["copy_latency_s"], "op_overhead_s": rates["op_overhead_s"],
-        }  # fmt: skip
+    threads, cores = devices[0]["threads"], host["cpu_cores"]
+    reports = _timed_cpus(len(devices), threads, directories)
+    by_threads = {threads: _common_rates(reports, threads)}
+    if cores not in by_threads:
+        by_threads[cores] = _common_rates(_timed_cpus(1, cores, []), cores)
+    for device, report in zip(devices, reports, strict=True):
+        device |= _common_rates([report], threads) | {"achieved_fraction": 1.0}
     copies = sum(rates["copy"] for rates in reports)
     host |= {
         "dram_bandwidth": 2 * copies,
         "root_complexes": [{"bandwidth_up": copies, "bandwidth_down": copies}],
         "optimizer_params_per_s": sum(rates["adamw"] for rates in reports),
+        "cpu_rates": list(by_threads.values()),
     }
     if "link" in reports[0]:
         host |= {"nvlink_bandwidth": reports[0]["link"], "nvlink_latency_s": reports[0]["link_latency_s"]}
     _set_disks(document, reports[0]["disks"])
+
+
+def _timed_cpus(count: int, threads: int, directories: list[str]) -> list[dict[str, Any]]:
+    """The reports of `count` devices of `threads` threads that are timed at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        ranks = [[str(rank), str(count), str(threads), rendezvous, *directories] for rank in range(count)]
+        return run_children("cpu", ranks, threads)
+
+
+def _common_rates(reports: list[dict[str, Any]], threads: int) -> dict[str, Any]:
+    """What each of equal devices reaches: the mean of their reports."""
+    table, copy = mean_of([report["rates"] for report in reports]), mean_of([report["copy"] for report in reports])
+    return {
+        "threads": threads,
+        "peak_flops": _highest(table),
+        "memory_bandwidth": sorted(table["pointwise"].values())[len(table["pointwise"]) // 2],
+        "h2d_bandwidth": copy, "d2h_bandwidth": copy,
+        "link_latency_s": mean_of([report["copy_latency_s"] for report in reports]),
+        "op_overhead_s": mean_of([report["op_overhead_s"] for report in reports]),
+        "rates": {"source": f"measured with {len(reports)} devices of {threads} threads at once", **table},
+    }  # fmt: skip
+
+
+def _highest(table: dict[str, Any]) -> dict[str, float]:
+    """The highest measured FLOP/s of each dtype, which is all that is known of a device's peak."""
+    curves = [(dtype, curve) for dtype, curve in table["products"].items()]
+    curves += [(d, row[way]) for row in table["attention"] for d in row["dtypes"] for way in ("forward", "backward")]
+    return {dtype: max(max(curve.values()) for name, curve in curves if name == dtype) for dtype in table["products"]}
+
+
+def mean_of(reports: list[Any]) -> Any:
+    """The mean of equal documents, number by number; a size that one of them lacks is left out."""
+    first = reports[0]
+    if isinstance(first, dict):
+        keys = [key for key in first if all(key in report for report in reports)]
+        return {key: mean_of([report[key] for report in reports]) for key in keys}
+    if isinstance(first, list):
+        return [mean_of(list(rows)) for rows in zip(*reports, strict=True)]
+    return first if isinstance(first, str) else _four_digits(str(sum(reports) / len(reports)))
 
 
 def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
@@ -320,8 +358,9 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
         groups[device["root_complex"]].append(index)
     (report,) = run_children("cuda", [[json.dumps(groups), *directories]], host["cpu_cores"])
     for device, rates in zip(devices, report["devices"], strict=True):
+        table = {"source": "measured", **rates["rates"]}
         device |= {
-            "peak_flops": {dtype: rates[dtype] for dtype in ("fp32", "bf16", "fp16") if dtype in rates},
+            "peak_flops": _highest(table), "rates": table,
             "achieved_fraction": 1.0, "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["h2d"],
             "d2h_bandwidth": rates["d2h"], "link_latency_s": rates["copy_latency_s"],
             "op_overhead_s": rates["op_overhead_s"],

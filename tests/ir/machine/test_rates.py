@@ -238,3 +238,53 @@ def test_a_device_twice_as_fast_has_a_table_twice_as_fast() -> None:
         }
     )  # fmt: skip
     assert seconds(mix, fast) == pytest.approx(seconds(mix, here) / 2)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def measured_host() -> Hardware:
+    """Four cores as two devices, measured with one, two and four threads."""
+    rates = [
+        {
+            "threads": threads, "peak_flops": {"fp32": 1e11 * speed}, "memory_bandwidth": 1e10 * speed,
+            "h2d_bandwidth": 5e9, "d2h_bandwidth": 5e9, "link_latency_s": 1e-5, "op_overhead_s": 4e-6,
+            "rates": {"source": "made up", "products": {"fp32": {64: 1e10, 512: 1e11 * speed}}},
+        }
+        for threads, speed in ((1, 0.5), (2, 1.0), (4, 1.6))
+    ]  # fmt: skip
+    document = Hardware.cpu(2, threads=2).model_dump()
+    document["hosts"][0] |= {"cpu_rates": rates, "cpu_cores": 4}
+    document["devices"] = [device | rates[1] | {"achieved_fraction": 1.0} for device in document["devices"]]
+    return Hardware.model_validate(document)
+
+
+@pytest.mark.parametrize(("count", "threads", "peak"), [(1, 4, 1.6e11), (2, 2, 1e11), (4, 1, 0.5e11), (8, 1, 0.5e11)])
+def test_devices_have_the_rates_of_the_threads_that_they_get(count: int, threads: int, peak: float) -> None:
+    changed = measured_host().with_(num_devices=count)
+    assert changed.num_devices == count
+    for each in changed.devices:
+        assert (each.threads, each.peak_flops["fp32"]) == (threads, peak)
+        assert each.rates is not None and each.rates.highest("fp32") == peak
+        assert each.memory_bandwidth == pytest.approx(peak / 10)
+
+
+def test_threads_that_were_not_measured_scale_the_nearest_rates() -> None:
+    three = measured_host().with_(num_devices=1, threads=3).devices[0]
+    assert three.threads == 3 and three.peak_flops["fp32"] == pytest.approx(0.75 * 1.6e11)
+
+
+def test_figures_that_are_given_beside_the_number_of_devices_stand() -> None:
+    one = measured_host().with_(num_devices=1, memory_bandwidth="7GB/s", achieved_fraction=0.5).devices[0]
+    assert (one.memory_bandwidth, one.threads, one.rates) == (7e9, 4, None)
+    assert one.achieved_flops("fp32") == pytest.approx(0.8e11)
+
+
+def test_a_measured_host_survives_a_file(tmp_path: Path) -> None:
+    measured_host().save(tmp_path / "machine.yaml")
+    assert Hardware.load(tmp_path / "machine.yaml") == measured_host()
+
+
+def test_without_measured_rates_another_number_of_devices_changes_no_threads() -> None:
+    plain = Hardware.cpu(2, threads=2).with_(num_devices=1)
+    assert plain.devices[0] == Hardware.cpu(2, threads=2).devices[0]

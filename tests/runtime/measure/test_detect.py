@@ -192,10 +192,13 @@ def test_gpus_are_described_with_their_slots_and_datasheets(three_gpus: None) ->
 
 def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device has its own rates, the host their sums; the first one reports the link."""
-    rates = {"fp32": 1e11, "bf16": 2e11, "fp16": 1e10, "memory": 10e9, "copy_latency_s": 1e-6, "op_overhead_s": 2e-6}
-    first = rates | {"copy": 4e9, "adamw": 1e8, "link": 1e9, "link_latency_s": 3e-5, "disks": []}
-    second = rates | {"memory": 11e9, "copy": 5e9, "adamw": 2e8, "link": 2e9, "link_latency_s": 4e-5, "disks": []}
-    document = {"devices": [{"threads": 1}, {"threads": 1}], "hosts": [{"ssds": []}]}
+    products = {"fp32": {"512": 1e11}, "bf16": {"512": 2e11}, "fp16": {"512": 1e10}}
+    table = {"products": products, "attention": [], "pointwise": {"2000000": 10e9}}
+    rates = {"rates": table, "copy_latency_s": 1e-6, "op_overhead_s": 2e-6, "disks": []}
+    first = rates | {"copy": 4e9, "adamw": 1e8, "link": 1e9, "link_latency_s": 3e-5}
+    second = rates | {"copy": 5e9, "adamw": 2e8, "link": 2e9, "link_latency_s": 4e-5}
+    second["rates"] = table | {"pointwise": {"2000000": 11e9}}
+    document = {"devices": [{"threads": 1}, {"threads": 1}], "hosts": [{"ssds": [], "cpu_cores": 1}]}
     monkeypatch.setattr(detect, "run_children", lambda module, arguments, threads: [first, second])
     detect._measure_cpus(document, [])
     assert [device["memory_bandwidth"] for device in document["devices"]] == [10e9, 11e9]
@@ -207,7 +210,9 @@ def test_measured_cpu_devices_add_up_to_their_host(monkeypatch: pytest.MonkeyPat
 
 def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
-    figures = {"fp32": 30e12, "fp16": 60e12, "bf16": 61e12, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
+    products = {dtype: {"4096": rate} for dtype, rate in (("fp32", 30e12), ("fp16", 60e12), ("bf16", 61e12))}
+    table = {"products": products, "attention": [], "pointwise": {"100000000": 700e9}}
+    figures = {"rates": table, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3, "down": [24.5e9, 12e9],
         "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
@@ -225,6 +230,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert hardware.source.endswith("; all rates measured")
     device, host = hardware.devices[1], hardware.hosts[0]
     assert device.achieved_flops("bf16") == 61e12
+    assert device.rates is not None and device.rates.products["fp16"] == ((4096.0, 60e12),)
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
     assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
