@@ -11,7 +11,14 @@ import torch
 import penstock
 from penstock.errors import PassError, PlanError
 from penstock.tests.compiler.eager_baseline import zoo_case
-from penstock.tests.compiler.job.every_optimizer_job import STRATEGIES, Case, assert_same, train_eagerly, train_job
+from penstock.tests.compiler.job.every_optimizer_job import (
+    STRATEGIES,
+    Case,
+    Trained,
+    assert_same,
+    train_eagerly,
+    train_job,
+)
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER
 from penstock.tests.runtime.ssd.on_disk import directories
 
@@ -67,6 +74,40 @@ def test_whole_parameters_are_not_cut_in_pieces() -> None:
             model, penstock.Hardware.cpu(num_devices=2), example_inputs=batch, optimizer=MUON_AND_ADAMW.optimizer,
             param_groups=MUON_AND_ADAMW.param_groups, strategy="zero3-offload", micro_batches=4,
         )  # fmt: skip
+
+
+def test_shards_of_groups_with_elementwise_optimizers() -> None:
+    """Gradients of two lanes are added up in another order than those of one batch: a few bits of fp32."""
+    model, batch = zoo_case("mlp")
+    adagrad = partial(torch.optim.Adagrad, lr=0.05, foreach=True)
+    case = Case(partial(torch.optim.SGD, lr=0.05, foreach=True), {("*.weight",): adagrad})
+    want = train_eagerly(model, batch, case, steps=3)
+    job = penstock.compile(
+        model, penstock.Hardware.cpu(num_devices=2), example_inputs=batch, optimizer=case.optimizer,
+        param_groups=case.param_groups, strategy="zero3-offload", micro_batches=2,
+    )  # fmt: skip
+    with job:
+        losses = [float(job.step(batch)) for _ in range(3)]
+        interface = job.folder.interface
+        assert interface.shards == 2
+        for spec in interface.stages.values():
+            weights = [p for p in spec.params if p.name.endswith(".weight")]
+            assert interface.state_bytes(spec) == sum(4 * p.numel for p in weights)
+            assert interface.state_bytes(spec.shard(2)) == sum(4 * -(-p.numel // 2) for p in weights)
+        assert_same(Trained(losses, job.state_dict()), want, rel=1e-5)
+
+
+def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
+    """In fp32 precision a model keeps its own types, and the optimizer steps these: AdamW then has bf16 states."""
+    model, batch = zoo_case("gpt2")
+    model, case = model.to(torch.bfloat16), Case(ADAMW)
+    want = train_eagerly(model, batch, case, steps=3)
+    assert_same(train_job(model, batch, case, 3, "ssd", directories(tmp_path)[0], resume_at=2), want)
+    job = penstock.compile(
+        model, penstock.Hardware.cpu(), example_inputs=batch, optimizer=ADAMW, strategy="mobius", micro_batches=1
+    )
+    stages = job.folder.interface.stages.values()
+    assert sum(map(job.folder.interface.state_bytes, stages)) == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_refusals_say_what_would_work() -> None:
