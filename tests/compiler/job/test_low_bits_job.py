@@ -68,13 +68,10 @@ def test_a_step_that_is_undone_and_clipped_leaves_no_trace(name: str, precision:
     """Speculative steps on SSD, each done again, against those that wait for the norm."""
     model, batch = zoo_case("gpt2")
     exact = STRATEGIES["ssd"].replace("speculative", "exact")
-    runs = [
-        train_job(
-            model, batch, CASES[name], 3, "ssd", directories(tmp_path / str(index))[0], max_norm=0.05,
-            precision=precision, strategy=strategy,
-        )
-        for index, strategy in enumerate((exact, STRATEGIES["ssd"]))
-    ]  # fmt: skip
+    runs = []
+    for strategy, disk in zip((exact, STRATEGIES["ssd"]), directories(tmp_path, 2)):
+        options = {"max_norm": 0.05, "precision": precision, "strategy": strategy}
+        runs.append(train_job(model, batch, CASES[name], 3, "ssd", disk, **options))
     assert_same(runs[0], runs[1])
 
 
