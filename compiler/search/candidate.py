@@ -160,6 +160,7 @@ class Candidate:
         parts += ["activations chosen"] if self.moves_activations else []
         parts += ["none held"] if shard is not None and not shard.hold else []
         parts += ["optimizer overlapped"] if self.tiering.overlap and not self.uses_ssd else []
+        parts += [pass_text(p, short=True) for p in self.graph_passes if p not in PLAIN.graph_passes]
         return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
 
     def title(self, count: int) -> str:

@@ -24,6 +24,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
+from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.split_vocabulary import SplitVocabulary
 from ...passes.memory.insert_fetch import InsertFetch
 from ..strategies import STRATEGIES
@@ -34,6 +35,7 @@ from .compiled import CompiledCandidate
 from .layouts import LayoutEstimate, estimates, varied
 from .trial import Pruned, Skipped, Trial, errors_of, smallest_step
 
+AGAIN = RecomputePointwise()
 LEADERS = 3  # partitions whose schedules and tiers are tried
 MOST_LAYOUTS, BEST_LAYOUTS = 10, 2  # layouts of a fleet that are looked at, and of these that are swept
 LAYOUTS_SHARE = 0.6  # of the time, for looking at layouts
@@ -161,8 +163,10 @@ class Sweep(Attempts):
     def bases(self) -> list[Candidate]:
         """The candidates that others are made from; each is used only where nothing made from the one before fits."""
         if not self.has_ssds:
-            return self.with_parts([PLAIN, LEAVING])
-        return self.with_parts([RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR])
+            usual = [PLAIN, LEAVING]
+        else:
+            usual = [RESERVOIR] if self.wishes.beyond_dram_bytes > 0 else [PLAIN, RESERVOIR]
+        return self.with_parts([*usual, *(base.over(*base.graph_passes, AGAIN) for base in usual)])
 
     def with_parts(self, candidates: list[Candidate]) -> list[Candidate]:
         """The candidates, and after them, where a table is large for a device, the same with its rows in parts."""
@@ -195,6 +199,7 @@ class Sweep(Attempts):
         self.look(count, [row.candidate.with_(mapping) for mapping in maps for row in self.leaders(count)[:1]])
         for row in self.leaders(count)[:1]:
             self.other_tiers(row)
+        self.look(count, self.computed_again(count))
         self.hybrids(count)
         if not self.is_late and not self.base.is_shared:
             self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
@@ -206,6 +211,15 @@ class Sweep(Attempts):
             self.look(count, [row.candidate.with_(schedule).swapped(swap) for schedule, swap in options])
         self.like_the_best(count, cuts, maps)
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
+        self.look(count, self.computed_again(count))
+
+    def computed_again(self, count: int) -> list[Candidate]:
+        """The best candidate with pointwise results computed again, or without; none where everything is kept."""
+        best = self.best_candidate
+        if self.best is None or self.best.count != count or self.trial_of(count, best).keeps_all:
+            return []
+        others = [p for p in best.graph_passes if p != AGAIN]
+        return [best.over(*others) if AGAIN in best.graph_passes else best.over(*others, AGAIN)]
 
     def named(self) -> list[Candidate]:
         """The strategies that train as plain PyTorch does."""
