@@ -47,6 +47,7 @@ class Prediction(BaseModel):
     arena_bytes: list[int]  # per device, part of its peak
     parts: dict[str, dict[str, int]] = {}  # a host's memory -> purpose -> bytes at the memory's peak in a step
     loading_bytes: dict[str, int] = {}  # a host's DRAM -> all its bytes while weights are loaded
+    copied_bytes: dict[str, int] = {}  # memory -> bytes that are copied inside it, so that steps may be undone
     bound_s: float = 0.0  # no plan for this machine with the same number of micro-batches takes less
     bound_by: str = ""
 
@@ -101,7 +102,8 @@ class Decisions(BaseModel):
     ssd: OnSsd = OnSsd()
     optimizer: dict[str, MemoryName]  # stage -> tier of its states; with resident weights it is stepped there
     staleness: dict[str, Annotated[int, Field(ge=0)]] = {}  # asynchronous stage -> updates that its forward lacks
-    clipping: Literal["", "exact", "speculative"] = ""  # of an overlapping optimizer; "" where it needs no norm
+    # Of an overlapping optimizer; "" where it needs no norm; a list: the stages that are stepped before it is known.
+    clipping: Literal["", "exact", "speculative"] | list[str] = ""
 
 
 class Plan(BaseModel):

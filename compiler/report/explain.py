@@ -17,6 +17,7 @@ from ...runtime.simulate import Timeline, simulate
 from ..coupling import fact_lines
 from ..pipeline import PassRecord
 from ..plan import Plan
+from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
 from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
@@ -74,7 +75,10 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         )
     if decisions.staleness:
         lines += _staleness(decisions.staleness)
-    if decisions.clipping:
+    if isinstance(decisions.clipping, list):
+        part = f"{len(decisions.clipping)} of {len(decisions.stages)} "
+        lines.append(f"  {part}{CLIPPING['speculative']}")
+    elif decisions.clipping:
         lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
 
@@ -120,6 +124,7 @@ def _prediction(plan: Plan, hardware: Hardware) -> str:
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrapped(f"{begin}: ", held) if held else [begin]
     lines += _own_copies(hardware)
+    lines += _copies(p.copied_bytes, hardware)
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
     lines += _wrapped("  moved a step: ", moved or ["nothing"])
     lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
@@ -134,6 +139,17 @@ def _own_copies(hardware: Hardware) -> Iterator[str]:
         if num_bytes:
             begin = f"  {memory:6} your own copy of the model {format_bytes(num_bytes)}, which its budget leaves out"
             yield from _wrapped(f"{begin}: ", ["on the meta device with weights=DIRECTORY it takes nothing"])
+
+
+def _copies(copied_bytes: Mapping[str, int], hardware: Hardware) -> Iterator[str]:
+    """What steps that may be undone copy first: its bytes are `undo` among those of the memory."""
+    for memory, num_bytes in copied_bytes.items():
+        own = hardware.device_by_name.get(memory)
+        rate = own.memory_bandwidth if own else hardware.hosts[host_of(memory)].dram_bandwidth
+        yield (
+            f"  {memory:6} {format_bytes(num_bytes)} copied a step, so that updates may be undone: at least "
+            f"{format_seconds(2 * num_bytes / rate)}"
+        )
 
 
 def wear_text(wear: Wear) -> list[str]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ...ir.program import profile_memory, shown
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ...ir import ops
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Program, profile_memory, shown, work_of
 from ...passes.draft import Draft
 from ...runtime.simulate import Timeline
 from ..pipeline import pipeline_text
@@ -42,6 +47,7 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
         budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
         parts={need.memory: need.parts for need in needs},
         loading_bytes={need.memory: need.loading_bytes for need in needs if need.loading_bytes},
+        copied_bytes=copied_bytes(programs, hardware),
         moved_bytes={link: moved for link, moved in timeline.moved_bytes.items() if moved},
         busy={
             f"{hardware.devices[d].name} {stream}": share for (d, stream), share in timeline.busy_share.items() if share
@@ -51,3 +57,14 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
         bound_s=bound.seconds,
         bound_by=bound.by,
     )
+
+
+def copied_bytes(programs: Sequence[Program], hardware: Hardware) -> dict[str, int]:
+    """The bytes that a step copies inside each memory before updates that may be undone."""
+    found: dict[str, int] = defaultdict(int)
+    for program in programs:
+        device = hardware.devices[program.device]
+        for work in (work_of(program, node) for node in program.ops() if node.target is ops.step):
+            memory = device.name if work.workspace_memory == ops.DEVICE else f"{work.workspace_memory}{device.host}"
+            found[memory] += work.copied_bytes
+    return {memory: num_bytes for memory, num_bytes in found.items() if num_bytes}

@@ -49,11 +49,11 @@ class Work:
     """What one op occupies: a stream, and an amount of exactly one resource.
 
     `flops` and `traffic_bytes` for computation, `moved_bytes` with `source` and `target` for transfers ("device",
-    "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. `workspace_bytes` of
-    `workspace_memory` are held while the op runs. `tag` and `peer` match a send with its receive. `group` is that of a
-    collective, whose `moved_bytes` are those of the whole value; this goes round the ring of members `rounds` times. A
-    `hierarchical` collective runs once between hosts, among the members at the same place on each, and once inside
-    each host (MiCS 3.3).
+    "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. An update that may be undone first
+    copies `copied_bytes` inside their memory. `workspace_bytes` of `workspace_memory` are held while the op runs. `tag`
+    and `peer` match a send with its receive. `group` is that of a collective, whose `moved_bytes` are those of the
+    whole value; this goes round the ring of members `rounds` times. A `hierarchical` collective runs once between
+    hosts, among the members at the same place on each, and once inside each host (MiCS 3.3).
     """
 
     stream: str
@@ -64,6 +64,7 @@ class Work:
     source: str = ""
     target: str = ""
     params: int = 0
+    copied_bytes: int = 0
     workspace_bytes: int = 0
     workspace_memory: str = DEVICE
     peer: int = -1

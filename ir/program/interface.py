@@ -98,6 +98,15 @@ class Interface:
         """Bytes of a buffer for a stage's weights and, after them, its masters and states."""
         return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
+    def copied_to_undo(self, spec: StageSpec, states: str = "") -> int:
+        """Bytes that a speculative step copies before it changes them: master weights and optimizer states. `states`:
+        the kind of value in which these come from SSD. Their file has a second slot, so of such a stage at most weights
+        that lie in DRAM and are the masters are copied."""
+        if states:
+            return 0 if self.master or states == "all" else spec.weight_bytes
+        weights = sum(param.bytes for param in spec.params if param.requires_grad)  # which are stepped without masters
+        return self.state_bytes(spec) + (self.master_bytes(spec) or weights)
+
     def masters_say_all(self, spec: StageSpec) -> bool:
         """Whether all weights follow from masters; a frozen parameter has no master, so its weight must be read."""
         return self.master and all(param.requires_grad for param in spec.params)

@@ -20,7 +20,6 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from ..errors import BudgetExceeded
-from ..precision import MASTER_BYTES
 from ..units import format_bytes
 from .first_fit import FirstFit
 from .interface import Interface
@@ -98,10 +97,10 @@ def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Pers
         own["states"] += states
         if home.undo and home.states == ops.SSD:
             own["undo"] += masters + states + (spec.weight_bytes if home.weights == ops.SSD else 0)
-            if home.weights == ops.DRAM and not interface.master:  # the weights are the masters
-                where[ops.DRAM]["undo"] += spec.weight_bytes
+            kind = "all" if home.weights == ops.SSD else "states"
+            where[ops.DRAM]["undo"] += interface.copied_to_undo(spec, kind)
         elif home.undo:
-            own["undo"] += states + MASTER_BYTES * spec.trained_params
+            own["undo"] += interface.copied_to_undo(spec)
     return Persistent(where[ops.DEVICE], where[ops.DRAM], where[ops.SSD])
 
 

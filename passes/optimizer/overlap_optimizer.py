@@ -7,13 +7,16 @@ while the next is stepped. DRAM decides the number of buffers of states, and whe
 
 Clipping, and the loss scale of fp16, need the norm of all gradients. `exact` steps everything after the norm, with
 reads, steps and writes still overlapping. `speculative` steps as if nothing had to be clipped and undoes that where the
-norm says otherwise (SuperOffload: step, validate, roll back). Both keep all gradients in DRAM until the norm is known.
+norm says otherwise (SuperOffload: step, validate, roll back). Before such a step of a stage in DRAM its masters and
+states are copied, for which the CPU has time only while it waits for gradients: often it is best for a part of the
+stages, those whose gradients come first. All gradients stay in DRAM until the norm is known.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,6 +34,8 @@ from .timing import Timing, Updates, updates_of
 from .updates import write_updates
 
 WORTH = 1.01  # speculation that is faster by less is not worth what a clipped step costs
+PARTS = (1 / 4, 1 / 8)  # steps towards the best share of the stages
+Clipping = str | list[str]
 CLIPS = ("auto", "exact", "speculative")
 TIMINGS = (Timing(1, 3), Timing(1, 2), Timing(0, 2), Timing(1, 1), Timing(0, 1))  # gradients are smaller than states
 
@@ -38,7 +43,7 @@ TIMINGS = (Timing(1, 3), Timing(1, 2), Timing(0, 2), Timing(1, 1), Timing(0, 1))
 @dataclass(frozen=True)
 class OverlapOptimizer(Pass):
     """`overlap`: false steps everything after the last backward, for comparison. `clip`: see above; auto takes the
-    faster of those that fit."""
+    fastest of those that fit, which may be speculative for some stages alone."""
 
     name: ClassVar[str] = "overlap-optimizer"
     needs: ClassVar[tuple[str, ...]] = ("programs", "tiers")
@@ -57,8 +62,8 @@ class OverlapOptimizer(Pass):
             )
 
     def plan(self, draft: Draft) -> dict[str, Any]:
-        """`optimizer`: the memory of each stage's states; `clipping`: "exact", "speculative", or "" where the norm is
-        not needed."""
+        """`optimizer`: the memory of each stage's states; `clipping`: "exact", "speculative", the stages for which it
+        is speculative, or "" where the norm is not needed."""
         where = stepped_where(draft)
         return {"optimizer": where, "clipping": self._clipping(draft, self._updates(draft, where))}
 
@@ -67,10 +72,14 @@ class OverlapOptimizer(Pass):
         require_where(where, stepped_where(draft))
         updates = self._updates(draft, where)
         allowed = ("",) if updates.max_norm is None else CLIPS[1:] if self.overlap else CLIPS[1:2]
-        if clipping not in allowed:
+        if isinstance(clipping, list):
+            unknown = [stage for stage in clipping if stage not in where]
+            if unknown:
+                raise PassError(f"clipping names {unknown[0]!r}; the stages are {', '.join(where)}")
+        if ("speculative" if isinstance(clipping, list) else clipping) not in allowed:
             named = " or ".join(repr(name) for name in allowed)
             raise PassError(f"clipping is {clipping!r}; with these options it is {named}")
-        updates = replace(updates, speculative=clipping == "speculative")
+        updates = as_decided(updates, clipping)
         write_updates(draft.programs, updates, choose_timings(draft, updates, TIMINGS))
         said = [draft.notes[self.name]] if self.name in draft.notes else []
         written = sum(written_bytes(program) for program in draft.programs)
@@ -80,27 +89,68 @@ class OverlapOptimizer(Pass):
     def _updates(self, draft: Draft, where: dict[str, str]) -> Updates:
         return replace(updates_of(draft, where), overlap=self.overlap)
 
-    def _clipping(self, draft: Draft, updates: Updates) -> str:
-        """The faster way to clip that fits; the draft's notes say what either takes."""
+    def _clipping(self, draft: Draft, updates: Updates) -> Clipping:
+        """The fastest way to clip that fits; the draft's notes say what each takes."""
         if updates.max_norm is None:
             return ""
-        early = replace(updates, speculative=True)
         if self.clip == "speculative":
             return self.clip
-        if self.clip == "exact" or not self.overlap or not self._early(early):
+        able = self._early(replace(updates, speculative=True))
+        if self.clip == "exact" or not self.overlap or not able:
             return "exact"
-        ways = {"exact": updates, "speculative": early}
-        took_s = {name: predicted_s(draft, way) for name, way in ways.items()}
-        fitting = {name: seconds for name, seconds in took_s.items() if seconds is not None}
-        best = min(fitting, key=lambda name: fitting[name] * (1 if name == "exact" else WORTH), default="exact")
-        said = [f"{name} clipping " + _takes(seconds) for name, seconds in took_s.items()]
-        redo = f"a step that is clipped takes {redo_s(draft, early):.4g} s more where that was speculative"
-        draft.notes[self.name] = "; ".join([f"clips {best}", *said, redo])
-        return best
+        found: dict[float, tuple[Clipping, float | None]] = {}  # share of the stages -> clipping, its step
+
+        def best(shares: Sequence[float]) -> float:
+            for share in shares:
+                if 0 <= share <= 1 and share not in found:
+                    clipping = clipping_of(draft, able, share)
+                    found[share] = clipping, predicted_s(draft, as_decided(updates, clipping))
+            fitting = {share: seconds for share, (_, seconds) in found.items() if seconds is not None}
+            return min(fitting, key=lambda share: fitting[share] * (WORTH if share else 1), default=0.0)
+
+        share = best((0.0, 1.0))
+        if any(updates.where[stage] == ops.DRAM for stage in able):  # each of these is copied before it is stepped
+            share = best((1 / 2,))
+            for width in PARTS:
+                share = best((share - width, share + width))
+        self._note(draft, updates, found, share)
+        return found[share][0]
+
+    def _note(
+        self, draft: Draft, updates: Updates, found: dict[float, tuple[Clipping, float | None]], share: float
+    ) -> None:
+        names = {0.0: "exact", 1.0: "speculative"}
+        said = [f"{name} clipping {_takes(found[at][1])}" for at, name in names.items()]
+        if share not in names:
+            chosen, seconds = found[share]
+            names[share] = f"speculative in {len(chosen)} of {len(updates.where)} stages"
+            said.append(f"in this part of the stages it {_takes(seconds)}")
+        again_s = redo_s(draft, as_decided(updates, found[share or 1.0][0]))
+        said.append(f"a step that is clipped takes {again_s:.4g} s more where that was speculative")
+        draft.notes[self.name] = "; ".join([f"clips {names[share]}", *said])
 
     def _early(self, updates: Updates) -> list[str]:
         """The stages that can be stepped before the norm is known."""
         return [s for s, memory in updates.where.items() if memory != ops.DEVICE and not updates.is_late(s)]
+
+
+def as_decided(updates: Updates, clipping: Clipping) -> Updates:
+    """The updates with this decision on clipping."""
+    early = frozenset(clipping) if isinstance(clipping, list) else None
+    return replace(updates, speculative=early is not None or clipping == "speculative", early=early)
+
+
+def clipping_of(draft: Draft, able: Collection[str], share: float) -> Clipping:
+    """The decision to clip speculatively for a share of each device's stages, those whose gradients come first."""
+    if share in (0.0, 1.0):
+        return "speculative" if share else "exact"
+    chosen: set[str] = set()
+    for program in draft.programs:
+        place = {node: i for i, node in enumerate(program.graph.nodes)}
+        grads = sorted(program.results().get("grads", []), key=lambda node: place[node])
+        mine = [stage for stage in (str(node.meta["type"].stage) for node in grads) if stage in able]
+        chosen |= set(mine[: math.ceil(share * len(mine))])
+    return [stage.spec.name for stage in draft.stages if stage.spec.name in chosen]
 
 
 def predicted_s(draft: Draft, updates: Updates) -> float | None:
@@ -147,7 +197,7 @@ def redo_s(draft: Draft, updates: Updates) -> float:
                 took_s[host] += kept / draft.lane_hardware.bandwidth(f"ssd{host}", f"dram{host}")
                 took_s[host] += kept / draft.lane_hardware.bandwidth(f"dram{host}", f"ssd{host}")
             else:
-                took_s[host] += 2 * kept / rates.dram_bandwidth
+                took_s[host] += 2 * interface.copied_to_undo(spec) / rates.dram_bandwidth
     return max(took_s.values())
 
 

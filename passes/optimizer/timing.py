@@ -27,7 +27,8 @@ class Updates:
     """What all programs of a draft have in common. `where`: per stage the memory of its states; `groups`: of tied
     parameters, and of the norm; `max_norm`: None where nothing is clipped; `scaled`: with a loss scale.
 
-    `overlap`: stages are stepped while the backward of others runs; `speculative`: also before the norm is known.
+    `overlap`: stages are stepped while the backward of others runs; `speculative`: also before the norm is known,
+    all of them or those in `early`.
     """
 
     where: Mapping[str, str]
@@ -36,6 +37,7 @@ class Updates:
     scaled: bool = False
     overlap: bool = True
     speculative: bool = False
+    early: frozenset[str] | None = None
 
     @property
     def tied(self) -> set[str]:
@@ -43,7 +45,10 @@ class Updates:
 
     def is_late(self, stage: str) -> bool:
         """Whether a swapped stage's step waits for what is known only after the last backward."""
-        return not self.overlap or stage in self.tied or (self.max_norm is not None and not self.speculative)
+        if not self.overlap or stage in self.tied:
+            return True
+        early = self.speculative and (self.early is None or stage in self.early)
+        return self.max_norm is not None and not early
 
 
 def updates_of(draft: Draft, where: Mapping[str, str]) -> Updates:

@@ -34,8 +34,9 @@ class StepResult:
     """What a program returned, on CPU: per name one tensor per micro-batch, empty lists on devices that return none.
 
     `report`: `seconds`, `busy_share` per stream (sends and receives include waiting for the other side), `moved_bytes`
-    per route ("dram0 -> gpu0"), `peak_bytes` per memory as accounted, `gradient_norm` (None if the program computes
-    none), `loss_scale` (None except in fp16), `skipped` (a step whose gradients were not finite).
+    per route ("dram0 -> gpu0"; "dram0 -> dram0" for copies that undo updates), `peak_bytes` per memory as accounted,
+    `gradient_norm` (None if the program computes none), `loss_scale` (None except in fp16), `skipped` (a step whose
+    gradients were not finite).
     """
 
     values: dict[str, list[Tensor]]
@@ -132,6 +133,8 @@ class DeviceSession:
         runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link)
         for account in self.state.memory.accounts.values():
             account.peak_bytes = account.live_bytes
+        for store in self.state.stores.values():
+            store.copied_bytes = 0
         start_s = time.perf_counter()
         for stream in runtime.streams.values():
             stream.begin()
@@ -211,6 +214,10 @@ class DeviceSession:
             if issue.moved_bytes and (op.transfers or not op.meets):
                 route = " -> ".join(route_of(issue, self.setup.hardware, self.spec))
                 moved[route] = moved.get(route, 0) + issue.moved_bytes
+        for store in self.state.stores.values():
+            if store.copied_bytes:
+                route = " -> ".join(2 * [names[store.home.weights]])
+                moved[route] = moved.get(route, 0) + store.copied_bytes
         return moved
 
     def _charge_kept(self, plan: Issues) -> None:

@@ -5,6 +5,7 @@
 - A collective: the `Rounds` of `collectives.py`, one run after another. In a run, all neighbours send at the same time,
   after the latency of the slowest hop times the number of rounds.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
+  An update that may be undone first copies what it changes.
 - Everything that CPU devices do also takes cores of their host (`cpu.py`).
 
 Activations, gradients, inputs and collectives (priority 0) go before weights and offloaded gradients (priority 1):
@@ -90,7 +91,7 @@ class CostModel:
         if work.stream == ops.COMPUTE:
             return Cost(self.compute_s(owner, work))
         if work.stream == ops.CPU and work.params:
-            return Cost(flows=((_optimizer(owner.host), work.params),))
+            return Cost(flows=((_optimizer(owner.host), work.params + self.copied_params(owner, work)),))
         if work.stream == ops.CPU:
             return Cost(flows=((_dram(owner.host), work.traffic_bytes),))
         return self.transfer(device, work, priority) if work.source else Cost()
@@ -100,11 +101,19 @@ class CostModel:
         if measured_s is not None:
             return measured_s + OWN_CALLS * owner.op_overhead_s
         calls = work.launches + OWN_CALLS
-        return owner.compute_s(work.flops, work.traffic_bytes, self.precision, calls, work.mix)
+        traffic_bytes = work.traffic_bytes + 2 * work.copied_bytes
+        return owner.compute_s(work.flops, traffic_bytes, self.precision, calls, work.mix)
+
+    def copied_params(self, owner: Device, work: ops.Work) -> float:
+        """The parameters that the host would update in the time of an update's copies, for which it has the same cores
+        and the same DRAM."""
+        host = self.hardware.hosts[owner.host]
+        return 2 * work.copied_bytes / host.dram_bandwidth * host.optimizer_params_per_s
 
     def update_s(self, owner: Device, work: ops.Work) -> float:
-        """An update by a CPU device."""
-        return update_s(owner, self.hardware, work.params) + (work.launches + OWN_CALLS) * owner.op_overhead_s
+        """An update by a CPU device, with the copies that undo it."""
+        copy_s = 2 * work.copied_bytes / owner.memory_bandwidth
+        return copy_s + update_s(owner, self.hardware, work.params) + (work.launches + OWN_CALLS) * owner.op_overhead_s
 
     def transfer(self, device: int, work: ops.Work, priority: int) -> Cost:
         path, latency_s = self.route(self.memory(device, work.source), self.memory(device, work.target))

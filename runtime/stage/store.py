@@ -83,6 +83,7 @@ class StageStore:
         self._bound = None if staged is None else staged.flat.data_ptr()
         self._before: Snapshot | None = None  # before a speculative step
         self._flat_before: Tensor | None = None
+        self.copied_bytes = 0  # for steps that may be undone, since the last step of the job began
 
     def _stage(self) -> Tensor:
         assert self._staging is not None and self.file is not None
@@ -108,8 +109,11 @@ class StageStore:
             self._step(grads, grads.factor, staged)
             return
         self._before = self.optimizer.snapshot(tensors=staged is None, into=self._before)
-        if staged is not None and not staged.masters:  # the weights in DRAM are the masters
+        if staged is None:
+            self.copied_bytes += self.optimizer.snapshot_bytes()
+        elif not staged.masters:  # the weights in DRAM are the masters
             self._flat_before = self.flat.clone() if self._flat_before is None else self._flat_before.copy_(self.flat)
+            self.copied_bytes += self.flat.nbytes
         self._step(grads, grads.times(speculative_factor), staged, preserve=True)
 
     def redo(self, grads: Grads, factor: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from penstock.ir import ops
 from penstock.ir.errors import DoesNotFit, PassError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import profile_memory
+from penstock.ir.program import profile_memory, work_of
 from penstock.ir.verify import verify
 from penstock.passes.base import Pass
 from penstock.passes.decisions import OnSsd
@@ -25,7 +25,14 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.memory.insert_ssd import InsertSsd
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
-from penstock.passes.optimizer.overlap_optimizer import OverlapOptimizer, written_bytes
+from penstock.passes.optimizer.overlap_optimizer import (
+    WORTH,
+    OverlapOptimizer,
+    as_decided,
+    clipping_of,
+    predicted_s,
+    written_bytes,
+)
 from penstock.passes.optimizer.timing import UNCLIPPED, Timing, updates_of
 from penstock.passes.optimizer.updates import slots, write_updates
 from penstock.passes.partition.partition_balanced import PartitionBalanced
@@ -398,3 +405,39 @@ def test_budgets_hold_or_the_plan_does_not_fit(
         return
     apply(draft, OverlapOptimizer(overlap=overlap), memory=overlap)
     verify(draft.programs)
+
+
+def test_a_part_of_the_stages_is_stepped_early_where_the_copies_of_all_take_too_long() -> None:
+    """What is stepped before the norm is copied first; those whose gradients come first have the time for it."""
+    wide = Hardware.preset("mobius-topo2+2").with_(memory="8MB")
+    host = wide.hosts[0]
+    bandwidth = wide.devices[0].d2h_bandwidth
+    slow = [host.model_copy(update={"dram_bandwidth": bandwidth, "optimizer_params_per_s": bandwidth / 60})]
+    hardware = Hardware.model_validate({**wide.model_dump(), "hosts": [h.model_dump() for h in slow]})
+    draft = draft_of(chain(12, 64), hardware, micro_batches=4, max_grad_norm=1.0)
+    apply(draft, *to_schedule(12), InsertRemat(swap=True), InsertFetch(swap=True))
+    names = [stage.spec.name for stage in draft.stages]
+    half = clipping_of(draft, names, 0.5)
+    assert isinstance(half, list) and 0 < len(half) < len(names)
+    last = [stages[-1].spec.name for d in range(4) if (stages := draft.stages_on(d))]
+    assert set(last) <= set(half)  # their gradients come first
+    assert clipping_of(draft, names, 0.0) == "exact" and clipping_of(draft, names, 1.0) == "speculative"
+    updates = updates_of(draft, dict.fromkeys(names, ops.DRAM))
+    took_s = {}
+    for clipping in ("exact", "speculative"):
+        took_s[clipping] = predicted_s(draft, as_decided(updates, clipping))
+    decision = OverlapOptimizer().plan(draft)
+    chosen_s = predicted_s(draft, as_decided(updates, decision["clipping"]))
+    assert chosen_s is not None and all(s is not None and chosen_s <= s * WORTH for s in took_s.values())
+    OverlapOptimizer().rewrite(draft, {**decision, "clipping": half})
+    early = [n.args[0] for p in draft.programs for n in p.ops() if n.kwargs.get("speculative")]
+    assert set(early) == set(half)
+    copies = sum(work_of(p, n).copied_bytes for p in draft.programs for n in p.ops() if n.target is ops.step)
+    assert copies == sum(profile_memory(p).persistent.dram["undo"] for p in draft.programs) > 0
+
+
+def test_a_list_of_early_stages_is_checked() -> None:
+    draft = ready(machine(), "states", micro_batches=1, max_grad_norm=1.0)
+    decision = OverlapOptimizer(clip="speculative").plan(draft)
+    with pytest.raises(PassError, match=r"clipping names 'stage9'; the stages are stage0"):
+        OverlapOptimizer().rewrite(draft, {**decision, "clipping": ["stage9"]})
