@@ -127,7 +127,8 @@ def _backward(
     if grads is not None and grads.group:
         raise ValueError("gradients that were scattered cannot grow")
     dinputs = tuple(tensor(i) for i in spec.inputs if i.requires_grad)
-    return (*dinputs, Value("grads", spec.grad_bytes, DEVICE, stage=stage))
+    num_bytes = ctx.interface.grad_bytes(stage, weights.spread)
+    return (*dinputs, Value("grads", num_bytes, DEVICE, stage=stage, spread=weights.spread))
 
 
 def _backward_work(

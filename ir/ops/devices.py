@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .names import COMM, DEVICE, GROUP, PEER, RECV, SEND, TRAINING
 from .record import Context, Op, Value, Work, tensor, want
 
@@ -97,20 +99,20 @@ def _all_gather(ctx: Context, shard: Value, *, group: str, hierarchical: bool = 
     gathers first from the members at its place on other hosts, then inside its host."""
     if want(shard, "shard", "shard", DEVICE).group != group:
         raise ValueError(f"the shard is of group {shard.group!r}, not of {group!r}")
-    return Value("weights", ctx.stage(shard.stage).weight_bytes, stage=shard.stage)
+    return Value("weights", ctx.interface.gathered_bytes(shard.stage, group), stage=shard.stage, spread=group)
 
 
-def _once_round(group: str, num_bytes: int, workspace_bytes: int, hierarchical: bool = False) -> Work:
+def _once_round(group: str, num_bytes: int, copied_bytes: int, hierarchical: bool = False) -> Work:
+    """`copied_bytes` are read and written inside each member's memory."""
     return Work(
         COMM, moved_bytes=num_bytes, source=DEVICE, target=DEVICE, group=group, rounds=1,
-        workspace_bytes=workspace_bytes, hierarchical=hierarchical,
+        traffic_bytes=copied_bytes, hierarchical=hierarchical,
     )  # fmt: skip
 
 
 def _gather_work(ctx: Context, shard: Value, *, group: str, hierarchical: bool = False) -> Work:
-    """The workspace holds all shards, one after the other, before their pieces are put in place."""
-    whole = ctx.stage(shard.stage).weight_bytes
-    return _once_round(group, whole, shard.bytes * ctx.interface.size(group), hierarchical)
+    """The others' shards arrive where they stay; the member's own is copied there."""
+    return _once_round(group, ctx.interface.gathered_bytes(shard.stage, group), 2 * shard.bytes, hierarchical)
 
 
 all_gather = Op(
@@ -121,7 +123,6 @@ all_gather = Op(
     prepares=True,
     meets=GROUP,
     result_in_arena=True,
-    workspace_in_arena=True,
     paper="Mobius eq. 2, MiCS 3.2, 3.3: every device keeps a part of each stage and has it whole while it runs",
 )
 
@@ -129,9 +130,11 @@ all_gather = Op(
 def _scatter_work(
     ctx: Context, grads: Value, total: Value | None = None, *, group: str, hierarchical: bool = False
 ) -> Work:
-    """The workspace has one block per member, in which what arrives replaces what was sent, and one spare block."""
+    """What arrives replaces what was sent; the workspace has room for what arrives first. To an earlier sum, the new
+    one is added."""
     part_bytes = ctx.interface.part_of(grads.stage, group).grad_bytes
-    return _once_round(group, grads.bytes, (ctx.interface.size(group) + 1) * part_bytes, hierarchical)
+    added_bytes = 0 if total is None else 3 * part_bytes
+    return replace(_once_round(group, grads.bytes, added_bytes, hierarchical), workspace_bytes=part_bytes)
 
 
 def _reduce_scatter(
@@ -142,6 +145,9 @@ def _reduce_scatter(
     if want(grads, "grads", "grads", DEVICE).group:
         raise ValueError(f"the gradients of {grads.stage} were scattered over {grads.group!r} already")
     ctx.group(group)
+    if grads.spread != group:
+        found = f"gathered over {grads.spread!r}" if grads.spread else "never gathered"
+        raise ValueError(f"gradients to scatter over {group!r} are of weights gathered over it; these were {found}")
     if total is not None:
         want(total, "grads", "total", DEVICE)
         if (total.stage, total.group) != (grads.stage, group):

@@ -26,7 +26,8 @@ class Value:
     `owned` is False for a value that stays across steps (resident weights); no program frees it. `group` names the
     devices over which weights or gradients are spread; the value is then one member's piece. `classes` are the classes
     of saved tensors that a forward kept, if it did not keep everything. `part` is "own" or "shared" where gradients of
-    parameters that stages share are a value of their own.
+    parameters that stages share are a value of their own. `spread` is the group over which whole weights were gathered,
+    or whole gradients will be scattered: both lie as the shards do, one after the other.
     """
 
     # tensor | weights | part or shard (of weights) | kept | grads | norm | states (optimizer states and fp32 masters of
@@ -42,6 +43,7 @@ class Value:
     group: str = ""
     classes: tuple[str, ...] = ()
     part: str = ""
+    spread: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Work:
     "dram", "ssd" or "device3"), `params` for the optimizer, `launches` torch calls. An update that may be undone first
     copies `copied_bytes` inside their memory. `workspace_bytes` of `workspace_memory` are held while the op runs. `tag`
     and `peer` match a send with its receive. `group` is that of a collective, whose `moved_bytes` are those of the
-    whole value; this goes round the ring of members `rounds` times. A `hierarchical` collective runs once between
+    whole value; this goes round the ring of members `rounds` times, after each member has moved `traffic_bytes` inside
+    its own memory. A `hierarchical` collective runs once between
     hosts, among the members at the same place on each, and once inside each host (MiCS 3.3).
     """
 

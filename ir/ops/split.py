@@ -80,7 +80,7 @@ def _backward_weight(
     ctx: Context, stage: str, weights: Value, rest: Value, grads: Value | None = None, *, micro_batch: int
 ) -> Value:
     """The gradients of parameters, on the weights that `backward_input` ran on."""
-    spec = ctx.stage(stage)
+    ctx.stage(stage)
     check_micro_batch(ctx, micro_batch)
     if want(weights, "weights", "weights", DEVICE).stage != stage:
         raise ValueError(f"{stage} runs on its own weights, found those of {weights.stage}")
@@ -90,7 +90,8 @@ def _backward_weight(
         raise ValueError(f"grads belong to {grads.stage}, not to {stage}")
     if grads is not None and grads.group:
         raise ValueError("gradients that were scattered cannot grow")
-    return Value("grads", spec.grad_bytes, DEVICE, stage=stage)
+    num_bytes = ctx.interface.grad_bytes(stage, weights.spread)
+    return Value("grads", num_bytes, DEVICE, stage=stage, spread=weights.spread)
 
 
 def _backward_weight_work(
@@ -98,12 +99,13 @@ def _backward_weight_work(
 ) -> Work:
     s = ctx.stage(stage)
     share = s.weight_share
+    moved_bytes = s.grad_bytes if weights.spread and grads is None else 0  # gradients that go to their flat place
     return Work(
         COMPUTE,
         flops=share * s.backward_flops,
-        traffic_bytes=share * s.backward_traffic_bytes,
+        traffic_bytes=share * s.backward_traffic_bytes + 2 * moved_bytes,
         launches=round(2 * share * s.launches),
-        workspace_bytes=s.backward_workspace_bytes,
+        workspace_bytes=s.backward_workspace_bytes + moved_bytes,
         seconds=tuple((name, share * backward_s) for name, _, _, backward_s in s.seconds),
         mix=s.backward_mix,
     )

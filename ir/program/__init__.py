@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .first_fit import FirstFit
+from .flat import Segment
 from .hooks import Earlier, HookCall, elementwise
 from .interface import Interface, shard_key
 from .lanes import (
@@ -86,6 +87,7 @@ __all__ = [
     "Program",
     "RowPart",
     "SavedSpec",
+    "Segment",
     "StageHome",
     "StageSpec",
     "Task",

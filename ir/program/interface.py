@@ -17,6 +17,7 @@ from .. import ops
 from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
 from ..precision import MASTER_BYTES
+from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
@@ -90,8 +91,9 @@ class Interface:
         return self.master_bytes(spec) + self.state_bytes(spec)
 
     def states_bytes(self, spec: StageSpec) -> int:
-        """Bytes of a buffer for a stage's masters and states, with room to align those of each parameter."""
-        trained = [p for p in spec.params if p.requires_grad]
+        """Bytes of a buffer for a stage's masters and states, with room to align those of each parameter, of which a
+        shard may have pieces of all."""
+        trained = [p for p in self.stages.get(spec.name, spec).params if p.requires_grad]
         return aligned(self.optimizer_bytes(spec) + STATE_ROOM * len(trained), PAGE) if trained else 0
 
     def all_bytes(self, spec: StageSpec) -> int:
@@ -119,6 +121,18 @@ class Interface:
         """The stage as a member of the group keeps it: whole if there is no group, else a shard."""
         spec = self.stages[stage]
         return spec.shard(self.size(group)) if group else spec
+
+    def segments_of(self, stage: str, group: str) -> tuple[Segment, ...]:
+        """How a stage lies that is spread over the group."""
+        return self.stages[stage].segments(self.size(group))
+
+    def gathered_bytes(self, stage: str, group: str) -> int:
+        """Bytes of a stage's weights once they are gathered over the group."""
+        return self.size(group) * self.part_of(stage, group).weight_bytes
+
+    def grad_bytes(self, stage: str, spread: str = "") -> int:
+        """Bytes of a stage's gradients; if they will be scattered over the group `spread`, as they lie for that."""
+        return self.size(spread) * self.part_of(stage, spread).grad_bytes if spread else self.stages[stage].grad_bytes
 
     def check_batch(self, batch: Mapping[str, Tensor], names: Sequence[str]) -> None:
         """Raises `BatchError` where an input among `names` is missing or is not what was compiled."""

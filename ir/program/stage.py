@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from ..machine.call_mix import NO_CALLS, CallMix
+from .flat import Segment, segments_of
 from .hooks import HookCall
 
 HOOK_PORTION_ELEMENTS = 1 << 18  # of a gradient, on which a hook works at once
@@ -54,10 +55,11 @@ class RowPart:
 class ParamSpec:
     """One parameter or buffer of a stage, under the user's own dotted name, or a part of a parameter.
 
-    `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter; `hook`
-    is what the user's gradient hooks do to its gradient, once that is complete, `change` what forward does in place to
-    the parameter itself, which lasts. A buffer without an owner is a constant: a tensor that the model uses but does
-    not register, whose value is the programs'. `sum_dtype`: in which gradients are added up, if not in `dtype`.
+    `dtype` is that of the computation; `owner` is False if another stage counts and saves this tied parameter, and
+    `shared` says that other stages have it at all; `hook` is what the user's gradient hooks do to its gradient, once
+    that is complete, `change` what forward does in place to the parameter itself, which lasts. A buffer without an
+    owner is a constant: a tensor that the model uses but does not register, whose value is the programs'. `sum_dtype`:
+    in which gradients are added up, if not in `dtype`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class ParamSpec:
     change: tuple[HookCall, ...] = ()
     part: RowPart | None = None
     sum_dtype: str = ""
+    shared: bool = False
 
     @property
     def whole(self) -> ParamSpec:
@@ -202,16 +205,23 @@ class StageSpec:
         share = spared_flops / every_flops if every_flops else 0.0
         return whole_s - share * max(0.0, whole_s - dict(self.taking)[device])
 
+    def segments(self, count: int) -> tuple[Segment, ...]:
+        """How the stage lies flat for `count` members of a group."""
+        return self._flat(count)[0]
+
     def shard(self, count: int) -> StageSpec:
-        """The stage as one of `count` members of a group keeps it: a piece of every parameter, read as one row. All
-        pieces are equally long; zeros fill the last."""
+        """The stage as one of `count` members of a group keeps it, counted: in place of its parameters are equal slices
+        of its segments."""
+        return self._flat(count)[1]
+
+    def _flat(self, count: int) -> tuple[tuple[Segment, ...], StageSpec]:
         if count not in self._shards:
-            pieces = (replace(p, shape=(-(-p.numel // count),)) for p in self.params)
-            self._shards[count] = replace(self, params=tuple(pieces))
+            segments = segments_of(self.params, count)
+            self._shards[count] = segments, replace(self, params=tuple(s.slice_param for s in segments))
         return self._shards[count]
 
     @cached_property
-    def _shards(self) -> dict[int, StageSpec]:
+    def _shards(self) -> dict[int, tuple[tuple[Segment, ...], StageSpec]]:
         return {}
 
     def output(self, name: str) -> TensorSpec:

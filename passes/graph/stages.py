@@ -76,11 +76,10 @@ class _Cut:
             for target in node.meta.get("mutates", ()) if node in self.shared else ():
                 self.writers.setdefault(storage_root(target), []).append(node)
         self.parameters, self.buffers, self.ties = graph.parameters(), graph.buffers(), graph.ties()
-        self.first_use: dict[str, int] = {}  # parameter's first name -> the stage that counts and saves it
+        self.uses: dict[str, set[int]] = {}  # parameter's first name -> the stages that have it
         for node, index in self.home.items():
             for name in graph.node_parameters(node):
-                name = self.ties.get(name, name)
-                self.first_use[name] = min(index, self.first_use.get(name, index))
+                self.uses.setdefault(self.ties.get(name, name), set()).add(index)
         self.live = live_nodes(graph)
         self.checks = self._shared_checks()
 
@@ -285,7 +284,8 @@ class _Builder:
                     is_models = name not in self.graph.constants
                     held.setdefault(name, ParamSpec(name, shape, _name(tensor.dtype), False, is_models))
                 elif canonical not in found:
-                    owner = self.cut.first_use[canonical] == self.index
+                    uses = self.cut.uses[canonical]
+                    owner, shared = min(uses) == self.index, len(uses) > 1  # the first stage counts and saves it
                     dtype = _name(compute_dtype(self.graph, tensor))
                     hook = self.graph.hooks.get(canonical, ())
                     change = self.graph.changes.get(canonical)
@@ -295,7 +295,7 @@ class _Builder:
                     sums = _name(gradient_dtype(self.graph, tensor)) if tensor.requires_grad else dtype
                     found[canonical] = ParamSpec(
                         name, shape, dtype, tensor.requires_grad, owner, hook, calls, part,
-                        "" if sums == dtype else sums,
+                        "" if sums == dtype else sums, shared,
                     )  # fmt: skip
         return list(found.values()), list(held.values())
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ...ir import ops
-from ...ir.program import Program, homes_of, place_frees, profile_memory
+from ...ir.program import Program, homes_of, infer_all, place_frees, profile_memory
 from ..decisions import Sharding
 from ..phases import hand_over, phases
 from .gradient_sums import sum_gradients
@@ -42,6 +42,7 @@ def gather_weights(program: Program, sharding: Sharding) -> None:
         hand_over(order, i, _gather(program, place, phase.stage, name, sharding, shards.get(phase.stage)))
     for node in residents.values():
         graph.erase_node(node)
+    infer_all(program)  # gradients lie as gathered weights do
     place_frees(program)
 
 

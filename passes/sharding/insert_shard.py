@@ -9,8 +9,8 @@ and which stay whole from their first use to their last, is decided here once, b
 members of a group are on several hosts, several on each, they gather in a hierarchy (MiCS 3.3).
 
 `insert-two-hop`, or else the pass that updates, scatters the sum of each stage's gradients, and every device steps its
-shard where that lies. A shard holds a piece of every parameter, not of the stage's memory as a whole: parameters that
-are tied across stages are cut alike, so their gradients are added shard by shard on each device.
+shard where that lies. A shard is a slice of the stage as it lies in memory (`ir/program/flat.py`), so gathers and
+scatters need no copies in between.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.program import StageHome, bytes_of_homes, members_of
+from ...ir.program import StageHome, StageSpec, bytes_of_homes, members_of
 from ...runtime.device.exchange import seats_of
 from ..alike import look, once
 from ..base import Pass
@@ -179,6 +179,9 @@ class _Room:
         homes = {spec.name: StageHome(ops.DEVICE, ops.DEVICE, ops.SHARDS) for spec in self.specs[number] if spec.params}
         return bytes_of_homes(interface, homes).total(ops.DEVICE)
 
+    def _gathered(self, spec: StageSpec) -> int:
+        return self.draft.programs[0].interface.gathered_bytes(spec.name, ops.SHARDS)
+
     def holding(self, sharding: Sharding) -> Sharding:
         """The sharding that holds as many stages whole for all micro-batches as fit, of each device the last stages
         first: they are needed again soonest, and the others take turns."""
@@ -189,10 +192,10 @@ class _Room:
             return sharding.model_copy(update={"held": names})
 
         # Held stages fill the places that stages had in turn, and then take bytes of their own.
-        turns = (sharding.ahead + 2) * max(spec.weight_bytes for row in rows for spec in row)
+        turns = (sharding.ahead + 2) * max(self._gathered(spec) for row in rows for spec in row)
         room = self.spare_bytes(sharding) + turns
         longest = max(len(row) for row in rows)
-        limits = [bisect_right([*accumulate(s.weight_bytes for s in reversed(row))], room) for row in rows]
+        limits = [bisect_right([*accumulate(self._gathered(s) for s in reversed(row))], room) for row in rows]
         most = min((limit for limit, row in zip(limits, rows) if limit < len(row)), default=longest)
         return held(_most(most, lambda count: self.spare_bytes(held(count)) >= 0))
 

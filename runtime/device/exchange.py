@@ -91,30 +91,32 @@ def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequenc
     group._end_coalescing(device).wait()
 
 
-def sum_rows(group: Any, rows: Tensor, seats: Seats, hierarchical: bool = False) -> Tensor:
-    """The sum over the members of this member's row: a row of `rows` (members + 1, n), which holds one row for each
-    member and is used up.
+def sum_rows(
+    group: Any, rows: Tensor, spare: Tensor, into: Tensor | None, seats: Seats, hierarchical: bool = False
+) -> Tensor:
+    """The sum over the members of this member's row, in `into` (n) if that is given. `rows` (members, n) holds one row
+    for each member; they and `spare` (n) are used up.
 
     In host memory, every member sends each other member its row, and adds up in the group's order what it receives. If
     the seats are a grid, `hierarchical` first adds up inside each host the rows of the members at this place on any
     host, and then the hosts' sums: a host's link carries (p - k) / p of the value in place of k times that.
     """
-    count = len(rows) - 1
     if rows.is_cuda:
-        group._reduce_scatter_base(rows[count], rows[:count].reshape(-1), dist.ReduceScatterOptions()).wait()
-        return rows[count]
-    mine, spare = list(rows[:count]), rows[count]
+        total = spare if into is None else into
+        group._reduce_scatter_base(total, rows.view(-1), dist.ReduceScatterOptions()).wait()
+        return total
+    mine = list(rows)
     if not (hierarchical and seats.hosts):
-        return _exchanged(group, seats.index, range(count), mine, spare)[0]
+        return _exchanged(group, seats.index, range(len(mine)), mine, spare, into)[0]
     sums = []
     for host in seats.hosts:
         total, spare = _exchanged(group, seats.index, seats.here, [mine[seat] for seat in host], spare)
         sums.append(total)
-    return _exchanged(group, seats.index, seats.across, sums, spare)[0]
+    return _exchanged(group, seats.index, seats.across, sums, spare, into)[0]
 
 
 def _exchanged(
-    group: Any, index: int, ring: Sequence[int], blocks: Sequence[Tensor], spare: Tensor
+    group: Any, index: int, ring: Sequence[int], blocks: Sequence[Tensor], spare: Tensor, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sum of the blocks that the ring's members have for this member, where `blocks` are this member's own for all
     of them; and a block that is free again. A block that was sent is room for the next one received."""
@@ -125,7 +127,7 @@ def _exchanged(
         group.send([blocks[to]], ring[to], 0).wait()
         coming.wait()
         found[source], spare = spare, blocks[to]
-    torch.add(found[0], found[1], out=spare)
+    total = torch.add(found[0], found[1], out=spare if into is None else into)
     for block in found[2:]:
-        spare += block
-    return spare, found[0]
+        total += block
+    return total, found[0]

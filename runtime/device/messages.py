@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...ir.errors import PlanError
 from ..optimizer.gradients import Grads
-from ..stage.arena import weights_layout
-from ..stage.shards import GradientRows, blocks_of, gathered
+from ..stage.shards import FlatStage
 from .issuing import Handle, Issuing
 from .peers import PeerLink
 from .prepare import Issue
@@ -82,18 +81,16 @@ class Messages(Issuing):
         issue = self._next("all_gather")
         group = issue.group
         box, stage, link, arena = shard.box, issue.stages[0], self.link, self.state.memory.device_arena
-        part, count = self.stores[stage].part, self.interface.size(group)
-        views = arena.views(f"{stage}, whole", weights_layout(self.interface.stages[stage]), issue.pieces)
-        rows = self._staging(issue).view(count, part.weight_bytes)
-        index = self._index_in(group)
-        copies = arena.once((stage, issue.staging, issue.pieces), lambda: gathered(rows, part, views))
+        flat = self._flat(stage)
+        views = arena.views(f"{stage}, whole", flat.whole, issue.pieces)
+        place = arena.range(issue.pieces[0][0], flat.whole.total_bytes)
+        all_rows = arena.once((stage, issue.pieces), lambda: flat.weight_rows(place))
 
         def run() -> list[Any]:
-            rows[index].copy_(box.value)
-            if link is not None:
-                link.gather_rows(rows, group, hierarchical)
-            for whole, piece in copies:
-                whole.copy_(piece)
+            for rows, own in zip(all_rows, flat.weight_slices(box.value), strict=True):
+                rows[flat.index].copy_(own)
+                if link is not None:
+                    link.gather_rows(rows, group, hierarchical)
             return [views]
 
         return self._launch(issue, [], self._together(issue, group, run))[0]
@@ -103,46 +100,46 @@ class Messages(Issuing):
     ) -> Handle:
         issue = self._next("reduce_scatter")
         group = issue.group
-        box, link = grads.box, self.link
+        box, link, flat = grads.box, self.link, self._flat(issue.stages[0])
         before = None if total is None else total.box
+        spares, owns, named = self._places_of_sums(issue, flat)
         grads.release()
         if total is not None:
             total.release()
 
         def run() -> list[Any]:
-            blocks = self._blocks(issue, box.value.tensors, group)
-            for block in blocks:
-                block.pack(box.value.tensors)
-                own = block.rows[0] if link is None else link.sum_rows(block.rows, group, hierarchical)
-                if before is None:
-                    block.own.copy_(own)
-                else:
-                    block.own.add_(own)
+            for rows, spare, own in zip(box.value.flats, spares, owns, strict=True):
+                into = own if before is None else None
+                assert link is not None
+                total_rows = link.sum_rows(rows, spare, into, group, hierarchical)
+                if before is not None:
+                    own.add_(total_rows)
             if before is not None:
                 return [before.value]
-            pieces = {name: piece for block in blocks for name, piece in block.named().items()}
-            return [Grads(pieces, flats=[block.own for block in blocks])]
+            return [Grads({name: named[name] for name in box.value.tensors}, flats=owns)]
 
         reads = [box] if before is None else [box, before]
         return self._launch(issue, reads, self._together(issue, group, run))[0]
 
-    def _staging(self, issue: Issue) -> Tensor:
+    def _flat(self, stage: str) -> FlatStage:
+        flat = self.stores[stage].flat_stage
+        assert flat is not None
+        return flat
+
+    def _places_of_sums(self, issue: Issue, flat: FlatStage) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """For each segment of a scatter room for what arrives first, and the place of this device's sums; and these by
+        parameter. Made once for each place."""
+        arena, num_bytes = self.state.memory.device_arena, flat.own_grads.total_bytes
         assert issue.staging is not None
-        return self.state.memory.device_arena.range(*issue.staging)
+        staging = arena.range(*issue.staging)
 
-    def _blocks(self, issue: Issue, grads: Mapping[str, Tensor], group: str) -> list[GradientRows]:
-        """The rows of these gradients, made once for each place: the graph fixes which gradients there are."""
-        arena, part = self.state.memory.device_arena, self.stores[issue.stages[0]].part
+        def places(own: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+            return flat.grad_slices(staging), flat.grad_slices(own), flat.own_grads.views(own)
+
         if issue.place is None:  # a result that the step returns
-            own = torch.empty(part.grad_bytes, dtype=torch.uint8, device=self.device)
-            return blocks_of(grads, part, self.interface.size(group), self._staging(issue), own)
-        own = arena.range(issue.place, issue.place_bytes)
-        key = (issue.stages[0], issue.staging, issue.place, tuple(grads))
-        return arena.once(key, lambda: blocks_of(grads, part, self.interface.size(group), self._staging(issue), own))
-
-    def _index_in(self, group: str) -> int:
-        """This device's position among a group's devices."""
-        return self.interface.members(group).index(self.index)
+            return places(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+        own = arena.range(issue.place, num_bytes)
+        return arena.once((issue.stages[0], issue.staging, issue.place), lambda: places(own))
 
     def _together(self, issue: Issue, group: str, run: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """`run`; on throttled links it begins when all members are there, and lasts as long as the links need."""

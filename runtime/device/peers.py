@@ -165,14 +165,16 @@ class PeerLink:
             groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
             gather_rows(groups[group], self._seats[group], rows, hierarchical)
 
-    def sum_rows(self, rows: Tensor, group: str, hierarchical: bool = False) -> Tensor:
-        """The sum over the group's devices of this device's row, out of `rows` (members + 1, n): one for each device,
-        and room for one more. The sum lies in one of the rows, and all of them are used up. `hierarchical`: in host
-        memory, first inside hosts, then between them."""
+    def sum_rows(
+        self, rows: Tensor, spare: Tensor, into: Tensor | None, group: str, hierarchical: bool = False
+    ) -> Tensor:
+        """The sum over the group's devices of this device's row, out of `rows` (members, n), in `into` (n) if that is
+        given. The rows and `spare` (n) are used up. `hierarchical`: in host memory, first inside hosts, then between
+        them."""
         if group in self._single:
-            return rows[0]
+            return rows[0] if into is None else into.copy_(rows[0])
         groups = self._nccl_groups if rows.is_cuda else self._gloo_groups
-        return sum_rows(groups[group], rows, self._seats[group], hierarchical)
+        return sum_rows(groups[group], rows, spare, into, self._seats[group], hierarchical)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Overwrite `value` on all other devices with that of the device `source`, and return it. Host memory only."""

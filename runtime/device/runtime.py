@@ -7,15 +7,17 @@ of DRAM, so an op that would exceed one raises, whatever has run so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..optimizer.gradients import Grads, Verdict, clip_factor, judge, speculative_factor, sum_of_squares
 from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
+from ..stage.store import StageStore
 from .issuing import Box, Handle
 from .messages import Messages
 from .prepare import Issue
@@ -78,11 +80,12 @@ class DeviceRuntime(Transfers, Messages, Versions):
             grads.release()
 
         def run() -> list[Any]:
-            so_far = None if grads_box.value is None else grads_box.value.tensors
+            so_far, flats, places = self._sum_so_far(store, grads_box)
             values = [None if box is None else box.value for box in given]
+            args = kept_box.value, [box.value for box in boxes], values, so_far, seed, places
             with self._bound(store, bound.value) as runner:
-                dinputs, total = runner.backward(kept_box.value, [box.value for box in boxes], values, so_far, seed)
-            return [*dinputs, Grads(total)]
+                dinputs, total = runner.backward(*args)
+            return [*dinputs, Grads(total, flats=flats)]
 
         return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))
 
@@ -117,17 +120,30 @@ class DeviceRuntime(Transfers, Messages, Versions):
         self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
     ) -> Handle:
         issue = self._next("backward_weight")
-        runner, bound, rest_box = self.stores[stage].runner, weights.box, rest.box
+        store, bound, rest_box = self.stores[stage], weights.box, rest.box
         grads_box = Box() if grads is None else grads.box
         if grads is not None:
             grads.release()
 
         def run() -> list[Any]:
-            runner.bind(bound.value)
-            so_far = None if grads_box.value is None else grads_box.value.tensors
-            return [Grads(runner.backward_weight(rest_box.value, so_far))]
+            store.runner.bind(bound.value)
+            so_far, flats, places = self._sum_so_far(store, grads_box)
+            return [Grads(store.runner.backward_weight(rest_box.value, so_far, places), flats=flats)]
 
         return self._launch(issue, [rest_box, grads_box], run)[0]
+
+    def _sum_so_far(
+        self, store: StageStore, box: Box
+    ) -> tuple[dict[str, Tensor] | None, Sequence[Tensor], Mapping[str, Tensor] | None]:
+        """A stage's gradients of earlier micro-batches by parameter; and, if they are to be scattered, the flat buffers
+        in which they lie or will lie, and the place of each in them."""
+        so_far = None if box.value is None else box.value.tensors
+        if store.flat_stage is None:
+            return so_far, (), None
+        if box.value is not None:
+            return so_far, box.value.flats, store.flat_stage.grad_views(box.value.flats)
+        flats = store.flat_stage.new_grads(self.device)
+        return None, flats, store.flat_stage.grad_views(flats)
 
     def add(self, left: Handle, right: Handle) -> Handle:
         issue = self._next("add")

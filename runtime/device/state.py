@@ -18,6 +18,7 @@ from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
+from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore
 from .file import DeviceFile
 from .prepare import Issues
@@ -177,19 +178,19 @@ class DeviceState:
             setup.precision,
             self.interface,
             optimizer=setup.optimizer if trained else None,
-            piece=self._piece(home.group),
+            flat_stage=self._flat_stage(stage, home.group),
             folder=self.memory.folder,
             staging=self.memory.staging,
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
         )
 
-    def _piece(self, group: str) -> tuple[int, int] | None:
-        """The index of this device's shard of a stage and the number of shards in its group; None for a whole stage."""
+    def _flat_stage(self, stage: str, group: str) -> FlatStage | None:
+        """How a stage is spread over its group, as this device has it; None for a whole stage."""
         if not group:
             return None
-        members = self.interface.members(group)
-        return members.index(self.index), len(members)
+        members, segments = self.interface.members(group), self.interface.segments_of(stage, group)
+        return FlatStage(self.interface.stages[stage], segments, members.index(self.index), len(members))
 
     # --- loading and saving, between steps
 

@@ -145,6 +145,15 @@ class Transfers(Issuing):
 
     def _placed(self, given: Any, flat: Tensor, issue: Issue) -> Any:
         """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
+        flat_stage = self.stores[issue.stage].flat_stage if isinstance(given, Grads) and given.flats else None
+        if flat_stage is not None:
+            places, copies = flat_stage.own_grads.views(flat), flat_stage.grad_slices(flat)
+            for copy, shard in zip(copies, given.flats, strict=True):
+                copy.copy_(shard, non_blocking=True)
+            for name, grad in given.tensors.items():  # that of a tied parameter may have come from another stage alone
+                if all(grad.untyped_storage().data_ptr() != s.untyped_storage().data_ptr() for s in given.flats):
+                    places[name].copy_(grad, non_blocking=True)
+            return Grads({name: places[name] for name in given.tensors}, given.factor, flats=copies)
         if isinstance(given, Grads):
             places = grads_layout(self.stores[issue.stage].part).views(flat)
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}

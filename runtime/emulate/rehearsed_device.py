@@ -26,6 +26,7 @@ from ..device.setup import DeviceSetup
 from ..device.state import DeviceState, SessionMemory
 from ..device.streams import Stream, ThreadStream
 from ..stage.arena import allocate, weights_layout
+from ..stage.shards import FlatStage
 
 NOWHERE = torch.device("meta")
 
@@ -33,9 +34,10 @@ NOWHERE = torch.device("meta")
 class EmptyStore:
     """Stands in for a stage's store: it has the sizes, but no memory."""
 
-    def __init__(self, spec: StageSpec, part: StageSpec):
-        self.spec, self.part, self.runner = spec, part, None
-        self.layout = weights_layout(part)
+    def __init__(self, spec: StageSpec, flat_stage: FlatStage | None):
+        self.spec, self.flat_stage, self.runner = spec, flat_stage, None
+        self.part = spec if flat_stage is None else flat_stage.part
+        self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
         self.flat = allocate(self.layout.total_bytes, NOWHERE)
         self.weights: dict[str, Tensor] = {}
         self.file = None
@@ -55,7 +57,7 @@ class RehearsedState(DeviceState):
         return NoMemory(setup, plans, NOWHERE, NOWHERE)
 
     def _make_store(self, stage: str, home: StageHome, setup: DeviceSetup, file: DeviceFile) -> Any:
-        return EmptyStore(self.interface.stages[stage], self.interface.part_of(stage, home.group))
+        return EmptyStore(self.interface.stages[stage], self._flat_stage(stage, home.group))
 
 
 class RehearsedStreams(Streams):

@@ -7,8 +7,9 @@
 - Between hosts with several root complexes there are as many rings side by side as root complexes. Each has an equal
   share of the bytes and another member at the border of a host, so that all network cards of a host are in use.
 - In a hierarchical gather (MiCS 3.3) the members with the same place in their hosts gather among themselves first, all
-  places at the same time; then each member puts the pieces in order; last, the members of each host gather these
-  pieces, those of all hosts at once. With k members per host, (p-k) M / p bytes go between hosts, not (p-1) M / p.
+  places at the same time; then the members of each host gather these pieces, those of all hosts at once. Every piece
+  arrives where it stays, so that nothing is put in order between the two. With k members per host, (p-k) M / p bytes go
+  between hosts, not (p-1) M / p.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from ...ir.machine.hardware import Hardware
 @dataclass(frozen=True)
 class Rounds:
     """A run of equal rounds of a collective. `hops` has the bytes from device to device over all of them, which move
-    at the same time; each device first reads and writes `copied_bytes` in its own memory."""
+    at the same time."""
 
     hops: dict[tuple[int, int], float]
     count: int
-    copied_bytes: float = 0.0
 
 
 def by_host(devices: Sequence[int], hardware: Hardware) -> list[list[int]]:
@@ -80,8 +80,7 @@ def _hierarchical(hosts: Sequence[Sequence[int]], moved_bytes: float, times: int
         _add_ring(between, same_place, times * (len(hosts) - 1) / len(hosts) * moved_bytes / local)
     for members in hosts:
         _add_ring(inside, members, times * (local - 1) / local * moved_bytes)
-    in_order_bytes = 2.0 * times * moved_bytes / local
-    return [Rounds(between, times * (len(hosts) - 1)), Rounds(inside, times * (local - 1), in_order_bytes)]
+    return [Rounds(between, times * (len(hosts) - 1)), Rounds(inside, times * (local - 1))]
 
 
 def _add_ring(hops: dict[tuple[int, int], float], order: Sequence[int], num_bytes: float) -> None:

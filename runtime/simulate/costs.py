@@ -2,8 +2,9 @@
 
 - Computation: arithmetic, traffic to the device's memory and an overhead per launch, one after another.
 - A transfer: the latency of its path, then its bytes through the path's links. An empty path is the host's own DRAM.
-- A collective: the `Rounds` of `collectives.py`, one run after another. In a run, all neighbours send at the same time,
-  after the latency of the slowest hop times the number of rounds.
+- A collective: what each member copies inside its own memory, then the `Rounds` of `collectives.py`, one run after
+  another. In a run, all neighbours send at the same time, after the latency of the slowest hop times the number of
+  rounds.
 - On the CPU: parameters through the host's optimizer rate, or bytes through its DRAM, shared by the host's devices.
   An update that may be undone first copies what it changes.
 - Everything that CPU devices do also takes cores of their host (`cpu.py`).
@@ -17,7 +18,7 @@ on other hosts they share it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...ir import ops
 from ...ir.calls import op_of
@@ -124,16 +125,17 @@ class CostModel:
         return Cost(latency_s, ((path, work.moved_bytes),), priority)
 
     def collective(self, members: Sequence[tuple[int, ops.Work]]) -> Cost:
-        if len(members) == 1:  # all members are on one device, which adds them up in place
-            return Cost()
         work = members[0][1]
+        copied_s = max(own.traffic_bytes / self.hardware.devices[device].memory_bandwidth for device, own in members)
+        if len(members) == 1:  # all members are on one device, which adds them up in place
+            return Cost(copied_s)
         moved_bytes = max(work.moved_bytes for _, work in members)
         memories = {device: self.meeting_place(device, own) for device, own in members}
         cost: Cost | None = None
         for rounds in reversed(rounds_of(list(memories), self.hardware, moved_bytes, work.rounds, work.hierarchical)):
             cost = self.rounds(rounds, memories, cost)
         assert cost is not None
-        return cost
+        return replace(cost, fixed_s=cost.fixed_s + copied_s)
 
     def meeting_place(self, device: int, work: ops.Work) -> str:
         """The memory of a collective's member. For CPU devices it is the device's own process: they exchange the bytes
@@ -148,8 +150,7 @@ class CostModel:
             use = messaging(self.hardware.devices[source])
             flows.append(((*path, use) if use in self.links else path, amount))
             slowest_s = max(slowest_s, latency_s)
-        copied_s = max(rounds.copied_bytes / self.hardware.devices[device].memory_bandwidth for device in memories)
-        return Cost(rounds.count * slowest_s + copied_s, tuple(flows), URGENT, then)
+        return Cost(rounds.count * slowest_s, tuple(flows), URGENT, then)
 
     def over_lanes(self, role: int, work: ops.Work) -> Cost:
         """A collective of devices in several lanes, while all other lanes do theirs. Each link gets the load of all

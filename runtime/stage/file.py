@@ -19,7 +19,7 @@ from ...ir.errors import PlanError
 from ...ir.program import PAGE, Interface, StageHome, StageSpec, aligned
 from ..optimizer.spec import OptimizerSpec
 from ..ssd.folder import SsdFolder
-from .arena import BufferLayout, masters_layout, weights_layout
+from .arena import BufferLayout, masters_layout
 
 
 @dataclass
@@ -33,17 +33,25 @@ class Staged:
 
 
 class StageFile:
-    """The file of one stage, or of a shard of it. Raises `DoesNotFit` if the disks lack the room."""
+    """The file of one stage, or of a shard of it, whose weights lie as `layout` says. Raises `DoesNotFit` if the disks
+    lack the room."""
 
     def __init__(
-        self, spec: StageSpec, interface: Interface, home: StageHome, optimizer: OptimizerSpec | None, folder: SsdFolder
+        self,
+        spec: StageSpec,
+        layout: BufferLayout,
+        interface: Interface,
+        home: StageHome,
+        optimizer: OptimizerSpec | None,
+        folder: SsdFolder,
     ):
-        self.spec, self.master, self.optimizer = spec, interface.master, optimizer
+        self.spec, self.layout, self.master, self.optimizer = spec, layout, interface.master, optimizer
+        counted = interface.part_of(spec.name, home.group)  # shards are counted alike, whatever they have of parameters
         self.masters_say_all = interface.masters_say_all(spec)
         self.has_weights = home.weights == ops.SSD
         self.has_states = home.states == ops.SSD
-        self.weights_bytes = aligned(spec.weight_bytes, PAGE) if self.has_weights else 0
-        self.num_bytes = self.weights_bytes + (interface.states_bytes(spec) if self.has_states else 0)
+        self.weights_bytes = aligned(counted.weight_bytes, PAGE) if self.has_weights else 0
+        self.num_bytes = self.weights_bytes + (interface.states_bytes(counted) if self.has_states else 0)
         self.file = folder.reserve(spec.name, self.num_bytes * (2 if home.undo else 1))
         self.slot = 0
         self.new_slot = 1 if home.undo else 0
@@ -57,7 +65,7 @@ class StageFile:
         return self._known[flat.data_ptr()]
 
     def _views(self, flat: Tensor) -> Staged:
-        weights = weights_layout(self.spec).views(flat) if self.has_weights else {}
+        weights = self.layout.views(flat) if self.has_weights else {}
         trained = {param.name for param in self.spec.params if param.requires_grad}
         masters: dict[str, Tensor] = {}
         offset = self.weights_bytes

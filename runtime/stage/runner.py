@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,19 +187,21 @@ class StageRunner:
         douts: Sequence[Tensor | float | None],
         grads: dict[str, Tensor] | None,
         seed: int,
+        places: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
         If `kept` is None, forward runs again first, with the same `seed` and without updating buffers. If it is
         partial, this forward takes the tensors of `kept` without computing them, and lets go of them. A parameter that
-        no gradient reached has no entry, just as its `.grad` is None in eager.
+        no gradient reached has no entry, just as its `.grad` is None in eager. `places`: where the gradients shall lie,
+        by parameter; each goes there as soon as it is complete.
         """
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
-        with self._adding_to(grads, taken):
+        with self._adding_to(grads, taken, places), self._moving_to(grads, places or {}):
             if edges:
                 torch.autograd.backward(edges, values)
         dinputs = _dinputs(kept, taken)
@@ -222,10 +225,12 @@ class StageRunner:
         kept.drop()
         return dinputs, rest
 
-    def backward_weight(self, rest: Rest, grads: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Gradients of the parameters, added to `grads` in place. Uses up `rest`."""
+    def backward_weight(
+        self, rest: Rest, grads: dict[str, Tensor] | None, places: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they shall lie."""
         grads = {} if grads is None else grads
-        with self._adding_to(grads, {_storage(t) for t in rest.tensors()}):
+        with self._adding_to(grads, {_storage(t) for t in rest.tensors()}, places):
             weight_half(rest, self._trained())
         return grads
 
@@ -255,8 +260,10 @@ class StageRunner:
         return edges, values
 
     @contextmanager
-    def _adding_to(self, grads: dict[str, Tensor], taken: set[int]) -> Iterator[None]:
-        """Let the parameters' gradients add up in `grads`, each in memory of its own."""
+    def _adding_to(
+        self, grads: dict[str, Tensor], taken: set[int], places: Mapping[str, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Let the parameters' gradients add up in `grads`, each at its place or in memory of its own."""
         trained = self._trained()
         for name, param in trained.items():
             param.grad = grads.get(name)
@@ -264,10 +271,30 @@ class StageRunner:
             yield
             for name, param in trained.items():
                 if name not in grads and param.grad is not None:
-                    grads[name] = _apart(_laid_out_as(param, param.grad), taken)
+                    if places is not None:
+                        grads[name] = places[name].copy_(param.grad)
+                    else:
+                        grads[name] = _apart(_laid_out_as(param, param.grad), taken)
         finally:
             for param in trained.values():
                 param.grad = None
+
+    @contextmanager
+    def _moving_to(self, grads: dict[str, Tensor], places: Mapping[str, Tensor]) -> Iterator[None]:
+        """Copy each first gradient to its place as soon as it is complete, and give its own memory back."""
+
+        def move(name: str, param: Tensor) -> None:
+            assert param.grad is not None
+            grads[name] = places[name].copy_(param.grad)
+            param.grad = None
+
+        new = {name: param for name, param in self._trained().items() if name in places and name not in grads}
+        hooks = [param.register_post_accumulate_grad_hook(partial(move, name)) for name, param in new.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
         taking = self.classes.taking(partial.tensors) if partial is not None else None

@@ -1,19 +1,25 @@
-"""How a tensor is spread over the members of a group: flattened, in equal pieces, the last one filled up with zeros."""
+"""How a stage is spread over the members of a group: flat, each with a slice of every segment of the stage.
+
+Gathered weights lie segment after segment, so that every member's slice is received where it stays, and the parameters
+are views. Gradients lie in the same way, so that a scatter reads them where backward has put them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...ir.program import StageSpec
-from .arena import weights_layout
+from ...ir.program import Segment, StageSpec
+from .arena import BufferLayout, Place
 
 
 def piece_of(tensor: Tensor, index: int, count: int) -> Tensor:
-    """A copy of the piece of member `index` of `count`: one row of ceil(numel / count) elements."""
+    """A copy of the piece of member `index` of `count` of a tensor that is cut alone: one row of ceil(numel / count)
+    elements, the last one filled up with zeros."""
     length = -(-tensor.numel() // count)
     piece = tensor.new_zeros(length)
     own = tensor.reshape(-1)[index * length : (index + 1) * length]
@@ -27,68 +33,110 @@ def whole_of(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])[: size.numel()].reshape(size)
 
 
-def gathered(rows: Tensor, part: StageSpec, whole: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Copies (target, source) that fill a stage's tensors from the flat shards of all members, one in each of `rows`
-    (uint8), laid out as `part`."""
-    copies = []
-    for place in weights_layout(part).places:
-        pieces = rows[:, place.offset_bytes : place.offset_bytes + place.size_bytes].view(place.dtype)
-        pairs, _ = _row_pairs(pieces, whole[place.name].view(-1))
-        copies += [(flat, row) for row, flat in pairs]
-    return copies
-
-
-def _row_pairs(pieces: Tensor, flat: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Pairs of views on corresponding elements, one of a tensor's `pieces` (members, length) and one of the `flat`
-    tensor; and views of those parts of the pieces that lie beyond the tensor's end."""
-    length, numel = pieces.shape[1], flat.numel()
-    full, rest = divmod(numel, max(1, length))
-    pairs = [(pieces[:full], flat[: full * length].view(full, length))] if full else []
-    beyond = []
-    if rest:
-        pairs.append((pieces[full, :rest], flat[full * length :]))
-        beyond.append(pieces[full, rest:])
-    if full + bool(rest) < len(pieces):
-        beyond.append(pieces[full + bool(rest) :])
-    return pairs, beyond
-
-
 @dataclass(frozen=True)
-class GradientRows:
-    """A stage's gradients of one dtype, on their way to the shards. `rows` (members + 1, n): per member its own pieces
-    side by side, and room for one more row; `pieces`: per parameter its columns of `rows`; `own` (n): the place of this
-    member's pieces once they are summed."""
+class FlatStage:
+    """A stage as member `index` of `count` has it. A member may have all of a parameter, a piece, or nothing."""
 
-    rows: Tensor
-    pieces: dict[str, Tensor]
-    own: Tensor
+    spec: StageSpec
+    segments: tuple[Segment, ...]
+    index: int
+    count: int
 
-    def pack(self, grads: Mapping[str, Tensor]) -> None:
-        for name, pieces in self.pieces.items():
-            pairs, beyond = _row_pairs(pieces, grads[name].reshape(-1))
-            for row, flat in pairs:
-                row.copy_(flat)
-            for row in beyond:
-                row.zero_()
+    @cached_property
+    def part(self) -> StageSpec:
+        """The stage with what this member has of each parameter, as one row."""
+        sizes = {name: last - first for name, (first, last) in self._ranges.items()}
+        return replace(self.spec, params=tuple(replace(p, shape=(sizes[p.name],)) for p in self.spec.params))
 
-    def named(self) -> dict[str, Tensor]:
-        """This member's pieces by name."""
-        lengths = [pieces.shape[1] for pieces in self.pieces.values()]
-        return dict(zip(self.pieces, self.own.split(lengths)))
+    @cached_property
+    def own(self) -> BufferLayout:
+        """This member's shard of the weights."""
+        return self._own(self.segments, [segment.dtype for segment in self.segments])
+
+    @cached_property
+    def own_grads(self) -> BufferLayout:
+        """This member's shard of the gradients."""
+        return self._own(self._trained, [segment.grad_dtype for segment in self._trained])
+
+    @cached_property
+    def whole(self) -> BufferLayout:
+        """The gathered weights."""
+        places, offset = [], 0
+        for segment in self.segments:
+            size = segment.dtype.itemsize
+            for param, start in zip(segment.params, segment.starts):
+                place = Place(param.name, param.shape, segment.dtype, offset + start * size, param.numel * size)
+                places.append(place)
+            offset += self.count * segment.length * size
+        return BufferLayout(tuple(places), offset)
+
+    def weight_rows(self, flat: Tensor) -> list[Tensor]:
+        """Per segment the members' slices (members, n), as views of gathered weights (uint8)."""
+        return list(_cut(flat, [(segment, segment.dtype) for segment in self.segments], self.count))
+
+    def weight_slices(self, shard: Tensor) -> list[Tensor]:
+        """Per segment this member's slice, as a view of its shard of the weights (uint8)."""
+        return [rows[0] for rows in _cut(shard, [(segment, segment.dtype) for segment in self.segments], 1)]
+
+    def new_grads(self, device: torch.device) -> list[Tensor]:
+        """Room for all gradients: per segment the members' slices (members, n). What lies between parameters is sent
+        along, so it is 0."""
+        found = []
+        for segment in self._trained:
+            rows = torch.empty(self.count, segment.length, dtype=segment.grad_dtype, device=device)
+            ends = [start + param.numel for param, start in zip(segment.params, segment.starts)]
+            for end, start in zip(ends, [*segment.starts[1:], rows.numel()]):
+                rows.view(-1)[end:start].zero_()
+            found.append(rows)
+        return found
+
+    def grad_views(self, all_rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Each parameter's gradient, as a view of the members' slices."""
+        return {
+            param.name: rows.view(-1)[start : start + param.numel].view(param.shape)
+            for segment, rows in zip(self._trained, all_rows, strict=True)
+            for param, start in zip(segment.params, segment.starts)
+        }
+
+    def grad_slices(self, shard: Tensor) -> list[Tensor]:
+        """Per segment this member's slice, as a view of its shard of the gradients (uint8)."""
+        return [rows[0] for rows in _cut(shard, [(segment, segment.grad_dtype) for segment in self._trained], 1)]
+
+    def piece_of(self, name: str, tensor: Tensor) -> Tensor:
+        """What this member has of a whole parameter or state: a view, if the tensor is contiguous."""
+        first, last = self._ranges[name]
+        return tensor.reshape(-1)[first:last]
+
+    @property
+    def _trained(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.trained)
+
+    @cached_property
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """Per parameter the first and last + 1 of the elements that this member has."""
+        return {
+            param.name: segment.range_of(number, self.index)
+            for segment in self.segments
+            for number, param in enumerate(segment.params)
+        }
+
+    def _own(self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> BufferLayout:
+        places, offset = [], 0
+        for segment, dtype in zip(segments, dtypes):
+            size = dtype.itemsize
+            for param, start in zip(segment.params, segment.starts):
+                first, last = self._ranges[param.name]
+                begin = max(0, start - self.index * segment.length) if first < last else 0
+                place = Place(param.name, (last - first,), dtype, offset + begin * size, (last - first) * size)
+                places.append(place)
+            offset += segment.length * size
+        return BufferLayout(tuple(places), offset)
 
 
-def blocks_of(
-    grads: Mapping[str, Tensor], part: StageSpec, count: int, staging: Tensor, own: Tensor
-) -> list[GradientRows]:
-    """One block per dtype of these gradients, for `count` members. The blocks' rows lie in `staging`, their sums in
-    `own` (both uint8; `staging` is `count` + 1 times as long as the pieces, `own` as long as they are)."""
-    found, start = [], 0
-    dtypes = sorted({g.dtype for g in grads.values()}, key=lambda dtype: (-dtype.itemsize, str(dtype)))  # stay aligned
-    for dtype in dtypes:
-        numels = {p.name: p.numel for p in part.params if p.name in grads and grads[p.name].dtype == dtype}
-        size, end = dtype.itemsize, start + sum(numels.values()) * dtype.itemsize
-        rows = staging[(count + 1) * start : (count + 1) * end].view(dtype).view(count + 1, (end - start) // size)
-        columns = rows[:count].split(list(numels.values()), dim=1)
-        found.append(GradientRows(rows, dict(zip(numels, columns)), own[start:end].view(dtype)))
+def _cut(flat: Tensor, rows: Sequence[tuple[Segment, torch.dtype]], count: int) -> Iterator[Tensor]:
+    """Per segment, in its dtype, a view (count, n) of `flat` (uint8), in which they lie one after the other."""
+    start = 0
+    for segment, dtype in rows:
+        end = start + count * segment.length * dtype.itemsize
+        yield flat[start:end].view(dtype).view(count, segment.length)
         start = end
-    return found

@@ -19,7 +19,7 @@ from ..ssd.folder import SsdFolder
 from .arena import allocate, masters_layout, pages, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
-from .shards import piece_of, whole_of
+from .shards import FlatStage, whole_of
 
 
 @dataclass
@@ -37,9 +37,10 @@ class StageStore:
     stage, in (pinned) DRAM; or on SSD.
 
     Masters are the weights themselves, unless the plan's interface asks for fp32 copies beside weights of another
-    precision. `optimizer` is None if the stage is not trained here. `piece`: (index, count) of the shard of all
-    parameters that is kept here; `load` takes whole tensors, `state` gives pieces. Files go to `folder`;
-    `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded nor saved.
+    precision. `optimizer` is None if the stage is not trained here. `flat_stage`: how the
+    stage is spread, if only a shard of it is kept here; `load` takes whole tensors, `state` gives pieces. Files go to
+    `folder`; `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded
+    nor saved.
     """
 
     def __init__(
@@ -52,27 +53,27 @@ class StageStore:
         interface: Interface,
         *,
         optimizer: OptimizerSpec | None = None,
-        piece: tuple[int, int] | None = None,
+        flat_stage: FlatStage | None = None,
         folder: SsdFolder | None = None,
         staging: Callable[[int], Tensor] | None = None,
         workspace: Workspace | None = None,
         constants: Mapping[str, Tensor] | None = None,
     ):
-        self.spec, self.home, self.piece = spec, home, piece
+        self.spec, self.home, self.flat_stage = spec, home, flat_stage
         self._constants = dict(constants or {})
-        self.part = spec if piece is None else spec.shard(piece[1])
-        moving = home.weights != ops.DEVICE or piece is not None
+        self.part = spec if flat_stage is None else flat_stage.part
+        moving = home.weights != ops.DEVICE or flat_stage is not None
         self.runner = StageRunner(spec, module, device, precision, weights_move=moving)
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = staging
-        self.layout = weights_layout(self.part)
+        self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
         self.flat = allocate(0 if home.weights == ops.SSD else self.layout.total_bytes, self._where, self._pinned)
         self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
             assert folder is not None and staging is not None
-            self.file = StageFile(self.part, interface, home, optimizer, folder)
+            self.file = StageFile(self.part, self.layout, interface, home, optimizer, folder)
         self._trained = [name for name, param in self.runner.parameters.items() if param.requires_grad]
         staged = None if self.file is None else self.file.views(self._stage())
         self.masters = self._make_masters(interface.master and optimizer is not None, staged)
@@ -252,16 +253,17 @@ class StageStore:
 
     def _own_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """This shard's pieces of whole weights."""
-        piece = self.piece
-        return weights if piece is None else {name: piece_of(weight, *piece) for name, weight in weights.items()}
+        flat = self.flat_stage
+        return weights if flat is None else {name: flat.piece_of(name, weight) for name, weight in weights.items()}
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """This shard's pieces of whole states."""
-        if self.piece is None:
+        flat = self.flat_stage
+        if flat is None:
             return optimizer
         shapes = {param.name: param.shape for param in self.spec.params}
         states = {
-            name: {key: piece_of(t, *self.piece) if tuple(t.shape) == shapes[name] else t for key, t in row.items()}
+            name: {key: flat.piece_of(name, t) if tuple(t.shape) == shapes[name] else t for key, t in row.items()}
             for name, row in optimizer["states"].items()
         }
         return {**optimizer, "states": states}
@@ -273,13 +275,13 @@ def joined(states: Sequence[StagePart], spec: StageSpec) -> StagePart:
     weights = {p.name: whole_of([state.weights[p.name] for state in states], p.shape) for p in spec.params}
     if first.optimizer is None:
         return StagePart(weights, first.buffers, None)
-    params = {p.name: (q.shape, p.shape) for p, q in zip(spec.params, spec.shard(len(states)).params)}
+    shapes = {param.name: param.shape for param in spec.params}
     rows: dict[str, dict[str, Tensor]] = {}
     for name, row in first.optimizer["states"].items():
-        own, whole = params[name]
+        own = first.weights[name].shape
         rows[name] = {
-            key: whole_of([s.optimizer["states"][name][key] for s in states if s.optimizer], whole)
-            if tuple(value.shape) == own
+            key: whole_of([s.optimizer["states"][name][key] for s in states if s.optimizer], shapes[name])
+            if value.shape == own
             else value
             for key, value in row.items()
         }

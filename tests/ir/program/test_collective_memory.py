@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Program, place_frees, plan_arena, profile_memory
+from penstock.ir.program import ParamSpec, Program, StageSpec, place_frees, plan_arena, profile_memory
 from penstock.runtime.device.peers import LOOPBACK, PeerLink, group_members
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup
-from penstock.runtime.stage.shards import blocks_of, gathered
+from penstock.runtime.stage.arena import allocate
+from penstock.runtime.stage.shards import FlatStage
 from penstock.tests.ir.program.handmade import pipeline
 from penstock.tests.runtime.device.test_device import ADAMW, MICRO_BATCHES, ROWS, WIDTH, batch_of, weights_of
 from penstock.tests.runtime.generated_files import write_chain
@@ -53,32 +54,38 @@ def in_threads(count: int, run: Callable[[int], None]) -> None:
 
 
 def test_nothing_is_allocated() -> None:
-    """Over gloo, with a parameter whose pieces do not come out even."""
-    (program, _) = spread(micro_batches=2)
-    spec = program.interface.stages["stage0"]
-    store, made = dist.HashStore(), dict[int, list[str]]()
-    part = spec.shard(2)
+    """Over gloo, with parameters that end anywhere in a slice: what arrives is where it stays."""
+    params = (ParamSpec("a", (700, 3), "float32"), ParamSpec("b", (5,), "float32"))
+    spec = StageSpec("stage0", (), (), params)
+    store, made, wrong = dist.HashStore(), dict[int, list[str]](), list[str]()
+    values = {p.name: torch.randn(p.shape) for p in params}
+    cpu = torch.device("cpu")
 
     def device(index: int) -> None:
-        link = PeerLink(store, index, 2, {"all": [0, 1]}, torch.device("cpu"), hostname=LOOPBACK, timeout_s=30)
+        link = PeerLink(store, index, 2, {"all": [0, 1]}, cpu, hostname=LOOPBACK, timeout_s=30)
         link.connect({}, {"all": ops.DEVICE})
-        rows = torch.zeros(2, part.weight_bytes, dtype=torch.uint8)
-        whole = {p.name: torch.zeros(p.shape) for p in spec.params}
-        grads = {p.name: torch.ones(p.shape) for p in spec.params}
-        staging = torch.zeros(3 * part.grad_bytes, dtype=torch.uint8)
-        copies = gathered(rows, part, whole)
-        blocks = blocks_of(grads, part, 2, staging, torch.zeros(part.grad_bytes, dtype=torch.uint8))
+        flat = FlatStage(spec, spec.segments(2), index, 2)
+        shard, whole = allocate(flat.own.total_bytes, cpu), torch.zeros(flat.whole.total_bytes, dtype=torch.uint8)
+        for name, view in flat.own.views(shard).items():
+            view.copy_(flat.piece_of(name, values[name]))
+        all_rows, slices, views = flat.weight_rows(whole), flat.weight_slices(shard), flat.whole.views(whole)
+        grads, spare = flat.new_grads(cpu), torch.zeros(flat.own_grads.total_bytes, dtype=torch.uint8)
+        for view in flat.grad_views(grads).values():
+            view.fill_(1.0)
+        sums, spares = flat.grad_slices(torch.zeros_like(spare)), flat.grad_slices(spare)
         with Allocations() as counted:
-            link.gather_rows(rows, "all")
-            for target, source in copies:
-                target.copy_(source)
-            for block in blocks:
-                block.pack(grads)
-                block.own.add_(link.sum_rows(block.rows, "all"))
+            for rows, own in zip(all_rows, slices):
+                rows[index].copy_(own)
+                link.gather_rows(rows, "all")
+            for rows, room, total in zip(grads, spares, sums):
+                total.add_(link.sum_rows(rows, room, None, "all"))
         made[index] = counted.made
+        wrong.extend(name for name, view in views.items() if not torch.equal(view, values[name]))
+        counts = [int(total.count_nonzero()) for total in sums]
+        wrong.extend("sums" for total, n in zip(sums, counts) if n * 2.0 != float(total.sum()))
 
     in_threads(2, device)
-    assert made == {0: [], 1: []}
+    assert made == {0: [], 1: []} and not wrong
     with Allocations() as counted:
         torch.cat([torch.ones(2), torch.ones(2)])
     assert len(counted.made) == 3  # so it does count
@@ -115,7 +122,9 @@ def test_places_are_planned_and_stay(tmp_path: Path) -> None:
     """What a session holds is what was planned; from step to step gathered weights and sums are at the same places."""
     programs = spread(micro_batches=4)
     plan = plan_arena(programs[0])
-    assert [node.target for node in plan.staging] == [ops.all_gather, ops.reduce_scatter] * 2
+    assert [node.target for node in plan.staging] == [ops.reduce_scatter] * 2
+    whole = programs[0].interface.gathered_bytes("stage0", "both")
+    assert plan.bytes == whole + whole // 2  # gathered again beside the sum so far
     assert len([node for node in plan.offsets if node.target is ops.reduce_scatter]) == 1  # the sum grows in place
     paths = write_chain(tmp_path, programs, WIDTH)
     machine = Hardware.cpu(2, memory="8MB")
@@ -153,6 +162,5 @@ def test_places_are_planned_and_stay(tmp_path: Path) -> None:
 
 
 def tensors(made: Any) -> list[Tensor]:
-    """Of what an arena has prepared: copies, or blocks."""
-    found = [[block.rows, block.own] if hasattr(block, "rows") else list(block) for block in made]
-    return [tensor for row in found for tensor in row]
+    """The views that an arena has prepared."""
+    return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]

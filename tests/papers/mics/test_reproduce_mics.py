@@ -135,9 +135,8 @@ def test_one_collective_alone() -> None:
     assert collective_s(two, range(16), size, times=2) == pytest.approx(
         2 * collective_s(two, range(16), size), rel=1e-6
     )
-    in_order_s = 2 * size / 8 / two.devices[0].memory_bandwidth
     inside_s = 7 * 5e-6 + 7 / 8 * size / 128e9
-    by_host_s = hop_s + size / 2 / 12.5e9 + in_order_s + inside_s
+    by_host_s = hop_s + size / 2 / 12.5e9 + inside_s  # pieces arrive where they stay: none is put in order between
     assert collective_s(two, range(16), size, hierarchical=True) == pytest.approx(by_host_s, rel=1e-6)
     assert effective(two, range(16), size) == pytest.approx(15 / 16 * size / collective_s(two, range(16), size))
 

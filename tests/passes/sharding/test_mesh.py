@@ -108,8 +108,7 @@ def test_shards_take_their_part_of_dram_and_links() -> None:
 
 
 def test_gathers_come_one_phase_ahead_where_memory_allows() -> None:
-    """The arena holds two stages, what is staged of one more, and a shard, however many follow; without room for that,
-    one stage less."""
+    """The arena holds two stages and a shard, however many follow; without room for that, one stage less."""
     graph, sizes = chain(depth=8, width=64), []
     for memory in ("2GB", "800kB"):
         hardware = Hardware.cpu(num_devices=2, memory=memory)
@@ -117,7 +116,7 @@ def test_gathers_come_one_phase_ahead_where_memory_allows() -> None:
         apply(draft, *parse_pipeline("zero3-offload", 2), memory=True)
         sizes.append(profile_memory(draft.programs[0]).arena_bytes)
     block = draft.stages[1].spec.weight_bytes
-    assert 3 * block < sizes[0] < 4.1 * block
+    assert 2 * block < sizes[0] < 2.6 * block
     assert sizes[1] <= sizes[0]
 
 

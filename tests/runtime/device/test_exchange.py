@@ -99,8 +99,10 @@ def summed(given_rows: Tensor, hosts: list[int], hierarchical: bool) -> tuple[di
     found: dict[int, Tensor] = {}
 
     def member(index: int) -> None:
-        rows = torch.cat([given_rows[index], torch.full((1, given_rows.shape[2]), torch.nan)])
-        found[index] = sum_rows(post.of(index), rows, seats_of(hosts, index), hierarchical)
+        rows, spare = given_rows[index].clone(), torch.full(given_rows.shape[2:], torch.nan)
+        into = torch.full_like(spare, torch.nan) if index % 2 else None
+        found[index] = sum_rows(post.of(index), rows, spare, into, seats_of(hosts, index), hierarchical)
+        assert into is None or found[index] is into
 
     together(count, member)
     return found, post
@@ -147,11 +149,11 @@ def test_gloo_gathers_and_adds_up() -> None:
         plain[index] = by_host[index] = rows[index, 0]
         link.gather_rows(plain, "all")
         link.gather_rows(by_host, "all", hierarchical=True)
-        room = torch.cat([rows[index], torch.zeros(1, 5)])
+        spare, into = torch.zeros(5), torch.zeros(5)
         sums = [rows[index][0].clone(), rows[index][1].clone()]
         link.sum_all(sums, "all")
-        room_by_host = room.clone()
-        own = [link.sum_rows(room, "all"), link.sum_rows(room_by_host, "all", hierarchical=True)]
+        own = [link.sum_rows(rows[index].clone(), spare, into, "all")]
+        own += [link.sum_rows(rows[index].clone(), spare, None, "all", hierarchical=True)]
         found[index] = [plain, by_host, *own, *sums]
 
     together(4, device)

@@ -14,6 +14,7 @@ from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
 from penstock.runtime.modules import Stage
 from penstock.runtime.stage.draws import micro_batch_seed
 from penstock.runtime.stage.runner import StageRunner
+from penstock.runtime.stage.shards import FlatStage
 
 CPU = torch.device("cpu")
 
@@ -68,10 +69,15 @@ def runner_of(module: nn.Module, spec: StageSpec, **fields: object) -> tuple[Sta
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("move", [True, False])
-def test_gradients_outputs_and_buffers_are_those_of_eager(keep: bool, move: bool) -> None:
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_outputs_and_buffers_are_those_of_eager(keep: bool, move: bool, flat: bool) -> None:
+    """`flat`: gradients go to planned places, as those that will be scattered do."""
     torch.manual_seed(0)
     eager = Mixed()
     runner, weights = runner_of(eager, spec_of(eager, MIXED_INPUTS, MIXED_OUTPUTS), weights_move=move)
+    flat_stage = FlatStage(runner.spec, runner.spec.segments(2), 0, 2)
+    all_rows = flat_stage.new_grads(CPU)
+    places = flat_stage.grad_views(all_rows) if flat else None
     eager.train()
     grads, kepts, batches, outs = None, [], [], []
     for m in range(3):
@@ -88,7 +94,7 @@ def test_gradients_outputs_and_buffers_are_those_of_eager(keep: bool, move: bool
         runner.bind(weights)
     for m, (ids, h, d0, d2) in enumerate(batches):
         seed = micro_batch_seed(0, 0, m)
-        dins, grads = runner.backward(kepts[m], [ids, h], [d0, None, d2, None], grads, seed)
+        dins, grads = runner.backward(kepts[m], [ids, h], [d0, None, d2, None], grads, seed, places)
         leaf = h.clone().requires_grad_()
         torch.manual_seed(seed)
         want = eager(ids, leaf)
@@ -98,6 +104,9 @@ def test_gradients_outputs_and_buffers_are_those_of_eager(keep: bool, move: bool
     expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
     assert grads is not None and grads.keys() == expected.keys() and "unused" not in grads
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    if places is not None:
+        assert all(grad.data_ptr() == places[name].data_ptr() for name, grad in grads.items())
+        assert all(torch.equal(flat_stage.grad_views(all_rows)[name], expected[name]) for name in expected)
     for name, buffer in eager.named_buffers():
         assert torch.equal(runner.buffers()[name], buffer), name
 

@@ -29,8 +29,8 @@ from penstock.ir.verify import verify
 from penstock.ir.verify.case import Case
 from penstock.ir.verify.training import check_gradients
 from penstock.runtime.simulate import simulate
-from penstock.runtime.stage.arena import allocate, grads_layout, weights_layout
-from penstock.runtime.stage.shards import blocks_of, gathered, piece_of, whole_of
+from penstock.runtime.stage.arena import allocate
+from penstock.runtime.stage.shards import FlatStage, piece_of, whole_of
 from penstock.tests.ir.program.two_stages import interface_of, models, spread
 
 
@@ -43,45 +43,75 @@ def test_pieces_make_the_whole(shape: list[int], count: int) -> None:
     assert torch.equal(whole_of(pieces, shape), tensor)
 
 
-def test_gradients_of_odd_pieces_fill_their_place_without_gaps() -> None:
-    """Pieces of small parameters in low precision are no whole number of cache lines."""
-    rows = [("a", (5,), "bfloat16"), ("b", (3, 3), "float32"), ("c", (7,), "bfloat16")]
-    part = StageSpec("stage0", (), (), params=tuple(ParamSpec(*row) for row in rows)).shard(2)
-    views = grads_layout(part).views(torch.zeros(part.grad_bytes, dtype=torch.uint8))
-    assert {name: view.numel() for name, view in views.items()} == {"a": 3, "b": 5, "c": 4}
-    for number, view in enumerate(views.values(), 1):
-        view.fill_(number)
-    assert [view.unique().tolist() for view in views.values()] == [[1.0], [2.0], [3.0]]
+def flat_stages(spec: StageSpec, count: int) -> list[FlatStage]:
+    return [FlatStage(spec, spec.segments(count), index, count) for index in range(count)]
 
 
-@settings(max_examples=20, deadline=None)
-@given(numels=st.lists(st.integers(1, 40), min_size=1, max_size=4), count=st.integers(1, 5))
-def test_flat_shards_make_the_whole_stage(numels: list[int], count: int) -> None:
-    """Also with weights of two precisions."""
+def params_of(numels: list[int], tied: bool = False) -> tuple[ParamSpec, ...]:
+    """Of two precisions; every third is frozen. `tied`: the first is."""
     dtypes = ["float32" if i % 2 else "float16" for i in range(len(numels))]
-    params = tuple(ParamSpec(f"p{i}", (n,), dtype) for i, (n, dtype) in enumerate(zip(numels, dtypes)))
-    spec = StageSpec("stage0", (), (), params)
-    values = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in params}
-    part = spec.shard(count)
-    rows = allocate(count * part.weight_bytes, torch.device("cpu")).view(count, -1)
-    for index, row in enumerate(rows):
-        for name, view in weights_layout(part).views(row).items():
-            view.copy_(piece_of(values[name], index, count))
-    whole = {p.name: torch.full(p.shape, 7, dtype=getattr(torch, p.dtype)) for p in params}
-    for target, source in gathered(rows, part, whole):
-        target.copy_(source)
-    assert all(torch.equal(whole[name], values[name]) for name in values)
-    staging = torch.full(((count + 1) * part.grad_bytes,), 7, dtype=torch.uint8)
-    own = torch.empty(part.grad_bytes, dtype=torch.uint8)
-    blocks = blocks_of(values, part, count, staging, own)
-    assert sum(block.own.nbytes for block in blocks) == part.grad_bytes
-    for index in range(count):
-        pieces = {}
-        for block in blocks:
-            block.pack(values)
-            block.own.copy_(block.rows[index])
-            pieces |= block.named()
-        assert all(torch.equal(pieces[name], piece_of(values[name], index, count)) for name in values)
+    rows = [ParamSpec(f"p{i}", (n,), dtype, i % 3 != 2) for i, (n, dtype) in enumerate(zip(numels, dtypes))]
+    return (replace(rows[0], shared=tied), *rows[1:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(numels=st.lists(st.integers(1, 2000), min_size=1, max_size=6), count=st.integers(1, 5), tied=st.booleans())
+def test_gathered_slices_are_the_parameters(numels: list[int], count: int, tied: bool) -> None:
+    """What each member has lies in its slice, and all slices, one after the other, are the whole parameters."""
+    spec = StageSpec("stage0", (), (), params_of(numels, tied))
+    values = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in spec.params}
+    flats, counted = flat_stages(spec, count), spec.shard(count)
+    whole = torch.full((flats[0].whole.total_bytes,), 7, dtype=torch.uint8)
+    assert len(whole) == count * counted.weight_bytes
+    for flat in flats:
+        shard = allocate(flat.own.total_bytes, torch.device("cpu"))
+        assert len(shard) == counted.weight_bytes
+        for name, view in flat.own.views(shard).items():
+            view.copy_(flat.piece_of(name, values[name]))
+        for rows, own in zip(flat.weight_rows(whole), flat.weight_slices(shard), strict=True):
+            rows[flat.index].copy_(own)
+    views = flats[0].whole.views(whole)
+    assert all(torch.equal(views[name], value) for name, value in values.items())
+    assert all(view.data_ptr() % 64 == whole.data_ptr() % 64 for view in views.values())
+    for name, value in values.items():
+        assert torch.equal(whole_of([flat.piece_of(name, value) for flat in flats], value.shape), value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(numels=st.lists(st.integers(1, 2000), min_size=1, max_size=6), count=st.integers(1, 5))
+def test_gradients_lie_as_they_are_scattered(numels: list[int], count: int) -> None:
+    """Row i of each segment is what member i keeps, and no element of a gradient is in two rows or in none."""
+    spec = StageSpec("stage0", (), (), params_of(numels))
+    counted, flats = spec.shard(count), flat_stages(spec, count)
+    grads = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in spec.params if p.requires_grad}
+    all_rows = flats[0].new_grads(torch.device("cpu"))
+    assert sum(rows.nbytes for rows in all_rows) == count * counted.grad_bytes
+    for name, view in flats[0].grad_views(all_rows).items():
+        view.copy_(grads[name])
+    assert sum(int(rows.count_nonzero()) for rows in all_rows) == sum(int(g.count_nonzero()) for g in grads.values())
+    for flat in flats:
+        own = allocate(flat.own_grads.total_bytes, torch.device("cpu"))
+        assert len(own) == counted.grad_bytes
+        for rows, place in zip(all_rows, flat.grad_slices(own), strict=True):
+            place.copy_(rows[flat.index])
+        for name, view in flat.own_grads.views(own).items():
+            assert torch.equal(view, flat.piece_of(name, grads[name]))
+
+
+def test_a_shared_parameter_is_cut_alike_in_every_stage() -> None:
+    """Its gradients of two stages are added up shard by shard."""
+    table = ParamSpec("table", (1000, 3), "float32", shared=True)
+    first = StageSpec("stage0", (), (), (table, ParamSpec("a", (17,), "float32")))
+    last = StageSpec("stage1", (), (), (ParamSpec("b", (4000,), "float32"), table))
+    whole = Interface({"stage0": first, "stage1": last}, {}, 3, groups={"all": tuple((d, "", "") for d in range(3))})
+    value = torch.randn(table.shape)
+    for index in range(3):
+        stages = [
+            FlatStage(whole.stages[stage], whole.segments_of(stage, "all"), index, 3) for stage in ("stage0", "stage1")
+        ]
+        pieces = [flat.piece_of("table", value) for flat in stages]
+        assert torch.equal(*pieces)
+        assert whole.part_of("stage0", "all").grad_bytes == stages[0].own_grads.total_bytes
 
 
 def interface() -> Interface:
@@ -100,7 +130,8 @@ def test_each_device_keeps_its_part() -> None:
     verify(programs, Hardware.cpu(num_devices=2))
     whole = sum(spec.trained_params for spec in programs[0].interface.stages.values())
     states = [persistent_bytes(program).dram["states"] for program in programs]
-    assert whole * 8 <= sum(states) <= whole * 8 + 8 * 2 * 10  # 8 bytes each, and zeros behind each parameter
+    # 8 bytes each, and what fills up each parameter and each slice to 512 bytes
+    assert whole * 8 <= sum(states) <= whole * 8 + 2 * 512 * 2 * 10
     assert profile_memory(programs[0]).arena_bytes >= sum(s.weight_bytes for s in programs[0].interface.stages.values())
 
 

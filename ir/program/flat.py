@@ -1,0 +1,80 @@
+"""How a stage that devices share lies in memory: flat, so that a shard of it is a contiguous slice.
+
+In: a stage's parameters and the number of members. Out: segments, which lie one after the other. In a segment are all
+parameters of one dtype that are trained, or all that are frozen, so that gradients are cut where the weights are. Each
+segment is filled up to a multiple of the number of members, and a member's shard has an equal slice of every segment. A
+parameter of several stages is a segment of its own: all stages cut it alike, so that its gradients can be added up
+shard by shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .stage import ParamSpec
+
+ALIGNMENT = 512  # bytes: each parameter, and each member's slice, starts at a multiple of it
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Parameters that lie one after the other. `starts`: the first element of each; `length`: the elements of one
+    member's slice."""
+
+    params: tuple[ParamSpec, ...]
+    starts: tuple[int, ...]
+    length: int
+
+    @property
+    def trained(self) -> bool:
+        return self.params[0].requires_grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _dtype(self.params[0])
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.params[0].grad_dtype)
+        return found
+
+    @property
+    def slice_param(self) -> ParamSpec:
+        """A member's slice as one parameter, for the count of bytes. Hooks and changes are the longest of any."""
+        hook = max((param.hook for param in self.params), key=len)
+        change = max((param.change for param in self.params), key=len)
+        return replace(self.params[0], shape=(self.length,), part=None, hook=hook, change=change)
+
+    def range_of(self, number: int, index: int) -> tuple[int, int]:
+        """The first and the last + 1 of those elements of parameter `number` that member `index` has."""
+        start, numel = self.starts[number], self.params[number].numel
+        first, last = index * self.length - start, (index + 1) * self.length - start
+        return min(max(first, 0), numel), min(max(last, 0), numel)
+
+
+def segments_of(params: Sequence[ParamSpec], count: int) -> tuple[Segment, ...]:
+    """The segments of a stage for `count` members."""
+    rows: dict[tuple[str, str, bool, str], list[ParamSpec]] = {}
+    for param in params:
+        apart = param.name if param.shared else ""
+        rows.setdefault((param.dtype, param.grad_dtype, param.requires_grad, apart), []).append(param)
+    return tuple(_segment(row, count) for row in rows.values())
+
+
+def _segment(params: Sequence[ParamSpec], count: int) -> Segment:
+    step = ALIGNMENT // _dtype(params[0]).itemsize
+    starts, end = [], 0
+    for param in params:
+        starts.append(end)
+        end += -(-param.numel // step) * step
+    return Segment(tuple(params), tuple(starts), -(-end // (count * step)) * step)
+
+
+def _dtype(param: ParamSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, param.dtype)
+    return found
