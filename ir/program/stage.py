@@ -214,6 +214,16 @@ class StageSpec:
         of its segments."""
         return self._flat(count)[1]
 
+    def pieces(self, count: int, index: int) -> tuple[ParamSpec, ...]:
+        """What member `index` of `count` has of each parameter, as one row: all of it, a piece, or nothing."""
+        sizes = {
+            param.name: last - first
+            for segment in self.segments(count)
+            for number, param in enumerate(segment.params)
+            for first, last in [segment.range_of(number, index)]
+        }
+        return tuple(replace(param, shape=(sizes[param.name],)) for param in self.params)
+
     def _flat(self, count: int) -> tuple[tuple[Segment, ...], StageSpec]:
         if count not in self._shards:
             segments = segments_of(self.params, count)

@@ -78,5 +78,6 @@ def _states(draft: Draft) -> dict[str, int]:
     specs = [stage.spec for stage in draft.stages]
     found = {spec.name: options.state_bytes(spec.params) for spec in specs}
     if shards > 1:
-        found |= {shard_key(spec.name, shards): options.state_bytes(spec.shard(shards).params) for spec in specs}
+        pieces = {s.name: [[p for p in s.pieces(shards, i) if p.numel] for i in range(shards)] for s in specs}
+        found |= {shard_key(name, shards): max(map(options.state_bytes, rows)) for name, rows in pieces.items()}
     return found

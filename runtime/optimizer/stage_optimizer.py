@@ -423,7 +423,8 @@ class StageOptimizer:
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Whether a state is of that kind: a tensor of one element or of more, a number."""
+    """Whether a state is of that kind: a tensor of one element or of another number, which is 0 where a shard has
+    nothing of a parameter; a number."""
     if isinstance(known, Tensor) or isinstance(value, Tensor):
-        return isinstance(known, Tensor) and isinstance(value, Tensor) and (known.numel() > 1 or value.numel() == 1)
+        return isinstance(known, Tensor) and isinstance(value, Tensor) and (known.numel() != 1 or value.numel() == 1)
     return type(value) is type(known) or {type(value), type(known)} == {int, float}

@@ -45,8 +45,7 @@ class FlatStage:
     @cached_property
     def part(self) -> StageSpec:
         """The stage with what this member has of each parameter, as one row."""
-        sizes = {name: last - first for name, (first, last) in self._ranges.items()}
-        return replace(self.spec, params=tuple(replace(p, shape=(sizes[p.name],)) for p in self.spec.params))
+        return replace(self.spec, params=self.spec.pieces(self.count, self.index))
 
     @cached_property
     def own(self) -> BufferLayout:

@@ -48,9 +48,11 @@ def flat_stages(spec: StageSpec, count: int) -> list[FlatStage]:
 
 
 def params_of(numels: list[int], tied: bool = False) -> tuple[ParamSpec, ...]:
-    """Of two precisions; every third is frozen. `tied`: the first is."""
-    dtypes = ["float32" if i % 2 else "float16" for i in range(len(numels))]
-    rows = [ParamSpec(f"p{i}", (n,), dtype, i % 3 != 2) for i, (n, dtype) in enumerate(zip(numels, dtypes))]
+    """Of two precisions, the lower with gradients in fp32; every third is frozen. `tied`: the first is."""
+    rows = [
+        ParamSpec(f"p{i}", (n,), "float32" if i % 2 else "float16", i % 3 != 2, sum_dtype="" if i % 2 else "float32")
+        for i, n in enumerate(numels)
+    ]
     return (replace(rows[0], shared=tied), *rows[1:])
 
 
@@ -83,7 +85,7 @@ def test_gradients_lie_as_they_are_scattered(numels: list[int], count: int) -> N
     """Row i of each segment is what member i keeps, and no element of a gradient is in two rows or in none."""
     spec = StageSpec("stage0", (), (), params_of(numels))
     counted, flats = spec.shard(count), flat_stages(spec, count)
-    grads = {p.name: torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in spec.params if p.requires_grad}
+    grads = {p.name: torch.randn(p.shape).to(getattr(torch, p.grad_dtype)) for p in spec.params if p.requires_grad}
     all_rows = flats[0].new_grads(torch.device("cpu"))
     assert sum(rows.nbytes for rows in all_rows) == count * counted.grad_bytes
     for name, view in flats[0].grad_views(all_rows).items():
