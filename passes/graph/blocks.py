@@ -22,7 +22,7 @@ from .opgraph import OpGraph, is_mode_switch, value_tensors
 
 @dataclass(frozen=True)
 class CostlyCall:
-    """One matrix product or convolution in a block's forward, as a class of saved tensors; see `saved_classes`."""
+    """One costly call in a block's forward, as a class of saved tensors; see `saved_classes`."""
 
     node: int  # index of the block's node that makes the call
     bytes: int  # bytes of the call's output

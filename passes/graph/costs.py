@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
-from ...runtime.stage.saved_classes import COSTLY, Look, look_of, written
+from ...runtime.stage.saved_classes import COSTLY, Look, look_of, parts_of, result_bytes, written
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .call_rows import KernelCalls, MixRows
 from .cost_kernels import CUDA_STAND_INS, STAND_INS, cuda_dropout
@@ -272,9 +272,9 @@ class _Meter(TorchDispatchMode, KernelCalls):
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
         if func in COSTLY:
-            call = _Costly(self.run.now, look_of(func, args, kwargs, out), out.nbytes, flops)
+            call = _Costly(self.run.now, look_of(func, args, kwargs, out), result_bytes(out), flops)
             self.costly.append(call)
-            self.outputs[out.untyped_storage()._cdata] = call
+            self.outputs.update((part.untyped_storage()._cdata, call) for part in parts_of(out))
         for tensor in written(func, args, kwargs):
             if tensor.untyped_storage()._cdata in self.outputs:
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True

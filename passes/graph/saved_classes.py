@@ -1,8 +1,8 @@
 """Classes of saved tensors of a stage: what its forward could leave so that rematerialisation computes less.
 
-In: the stage's blocks with their costs, and its nodes in order. Out: one `SavedSpec` per matrix product or convolution
-whose output can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls instead of one transformer's
-table). `runtime.stage.saved_classes` executes them.
+In: the stage's blocks with their costs, and its nodes in order. Out: one `SavedSpec` per matrix product, convolution or
+call of attention on CPU whose results can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls
+instead of one transformer's table). `runtime.stage.saved_classes` executes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from .opgraph import value_tensors
 from .stage_costs import storages
 
 LEAST_BYTES = 512  # smaller outputs are not worth a copy
-_PRODUCTS = ("matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d")
+_PRODUCTS = (
+    "matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "tensordot", "inner", "bilinear",
+    "scaled_dot_product_attention", "window_attention",
+)  # fmt: skip
+_BATCHED = ("matmul", "bmm", "baddbmm")
 
 
 def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[SavedSpec, ...]:
@@ -41,6 +45,7 @@ def saved_classes(blocks: Sequence[Block], body: Sequence[fx.Node]) -> tuple[Sav
     uses: dict[str, int] = {}
     number = 0
     for node in body:
+        number += node not in own and _is_batched(node)
         for call in made.get(node, ()):
             name = _class_name(node)
             uses[name] = uses.get(name, 0) + 1
@@ -59,13 +64,19 @@ def _class_name(node: fx.Node) -> str:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a shared node, which is not measured, may multiply matrices, other than in batches."""
+    """Whether a shared node, which is not measured, may make costly calls of which the number is not known."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     if node.op == "call_module":
         return True
-    name = function_name(node.target)
-    if node.target is not operator.matmul and name.strip("_") not in _PRODUCTS:
+    name = function_name(node.target).partition(".")[0].strip("_")
+    return (node.target is operator.matmul or name in _PRODUCTS) and not _is_batched(node)
+
+
+def _is_batched(node: fx.Node) -> bool:
+    """Whether a node multiplies matrices in batches, which is one costly call."""
+    if node.op not in ("call_function", "call_method"):
         return False
+    name = function_name(node.target).partition(".")[0].strip("_")
     operands = [t for n in node.all_input_nodes for t in value_tensors(n.meta.get("val"))]
-    return any(t.dim() < 3 for t in operands)
+    return (node.target is operator.matmul or name in _BATCHED) and all(t.dim() > 2 for t in operands)

@@ -1,10 +1,11 @@
 """Classes of saved tensors, executed: outputs of a stage's costly calls that one forward keeps and the next takes.
 
 Fuyou (4.5, eq. 12) swaps the outputs of a transformer's linear layers, so that rematerialisation need not compute them.
-Here a class is the output of any one matrix product or convolution of a stage. A forward without autograd runs under
-`Keeping`, which counts these calls in order and keeps the outputs of those chosen. The forward that backward runs again
-is under `Taking`, below autograd: it hands back the kept outputs in place of computing them, so that autograd records
-the same graph and gradients are the same bits. Nothing random is ever a class.
+Here a class is what any one costly call of a stage gives: a matrix product, also one in batches, a convolution, or
+fused attention, whose output and log-sum-exp are kept together, since its backward needs both. A forward without
+autograd runs under `Keeping`, which counts these calls in order and keeps the outputs of those chosen. The forward that
+backward runs again is under `Taking`, below autograd: it hands back the kept outputs in place of computing them, so
+that autograd records the same graph and gradients are the same bits. Nothing random is ever a class.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import VerifyError
-from ...ir.program import SavedSpec, StageSpec
+from ...ir.program import SavedSpec, StageSpec, aligned
 
 aten = torch.ops.aten
-# Each is one call on CPU and on CUDA, whatever the kernels. Attention is left out: which calls it makes depends on the
-# device, and its output is useful only together with other values that it saves.
-COSTLY = frozenset((aten.mm.default, aten.addmm.default, aten.convolution.default))
+# Each product is one call on CPU and on CUDA, whatever the kernels. Of attention's kernels only that of CPUs is here:
+# those of CUDA also give the state of a generator, not all of it on the device.
+COSTLY = frozenset(
+    (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    )
+)
+PART = "/"  # before the number of a call's further results in their names
 
 Look = tuple[Any, ...]  # the op and what it is given, without values
+Results = Tensor | tuple[Tensor, ...]
 
 
 class SavedClasses:
@@ -43,7 +55,7 @@ class SavedClasses:
 
     def taking(self, tensors: Mapping[str, Tensor]) -> Taking:
         """For a forward with autograd that takes what an earlier one kept."""
-        return Taking(self, self._by_number(list(tensors)), tensors)
+        return Taking(self, self._by_number([name for name in tensors if PART not in name]), tensors)
 
     def _by_number(self, names: Sequence[str]) -> dict[int, SavedSpec]:
         found: dict[int, SavedSpec] = {}
@@ -57,12 +69,13 @@ class SavedClasses:
             found[row.calls[0]] = row
         return found
 
-    def look(self, row: SavedSpec, look: Look, out: Tensor) -> None:
+    def look(self, row: SavedSpec, look: Look, out: Results) -> None:
         """Remember how a class's call looks, or compare. Raises `VerifyError` if plan and runs do not agree."""
         if row.name not in self.looks:
-            if out.nbytes != row.bytes:
+            found = result_bytes(out)
+            if found != row.bytes:
                 raise VerifyError(
-                    f"class {row.name!r} of {self.stage} has {out.nbytes} bytes, planned {row.bytes}; the plan is of "
+                    f"class {row.name!r} of {self.stage} has {found} bytes, planned {row.bytes}; the plan is of "
                     "another model, or the stage's file was changed"
                 )
             self.looks[row.name] = look
@@ -113,8 +126,9 @@ class Keeping(_Counting):
             self.count += 1
             if row is not None:
                 self.classes.look(row, look_of(func, args, kwargs, out), out)
-                self.tensors[row.name] = out
-                self.owner[out.untyped_storage().data_ptr()] = row.name
+                for part_name, part in zip(_part_names(row.name), parts_of(out)):
+                    self.tensors[part_name] = part
+                    self.owner[part.untyped_storage().data_ptr()] = row.name
         elif self.owner and written_arguments(func):
             for tensor in written(func, args, kwargs or {}):
                 name = self.owner.get(tensor.untyped_storage().data_ptr())
@@ -138,15 +152,33 @@ class Taking(_Counting):
             row = self.wanted.get(self.count)
             self.count += 1
             if row is not None:
-                kept = self.tensors[row.name]
+                parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)
+                kept = parts if len(func._schema.returns) > 1 else parts[0]
                 self.classes.look(row, look_of(func, args, kwargs, kept), kept)
-                return kept.detach()  # a tensor of its own, which autograd may make part of the graph
+                taken = tuple(part.detach() for part in parts)  # of their own: autograd may make them part of the graph
+                return taken if isinstance(kept, tuple) else taken[0]
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def look_of(func: Any, args: Any, kwargs: Any, out: Tensor) -> Look:
+def parts_of(out: Results) -> tuple[Tensor, ...]:
+    """The results of a costly call."""
+    return out if isinstance(out, tuple) else (out,)
+
+
+def result_bytes(out: Results) -> int:
+    """Bytes of a costly call's results in one buffer, each aligned."""
+    *first, last = (part.nbytes for part in parts_of(out))
+    return sum(map(aligned, first)) + last
+
+
+def _part_names(name: str) -> tuple[str, ...]:
+    return name, f"{name}{PART}1"
+
+
+def look_of(func: Any, args: Any, kwargs: Any, out: Results) -> Look:
     """What tells two calls apart, except for the values of their operands."""
-    return (func, *map(_look, args), *((k, _look(v)) for k, v in (kwargs or {}).items()), _look(out), out.stride())
+    results = ((_look(part), part.stride()) for part in parts_of(out))
+    return (func, *map(_look, args), *((k, _look(v)) for k, v in (kwargs or {}).items()), *results)
 
 
 def _look(value: Any) -> Any:

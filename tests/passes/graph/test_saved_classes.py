@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import StageSpec
+from penstock.ir.program import StageSpec, aligned
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.graph.masks.drop_masks import DropMasks
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.profile import with_seconds
 from penstock.passes.graph.stages import build_stages
@@ -118,6 +120,38 @@ def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choi
     assert seen == sums.keys()
     buffers = dict(eager.module.named_buffers(remove_duplicate=False))
     assert all(torch.equal(b, buffers[n]) for _, runner in stages for n, b in runner.buffers().items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
+    """Without dropout CPUs fuse attention, here also in a window; taken, it runs no more, and all bits are the same."""
+    model, batch = zoo()[name](dropout=0.0)
+    batches = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for _ in range(2)]
+    graph = apply(draft_of(trace(model, batches[0])), DropMasks()).graph
+    draft = one_device(graph, 2)
+    wanted = train(fresh(draft, batches[0]), batches, None)
+    for choose in (everything, some):
+        losses, grads = train(fresh(draft, batches[0]), batches, choose)
+        assert all(torch.equal(a, b) for a, b in zip(losses, wanted[0])) and grads.keys() == wanted[1].keys()
+        assert all(torch.equal(grads[key], wanted[1][key]) for key in grads)
+    for spec, runner, inputs in stages_of(draft, batches[0]):
+        kept = runner.forward(inputs, 0, everything(spec, 0))[1]
+        assert kept is not None and kept.num_bytes == sum(aligned(row.bytes) for row in spec.saved)
+        rows = [n for n in kept.tensors if n.endswith("/1")]
+        assert rows and all(n.partition("/")[0] in {row.name for row in spec.saved} for n in rows)
+        with Attentions() as calls, torch.enable_grad():
+            runner._rematerialised(kept, inputs, 0)
+        assert calls.count == 0
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the calls of CPUs' fused attention that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", IN_BF16)
