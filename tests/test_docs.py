@@ -19,6 +19,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "docs/architecture.md",
     "docs/planner.md",
+    "docs/rates.md",
     "docs/schedules.md",
     "docs/reservoir.md",
     "docs/many_hosts.md",

@@ -125,9 +125,9 @@ def merged(mixes: Iterable[CallMix]) -> CallMix:
     """All calls of several computations, equal ones in one row."""
     times = Counter(mixes)  # few distinct ones among many, as equal blocks share theirs
     return CallMix(
-        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.products]),
-        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.attention]),
-        counted([replace(row, count=row.count * n) for mix, n in times.items() for row in mix.pointwise]),
+        counted((row, n) for mix, n in times.items() for row in mix.products),
+        counted((row, n) for mix, n in times.items() for row in mix.attention),
+        counted((row, n) for mix, n in times.items() for row in mix.pointwise),
         sum(n * mix.other_flops for mix, n in times.items()),
         sum(n * mix.traffic_bytes for mix, n in times.items()),
     )
@@ -139,9 +139,13 @@ def both(first: CallMix, second: CallMix) -> CallMix:
     return merged((first, second))
 
 
-def counted(rows: list[CallRow]) -> tuple[CallRow, ...]:
-    """The rows with equal calls in one."""
+def counted(rows: Iterable[tuple[CallRow, int]]) -> tuple[CallRow, ...]:
+    """Rows, each so many times, with equal calls in one."""
     found: Counter[CallRow] = Counter()
-    for row in rows:
-        found[replace(row, count=1)] += row.count
-    return tuple(replace(row, count=count) for row, count in found.items())
+    for row, times in rows:
+        found[_times(row, 1)] += row.count * times
+    return tuple(_times(row, count) for row, count in found.items())
+
+
+def _times(row: CallRow, count: int) -> CallRow:
+    return row if row.count == count else replace(row, count=count)

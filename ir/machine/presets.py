@@ -9,6 +9,8 @@ What datasheets do not say is assumed by a few rules, the same for all machines:
 - All GPUs under one root complex share one x16 uplink, through a switch or split lanes.
 - DRAM reaches 80% of its channels' rate; AdamW on the CPU moves 28 bytes a parameter at 60% of that.
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
+- Known parts have tables of rates by size (`part_rates.py`). The papers' machines have none: the papers' tables are
+  reproduced under one constant rate each, which their pages state.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 from ..errors import HardwareError
 from ..units import parse_bytes
 from .overrides import STOCK_SSD
+from .part_rates import part_rates
 
 Document = dict[str, Any]
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
@@ -107,6 +110,7 @@ def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: 
         "name": f"gpu{index}", "kind": "cuda", "host": host, "root_complex": root_complex,
         "memory_bytes": round(part.gib * 2**30), "peak_flops": peak, "achieved_fraction": achieved,
         "memory_bandwidth": part.memory_gb_s * 1e9, "h2d_bandwidth": link, "d2h_bandwidth": link,
+        "rates": part_rates(part_name, peak),
     }  # fmt: skip
 
 
@@ -288,13 +292,11 @@ def preset_names() -> list[str]:
 
 def preset_document(name: str) -> Document | None:
     """The document of a preset, None when no preset has that name."""
-    if build := {**_PAPERS, **_COMMON}.get(name):
-        return build()
-    if match := _TOPOLOGY.fullmatch(name):
-        return _mobius(name, _counts(name, match["sizes"].split("+")))
-    if match := _CLUSTER.fullmatch(name):
-        (num_hosts,) = _counts(name, [match["hosts"]])
-        return (_mics_p3dn if match["kind"] == "p3dn" else _mics_p4d)(num_hosts)
+    if name in _COMMON:
+        return _COMMON[name]()
+    paper = _of_a_paper(name)
+    if paper is not None:
+        return paper | {"devices": [{**device, "rates": None} for device in paper["devices"]]}
     match = _FAMILY.fullmatch(name)
     if match is None or match["part"] not in PARTS:
         return None
@@ -303,6 +305,18 @@ def preset_document(name: str) -> Document | None:
         pcie = int(match["pcie"]) if match["pcie"] else None
         return _cards(name, match["part"], count, int(match["complexes"] or 1), pcie)
     return None if match["complexes"] or match["pcie"] else _server(name, match["part"], count)
+
+
+def _of_a_paper(name: str) -> Document | None:
+    """A paper's machine, None for another name."""
+    if name in _PAPERS:
+        return _PAPERS[name]()
+    if match := _TOPOLOGY.fullmatch(name):
+        return _mobius(name, _counts(name, match["sizes"].split("+")))
+    if match := _CLUSTER.fullmatch(name):
+        (num_hosts,) = _counts(name, [match["hosts"]])
+        return (_mics_p3dn if match["kind"] == "p3dn" else _mics_p4d)(num_hosts)
+    return None
 
 
 def _counts(name: str, texts: Iterable[str]) -> list[int]:

@@ -65,7 +65,8 @@ class MixRows:
 
     def mix(self, flops: float, traffic_bytes: float) -> CallMix:
         """The mix behind these sums. FLOPs of no row are those of calls of other kinds."""
-        products, attention = counted(self.products), counted(self.attention)
+        products = counted((row, 1) for row in self.products)
+        attention = counted((row, 1) for row in self.attention)
         known = flops_of(products) + flops_of(attention)
         pointwise = tuple(PointwiseCall(size, count) for size, count in self.pointwise.items())
         return CallMix(products, attention, pointwise, max(0.0, flops - known), traffic_bytes)

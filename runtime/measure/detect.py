@@ -227,7 +227,7 @@ def _gpu_document() -> dict[str, Any]:
 
 
 def _part_figures(name: str) -> dict[str, Any]:
-    keys = ("peak_flops", "achieved_fraction", "memory_bandwidth")
+    keys = ("peak_flops", "achieved_fraction", "memory_bandwidth", "rates")
     return {key: gpu(name, 0)[key] for key in keys}
 
 

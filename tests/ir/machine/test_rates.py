@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall, CallMix, PointwiseCall, Product, both, merged
 from penstock.ir.machine.hardware import Device, Hardware
-from penstock.ir.machine.rates import SLOWEST, interpolated
+from penstock.ir.machine.part_rates import MEASURED
+from penstock.ir.machine.presets import PARTS, gpu
+from penstock.ir.machine.rates import SLOWEST, RateTable, interpolated
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -238,6 +240,42 @@ def test_a_device_twice_as_fast_has_a_table_twice_as_fast() -> None:
         }
     )  # fmt: skip
     assert seconds(mix, fast) == pytest.approx(seconds(mix, here) / 2)
+
+
+# -- known parts -------------------------------------------------------------------------------------------------------
+
+
+def test_every_known_part_has_a_table_with_its_sources() -> None:
+    """In its own dtypes, at most its peak, and slower for small products."""
+    assert MEASURED.keys() == PARTS.keys()
+    for name, part in PARTS.items():
+        document = gpu(name, 0)
+        table = RateTable.model_validate(document["rates"])
+        assert set(table.products) == set(document["peak_flops"]) and "derived" in table.source
+        assert ("bf16" in table.products) == part.bf16
+        assert all(curve[0][1] < max(rate for _, rate in curve) for curve in table.products.values())
+        Hardware.model_validate({**machine(None).model_dump(), "devices": [document]})  # no rate is above the peak
+
+
+def test_a_v100s_table_is_near_what_deepbench_measured() -> None:
+    """Products of at least 512 rows, fp16, TFLOPS: DeepBench_NV_V100.xlsx. The table is from another source."""
+    v100 = Hardware.preset("mobius-v100").with_(rates=RateTable.model_validate(gpu("v100-16gb", 0)["rates"])).devices[0]
+    for m, n, k, measured in (
+        (1760, 7000, 1760, 89.4), (2048, 7000, 2048, 98.0), (4096, 7000, 4096, 112.3), (7680, 5481, 2560, 108.6),
+        (5124, 9124, 1760, 94.4), (6144, 24000, 2048, 106.2), (1024, 700, 512, 40.8),
+    ):  # fmt: skip
+        row = Product("fp16", m, n, k)
+        mix = CallMix((row,), traffic_bytes=row.bytes)
+        reached = mix.flops / v100.compute_s(mix.flops, mix.traffic_bytes, "fp16", 0, mix)
+        assert 0.8 < reached / (measured * 1e12) < 1.1, (m, n, k)
+
+
+def test_the_papers_machines_run_at_constant_rates_unless_they_are_given_a_table() -> None:
+    for name in ("mobius-topo2+2", "mobius-v100", "fuyou-a100", "ftpipe-2080ti", "mics-p4d:2"):
+        assert {device.rates for device in Hardware.preset(name).devices} == {None}
+    table = Hardware.preset("rtx3090x1").devices[0].rates
+    assert table is not None
+    assert Hardware.preset("mobius-topo4", rates=table).devices[3].rates == table
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
