@@ -51,6 +51,9 @@ class JobOptions:
     gradient_dtype: Annotated[
         str, typer.Option(help="in which gradients of several micro-batches are added up: fp32, or compute")
     ] = "fp32"
+    boundary_dtype: Annotated[
+        str, typer.Option(help="of activations between stages that autocast leaves in fp32: compute, or fp32")
+    ] = "compute"
     strategy: Annotated[
         str,
         typer.Option(
@@ -147,6 +150,7 @@ class JobOptions:
             "micro_batches": "auto" if self.micro_batches is None else self.micro_batches,
             "precision": self.precision,
             "gradient_dtype": self.gradient_dtype,
+            "boundary_dtype": self.boundary_dtype,
             "max_grad_norm": self.max_grad_norm,
             "seed": self.seed,
             "weights": weights,

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import GradientDtype, Precision
+from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import HookCall, Interface
 from ..passes.draft import Draft, Options
 from ..passes.graph.opgraph import OpGraph
@@ -28,7 +28,7 @@ from ..runtime.optimizer.stage_optimizer import OptimizerSpec
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN
-from .arguments import check_agrees, check_arguments, check_timeout, count_of, warn_of_mode
+from .arguments import check_agrees, check_arguments, check_timeout, check_types, count_of, warn_of_mode
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
 from .folder import Folder, Settings, print_counts, print_files
@@ -72,6 +72,7 @@ def compile(
     micro_batches: int | str = "auto",
     precision: str = "fp32",
     gradient_dtype: GradientDtype = "fp32",
+    boundary_dtype: BoundaryDtype = "compute",
     max_grad_norm: float | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
@@ -105,6 +106,8 @@ def compile(
         activations in bf16, masters in fp32). "bf16" and "fp16" mean the mixed ones.
     gradient_dtype: in which the gradients of low weights are added up where a step has several micro-batches; "compute"
         for their own type, which takes less memory and loses small terms.
+    boundary_dtype: of activations between stages that autocast leaves in fp32: "compute" casts them to the low type on
+        their way, "fp32" leaves them as they are.
     stop_on_nan: raise `NonFiniteLoss` when a step's loss is NaN or infinite.
     search_s: seconds of computation after which "auto" tries nothing new; candidates left are listed as rivals.
     dump: called as `dump(pass name, draft)` after every pass.
@@ -118,7 +121,8 @@ def compile(
 
     Raises `CaptureError`, `HardwareError`, `PlanError`, `PassError`, or `DoesNotFit` with the nearest plan that fits.
     """
-    check_arguments(model, precision, gradient_dtype, max_grad_norm, strategy, seed)
+    check_arguments(model, max_grad_norm, strategy, seed)
+    check_types(precision, gradient_dtype, boundary_dtype)
     precision = Precision.of(precision).name
     warn_of_mode(model)
     check_timeout(timeout_s)
@@ -136,10 +140,11 @@ def compile(
             micro_batches=micro_batches,
             precision=precision,
             gradient_dtype=gradient_dtype,
+            boundary_dtype=boundary_dtype,
             max_grad_norm=max_grad_norm,
         )
         micro_batches, precision, max_grad_norm = decided.micro_batches, decided.precision, decided.max_grad_norm
-        gradient_dtype = decided.gradient_dtype
+        gradient_dtype, boundary_dtype = decided.gradient_dtype, decided.boundary_dtype
     count = count_of(micro_batches, shape)
     asked = None if strategy == "auto" else Candidate.of(strategy, machine.num_devices)
     if count is None and asked is not None and not asked.is_synchronous:
@@ -154,6 +159,7 @@ def compile(
         options = Options(
             precision=precision,
             gradient_dtype=gradient_dtype,
+            boundary_dtype=boundary_dtype,
             max_grad_norm=max_grad_norm,
             profiler=make_profiler(profile, precision),
             **_optimizer_facts(spec, model, precision),
@@ -264,6 +270,7 @@ def _capturer(
         with unmarked(model):
             graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=types, device_kind=kind)
         graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
+        graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
         return graph
 
     return capture

@@ -9,26 +9,19 @@ from typing import Any, get_args
 from torch import nn
 
 from ..ir.errors import PlanError
-from ..ir.precision import GradientDtype, Precision
+from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from .job.batch import BatchShape
 from .plan import Plan
 
 LEAST_TIMEOUT_S = 1.0
 
 
-def check_arguments(
-    model: Any, precision: Any, gradient_dtype: Any, max_grad_norm: Any, strategy: Any, seed: Any
-) -> None:
+def check_arguments(model: Any, max_grad_norm: Any, strategy: Any, seed: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"model must be an nn.Module; found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise PlanError(f"model: {type(model).__name__} has no parameter that requires a gradient: nothing to train")
     _check_real(model)
-    Precision.of(precision)
-    if gradient_dtype not in get_args(GradientDtype):
-        raise PlanError(
-            f'gradient_dtype={gradient_dtype!r}; it is "fp32", or "compute" to add up in the type that gradients have'
-        )
     if not isinstance(strategy, str):
         raise PlanError(f"strategy={strategy!r}; it is a name or a pipeline of passes as text, a Plan goes to plan=...")
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -36,6 +29,18 @@ def check_arguments(
     is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and 0 < max_grad_norm < math.inf):
         raise PlanError(f"max_grad_norm={max_grad_norm!r}; it must be a positive number, or None for no clipping")
+
+
+def check_types(precision: Any, gradient_dtype: Any, boundary_dtype: Any) -> None:
+    Precision.of(precision)
+    if gradient_dtype not in get_args(GradientDtype):
+        raise PlanError(
+            f'gradient_dtype={gradient_dtype!r}; it is "fp32", or "compute" to add up in the type that gradients have'
+        )
+    if boundary_dtype not in get_args(BoundaryDtype):
+        raise PlanError(
+            f'boundary_dtype={boundary_dtype!r}; it is "compute", or "fp32" to send what autocast leaves in fp32 so'
+        )
 
 
 def _check_real(model: nn.Module) -> None:

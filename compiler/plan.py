@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
-from ..ir.precision import GradientDtype, Precision
+from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..passes.decisions import Activations, Lanes, MaskForm, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
@@ -117,6 +117,7 @@ class Plan(BaseModel):
     micro_batches: int = Field(gt=0)
     precision: PrecisionName = "fp32"
     gradient_dtype: GradientDtype = "fp32"  # in which gradients of several micro-batches are added up
+    boundary_dtype: BoundaryDtype = "compute"  # of activations between stages that autocast leaves in fp32
     max_grad_norm: float | None = None
     decisions: Decisions
     predicted: Prediction | None = None
@@ -126,11 +127,15 @@ class Plan(BaseModel):
     @property
     def hash(self) -> str:
         """Six hexadecimal digits over the decisions."""
-        usual = {"gradient_dtype"} if self.gradient_dtype == "fp32" else set()
+        usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
         if not self.decisions.vocabulary:
             decided["decisions"].pop("vocabulary")
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
+
+    def _unusual(self) -> set[str]:
+        fields = type(self).model_fields
+        return {name for name, value in self if value != fields[name].default}
 
     def distinct_rivals(self) -> tuple[list[Rival], int]:
         """Rivals, the fastest first and those without a step last, and the number of others, which came to the same

@@ -22,6 +22,7 @@ from .errors import PlanError
 MASTER_BYTES = 4  # of one parameter in fp32
 
 GradientDtype = Literal["fp32", "compute"]
+BoundaryDtype = Literal["compute", "fp32"]
 Arithmetic = Literal["fp32", "bf16", "fp16"]  # a kind of arithmetic that a device has a rate for
 
 
@@ -73,6 +74,10 @@ class Precision:
         included: fp32 where there are several, unless the wish is "compute". None: that of the weights."""
         wide = self.low_dtype is not None and micro_batches > 1 and wish == "fp32"
         return torch.float32 if wide else None
+
+    def boundary_dtype(self, wish: str = "compute") -> torch.dtype | None:
+        """The type, between stages, of activations that autocast leaves in fp32; None where they stay as they are."""
+        return self.autocast_dtype if wish == "compute" else None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context in which a model computes on this device."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.machine.hardware import Hardware
-from ..ir.precision import GradientDtype, Precision
+from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import ParamSpec, Program
 from .decisions import Lanes, OnSsd, Sharding
 
@@ -37,6 +37,7 @@ class Options:
     micro_batches: int = 1
     precision: str = "fp32"
     gradient_dtype: GradientDtype = "fp32"  # in which gradients of several micro-batches are added up
+    boundary_dtype: BoundaryDtype = "compute"  # of activations between stages that autocast leaves in fp32
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     state_bytes_of: StateBytes | None = None  # where the bytes are not the same for each element

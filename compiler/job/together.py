@@ -27,7 +27,16 @@ from .job import Job
 
 PLANNING_S = 3600.0  # a search has its own limit; a rank that dies meanwhile is noticed all the same
 SEARCHED = {"strategy": "auto", "micro_batches": "auto"}  # for ranks that are given the plan, which has the values
-SAME = ("hardware", "strategy", "micro_batches", "precision", "gradient_dtype", "max_grad_norm", "seed")
+SAME = (
+    "hardware",
+    "strategy",
+    "micro_batches",
+    "precision",
+    "gradient_dtype",
+    "boundary_dtype",
+    "max_grad_norm",
+    "seed",
+)
 P = ParamSpec("P")
 
 

@@ -28,6 +28,7 @@ def make_plan(found: SearchResult, model: str, strategy: str) -> Plan:
         micro_batches=best.count,
         precision=best.draft.options.precision,
         gradient_dtype=best.draft.options.gradient_dtype,
+        boundary_dtype=best.draft.options.boundary_dtype,
         max_grad_norm=best.draft.options.max_grad_norm,
         decisions=Decisions(**best.decisions),
         predicted=predict(best.draft, best.timeline),

@@ -91,6 +91,7 @@ class OpGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # get_attr target -> unregistered tensor used
     param_dtype: torch.dtype | None = None  # floating parameters were traced in this dtype instead of their own
     sum_dtype: torch.dtype | None = None  # their gradients are added up in this dtype over micro-batches
+    boundary_dtype: torch.dtype | None = None  # activations that autocast leaves in fp32 have it between stages
     autocast: torch.dtype | None = None  # the step runs under `torch.autocast` to this dtype
     changes: dict[str, ParamChange] = field(default_factory=dict)  # parameter -> what forward does to it in place
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do

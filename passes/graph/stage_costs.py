@@ -7,8 +7,9 @@ not at all where a value that enters the stage, a parameter or a buffer owns it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from ...ir.machine.call_mix import merged
@@ -29,6 +30,23 @@ def storages(nodes: Iterable[fx.Node], with_gradient: bool = False) -> Storages:
     return found
 
 
+class CastBytes(NamedTuple):
+    """Bytes of values in their own type, and in the type that they have between stages."""
+
+    wide: int
+    narrow: int
+
+
+NO_CAST = CastBytes(0, 0)
+
+
+def cast_bytes(nodes: Sequence[fx.Node], dtype: torch.dtype | None) -> CastBytes:
+    """The bytes of these values, which have `dtype` between stages."""
+    tensors = [t for node in nodes for t in value_tensors(node.meta.get("val"))]
+    width = 0 if dtype is None else dtype.itemsize
+    return CastBytes(sum(t.numel() * t.element_size() for t in tensors), sum(t.numel() for t in tensors) * width)
+
+
 def stage_costs(
     blocks: Sequence[Block],
     inputs: Iterable[fx.Node],
@@ -36,10 +54,13 @@ def stage_costs(
     trained: Sequence[Storages],
     dinput_bytes: int,
     copied_bytes: int = 0,
+    cast_in: CastBytes = NO_CAST,
+    cast_out: CastBytes = NO_CAST,
 ) -> dict[str, Any]:
     """Bytes, FLOPs and calls of one micro-batch. `inputs`: what exists before the stage runs, parameters and buffers
     included. `trained`: per block the parameters that get gradients. `dinput_bytes`: gradients that backward hands out.
-    `copied_bytes`: inputs that the stage copies into another layout, and keeps.
+    `copied_bytes`: inputs that the stage copies into another layout, and keeps. `cast_in`, `cast_out`: inputs that the
+    stage casts from the type that they have between stages, and outputs that it casts to it.
 
     A workspace is what an op needs beyond its results, which the program's memory accounting counts.
     """
@@ -62,7 +83,15 @@ def stage_costs(
         (b.cost.backward_peak_bytes + lives.gradients_after(i) - sum(kept[i + 1 :]) for i, b in enumerate(blocks)),
         default=0,
     )
+    if cast_out.wide:
+        alive = lives.before(len(blocks))
+        at_end = sum(alive.values()) + cast_out.narrow
+        forward_peak = max(forward_peak, sum(kept) + at_end - sum(s for k, s in alive.items() if k in saved))
+        light_peak = max(light_peak, at_end)
     out_bytes = sum(t.numel() * t.element_size() for n in outputs for t in value_tensors(n.meta.get("val")))
+    out_bytes += cast_out.narrow - cast_out.wide
+    backward_peak += cast_out.wide + cast_in.narrow  # their gradients, cast
+    cast_traffic = sum(row.wide + row.narrow for row in (cast_in, cast_out))
     return {
         "kept_bytes": sum(kept) + copied_bytes,
         "forward_workspace_bytes": max(0, forward_peak - sum(kept) - out_bytes),
@@ -70,8 +99,8 @@ def stage_costs(
         "backward_workspace_bytes": max(0, backward_peak - dinput_bytes),
         "forward_flops": sum(b.cost.forward_flops for b in blocks),
         "backward_flops": sum(b.cost.backward_flops for b in blocks),
-        "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks),
-        "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks),
+        "forward_traffic_bytes": sum(b.cost.forward_traffic_bytes for b in blocks) + cast_traffic,
+        "backward_traffic_bytes": sum(b.cost.backward_traffic_bytes for b in blocks) + cast_traffic,
         "forward_mix": merged(b.cost.forward_mix for b in blocks),
         "backward_mix": merged(b.cost.backward_mix for b in blocks),
         "launches": sum(b.cost.launches for b in blocks),

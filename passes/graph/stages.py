@@ -8,7 +8,7 @@ that reads them. A value that a later stage reads is an output here and an input
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import fx
 from ...ir.errors import PassError, PlanError
 from ...ir.program import ParamSpec, StageSpec, TensorSpec
 from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_root
+from .boundaries import cast, narrowed
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
 from .split_costs import split_costs
-from .stage_costs import stage_costs
+from .stage_costs import cast_bytes, stage_costs
 
 
 @dataclass
@@ -81,6 +82,7 @@ class _Cut:
             for name in graph.node_parameters(node):
                 self.uses.setdefault(self.ties.get(name, name), set()).add(index)
         self.live = live_nodes(graph)
+        self.narrow = narrowed(graph)
         self.checks = self._shared_checks()
 
     def _shared_checks(self) -> list[list[fx.Node]]:
@@ -187,7 +189,7 @@ class _Builder:
         sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
         loss = results.pop("loss", None)
         outputs = [*sent, *([loss] if loss is not None and loss not in sent else [])]
-        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()])
+        module = partial(self._module, [*boundary, *batch], body, [*outputs, *results.values()], set(sent))
         return PlannedStage(
             self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
         )
@@ -198,12 +200,18 @@ class _Builder:
     def _is_mine(self, node: fx.Node) -> bool:
         return self.home.get(node) == self.index or (node not in self.home and self.is_last)
 
-    def _module(self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+    def _module(
+        self, inputs: list[fx.Node], body: list[fx.Node], outputs: list[fx.Node], sent: set[fx.Node]
+    ) -> fx.GraphModule:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = {**node.meta, "random": False}  # it was drawn elsewhere
+        for node in inputs:
+            if node in self.cut.narrow:
+                copies[node].meta["val"] = node.meta["val"].to(self.graph.boundary_dtype)
+                copies[node] = cast(graph, copies[node], node, node.meta["val"].dtype)
         block_of = {n: block for block in self.cut.blocks[self.index] for n in block.nodes}
         for node in body:
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -215,8 +223,12 @@ class _Builder:
                     copy.meta[key] = fx.node.map_arg(node.meta[key], copies.__getitem__)
             copy.meta["mutates"] = tuple(copies[n] for n in node.meta.get("mutates", ()) if n in copies)
             copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
-        graph.output(tuple(copies[n] for n in outputs))
+        graph.output(tuple(self._sent(graph, copies[n], n, n in sent) for n in outputs))
         return build_module(self.graph.model, graph, self.graph.unregistered)
+
+    def _sent(self, graph: fx.Graph, copy: fx.Node, node: fx.Node, is_sent: bool) -> fx.Node:
+        dtype = self.graph.boundary_dtype
+        return cast(graph, copy, node, dtype) if is_sent and dtype is not None and node in self.cut.narrow else copy
 
     def _printed_as(self, block: Block) -> str:
         """The layer that a node is printed in; operators of a layer that is cut stand in the stage's own text."""
@@ -234,10 +246,12 @@ class _Builder:
         body: list[fx.Node],
     ) -> StageSpec:
         trains = (None if self._is_live(n, inside=True) else False for n in boundary)
-        inputs = [*map(_tensor, boundary, trains), *(_tensor(n, False) for n in batch)]
+        inputs = [*map(self._crossing, boundary, trains), *(_tensor(n, False) for n in batch)]
         trained, buffers = self._owned(body)
         held = [n for n in body if n.op == "get_attr"]
-        outs = [_tensor(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
+        outs = [self._crossing(n, None if n is loss or self._is_live(n, inside=False) else False) for n in outputs]
+        cast_in = [n for n in boundary if n in self.cut.narrow]
+        cast_out = [n for n in outputs if n in self.cut.narrow]
         return StageSpec(
             name=f"stage{self.index}",
             inputs=tuple(inputs),
@@ -259,13 +273,20 @@ class _Builder:
             ),
             **stage_costs(
                 self.cut.blocks[self.index],
-                [*boundary, *batch, *held],
+                [*(n for n in boundary if n not in self.cut.narrow), *batch, *held],
                 outputs,
                 [self._trained(block) for block in self.cut.blocks[self.index]],
                 sum(i.bytes for i in inputs if i.requires_grad),
                 sum(i.bytes for i in inputs if i.order),
+                cast_bytes(cast_in, self.graph.boundary_dtype),
+                cast_bytes(cast_out, self.graph.boundary_dtype),
             ),
         )
+
+    def _crossing(self, node: fx.Node, requires_grad: bool | None) -> TensorSpec:
+        """A value as it is between stages."""
+        spec, dtype = _tensor(node, requires_grad), self.graph.boundary_dtype
+        return replace(spec, dtype=_name(dtype)) if dtype is not None and node in self.cut.narrow else spec
 
     def _is_live(self, node: fx.Node, inside: bool) -> bool:
         """Whether a gradient of the node comes from its readers inside, or outside, this stage."""

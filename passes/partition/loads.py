@@ -15,6 +15,7 @@ from torch import fx
 from ...ir.errors import DoesNotFit
 from ...ir.units import format_bytes
 from ..draft import Draft
+from ..graph.boundaries import narrowed, value_bytes
 from ..graph.opgraph import value_tensors
 from ..stage_time import MessageTimes, block_seconds
 from .partition import StagesDecision
@@ -46,6 +47,7 @@ class Loads:
         self._parameters = [gradient_and_weight_bytes(draft, block) for block in self.blocks]
         self._sent = {node for block in self.blocks for node in block.outputs}
         self._needs: dict[BlockIds, StageNeed] = {}
+        self._graph, self._narrow = draft.graph, narrowed(draft.graph)
         self._messages = MessageTimes(draft.lane_hardware)
 
     def need(self, stage: BlockIds) -> StageNeed:
@@ -66,6 +68,8 @@ class Loads:
 
     def value_bytes(self, node: fx.Node) -> int:
         """Bytes of a value and, where it is trained, its gradient; each is sent once per reading device."""
+        if node in self._narrow:
+            return 2 * value_bytes(self._graph, node, self._narrow)
         tensors = value_tensors(node.meta.get("val"))
         return sum(t.numel() * t.element_size() * (1 + t.requires_grad) for t in tensors)
 

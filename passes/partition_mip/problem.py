@@ -22,6 +22,7 @@ from ...ir.precision import Precision
 from ...runtime.simulate.costs import OWN_CALLS
 from ..draft import Draft
 from ..graph.blocks import Block, gradient_dtype
+from ..graph.boundaries import narrowed, value_bytes
 from ..graph.stage_costs import storages
 from ..partition.slices import Slices
 from ..stage_time import MessageTimes, TurnSeconds, block_seconds
@@ -134,7 +135,7 @@ def problem_of(draft: Draft, slices: Slices) -> MipProblem:
         kept_bytes=_sums([block.cost.kept_bytes for block in blocks]),
         work_bytes=work,
         input_bytes=[[n.input_bytes for n in slices.needs[b]] for b in cuts],
-        message_bytes=_messages(blocks),
+        message_bytes=_messages(draft),
         message_s=[[1.0 / bandwidth for _, bandwidth in row] for row in ways],
         message_latency_s=[[latency_s for latency_s, _ in row] for row in ways],
         message_shares=[[_shares(hardware, i, k) for k in order] for i in order],
@@ -191,9 +192,10 @@ def _ties(draft: Draft) -> tuple[tuple[int, int, float], ...]:
     return tuple(row for row in users.values() if row[0] != row[1])
 
 
-def _messages(blocks: Sequence[Block]) -> list[float]:
+def _messages(draft: Draft) -> list[float]:
     """Per block the bytes that blocks before it hand on to it or past it, up to each value's first reader: a value goes
     from its maker to every later reader directly, long before that reader needs it."""
+    blocks, narrow = draft.blocks, narrowed(draft.graph)
     maker: dict[int, tuple[int, int]] = {}  # storage -> block, bytes
     found = [0.0] * (len(blocks) + 1)
     seen: set[int] = set()
@@ -201,15 +203,22 @@ def _messages(blocks: Sequence[Block]) -> list[float]:
     for i, block in enumerate(blocks):
         for node in block.inputs:
             if node in outputs:
-                for key, size in storages([node]).items():
+                for key, size in _sent(draft, node, narrow).items():
                     if key in maker and key not in seen:
                         seen.add(key)
                         for p in range(maker[key][0] + 1, i + 1):
                             found[p] += size
         for node in block.outputs:
             outputs[node] = i
-            maker.update({key: (i, size) for key, size in storages([node]).items()})
+            maker.update({key: (i, size) for key, size in _sent(draft, node, narrow).items()})
     return found
+
+
+def _sent(draft: Draft, node: fx.Node, narrow: frozenset[fx.Node]) -> dict[int, int]:
+    """The storages of a value with their bytes between stages."""
+    if node not in narrow:
+        return storages([node])
+    return dict.fromkeys(storages([node]), value_bytes(draft.graph, node, narrow))
 
 
 def _shares(hardware: Hardware, src: int, dst: int) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ...ir.machine.hardware import Hardware
 from ..graph.blocks import Block
-from ..graph.opgraph import value_tensors
+from ..graph.boundaries import narrowed, value_bytes
+from ..graph.opgraph import OpGraph, value_tensors
 from ..stage_time import block_seconds
 
 NANO = 1e9
@@ -45,8 +46,12 @@ class BlockGraph:
         return len(self.scopes)
 
 
-def block_graph(blocks: Sequence[Block], hardware: Hardware, precision: str) -> BlockGraph:
-    """Seconds of every block on every device, and what the blocks hand to each other."""
+def block_graph(
+    blocks: Sequence[Block], hardware: Hardware, precision: str, graph: OpGraph | None = None
+) -> BlockGraph:
+    """Seconds of every block on every device, and what the blocks hand to each other, in the types that `graph` says
+    for values between stages."""
+    narrow = frozenset() if graph is None else narrowed(graph)
     maker = {node: i for i, block in enumerate(blocks) for node in block.outputs}
     readers: dict[int, list[int]] = {}
     nodes = {node: k for k, node in enumerate(maker)}
@@ -61,6 +66,8 @@ def block_graph(blocks: Sequence[Block], hardware: Hardware, precision: str) -> 
     for node, k in nodes.items():
         tensors = list(value_tensors(node.meta.get("val")))
         size = sum(t.numel() * t.element_size() for t in tensors)
+        if graph is not None and node in narrow:
+            size = value_bytes(graph, node, narrow)
         values.append(BlockValue(maker[node], tuple(readers.get(k, ())), size, any(t.requires_grad for t in tensors)))
         made[maker[node]].append(k)
         for reader in readers.get(k, ()):

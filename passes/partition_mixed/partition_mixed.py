@@ -121,7 +121,7 @@ class _Problem:
 
     @classmethod
     def of(cls, draft: Draft, under_way: int = 0) -> _Problem:
-        graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision)
+        graph = block_graph(draft.blocks, draft.lane_hardware, draft.options.precision, draft.graph)
         memory = Footprints(draft, graph)
         if under_way:
             memory.micro_batches = min(memory.micro_batches, under_way)

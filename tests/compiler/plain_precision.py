@@ -52,6 +52,37 @@ class UpcastingLayer(nn.Module):
         return hidden + self.down(gate * 8)
 
 
+class Promotes(nn.Module):
+    """A model whose activations are fp32 between its layers, because an fp32 buffer scales them; `keeps`: because it
+    says so. After the layers in `cuts` they are rounded to the low type, as between stages."""
+
+    def __init__(self, keeps: bool = False, cuts: tuple[int, ...] = (), layers: int = 4) -> None:
+        super().__init__()
+        self.keeps, self.cuts = keeps, cuts
+        self.layers = nn.ModuleList(PromotingLayer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = F.pad(features, (0, WIDTH - features.shape[1]))
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if self.keeps:
+                hidden = hidden.float()
+            if i in self.cuts:
+                hidden = hidden.to(torch.bfloat16).to(torch.float32)
+        return {"loss": F.cross_entropy(self.head(hidden), labels)}
+
+
+class PromotingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.mix(hidden)) * self.scale
+
+
 def upcasting(seed: int = 0, layers: int = 3) -> tuple[Upcasts, dict[str, Tensor]]:
     """The model and a global batch."""
     torch.manual_seed(seed)

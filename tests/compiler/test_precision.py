@@ -17,7 +17,7 @@ from penstock.ir import ops
 from penstock.ir.program import profile_memory
 from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SSD, TIERS, in_process, with_counts
-from penstock.tests.compiler.plain_precision import Plain, Upcasts, upcasting
+from penstock.tests.compiler.plain_precision import Plain, Promotes, Upcasts, upcasting
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 MACHINE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -162,3 +162,50 @@ def test_the_run_holds_what_the_account_says(place: str) -> None:
     machine.step(with_counts(job, batch))
     expected = {f"device{p.device}": profile_memory(p).peak_bytes[ops.DEVICE] for p in machine.programs["step"]}
     assert {name: machine.accounts[name].peak_bytes for name in expected} == expected
+
+
+def promoting(tier: str, keeps: bool = False, schedule: str = "schedule-pipeline", **options: Any) -> Any:
+    """A job in two stages on one device, the model with roundings where the stages are cut, and a batch."""
+    torch.manual_seed(3)
+    model, (_, batch) = Promotes(keeps), upcasting()
+    line = f"coarsen, mesh, partition-balanced{{stages=2}}, map-round-robin, {schedule}, {TIERS[tier, False]}"
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB", ssd="1GB")
+    job = compiled(model, batch, "bf16-mixed", 4, hardware=hardware, strategy=line, **options)
+    last = [name for name in job.plan.decisions.stages[0] if name.startswith("layers.")][-1]
+    cuts = (int(last.split(".")[1].partition("#")[0]),)
+    like = Promotes(keeps, () if keeps or options else cuts)
+    like.load_state_dict(model.state_dict())
+    return job, Plain(like, SGD, 4, autocast=True), batch
+
+
+def crossing(job: penstock.Job) -> set[str]:
+    return {output.dtype for output in job.folder.interface.stages["stage0"].outputs}
+
+
+@pytest.mark.parametrize("tier", [DEVICE, DRAM, SSD])
+def test_what_autocast_leaves_in_fp32_is_rounded_between_stages_alike_in_every_tier(tier: str) -> None:
+    job, plain, batch = promoting(tier)
+    assert crossing(job) == {"bfloat16"}
+    machine, given = in_process(job, job.model), with_counts(job, batch)
+    for _ in range(3):
+        assert float(machine.step(given)["loss"]) == plain.step(batch)
+        assert_close(machine.grads, plain.gradients, 0.0)
+    assert_close(machine.weights(), {n: p.data for n, p in plain.masters.items()}, 0.0)
+    assert machine.accounts["device0"].peak_bytes == profile_memory(machine.programs["step"][0]).peak_bytes[ops.DEVICE]
+
+
+@pytest.mark.parametrize("options", [{"keeps": True}, {"boundary_dtype": "fp32"}], ids=["model's wish", "user's wish"])
+def test_what_is_asked_for_in_fp32_stays_so_between_stages(options: dict[str, Any]) -> None:
+    job, plain, batch = promoting(DEVICE, **options)
+    assert crossing(job) == {"float32"}
+    with job:
+        for _ in range(2):
+            assert float(job.step(batch)) == plain.step(batch)
+        found = job.state_dict()
+    assert_close({n: found[n] for n in plain.masters}, {n: p.data for n, p in plain.masters.items()}, 0.0)
+
+
+def test_messages_of_a_cast_value_have_half_the_bytes() -> None:
+    narrow, wide = (promoting(DEVICE, **options)[0] for options in ({}, {"boundary_dtype": "fp32"}))
+    sizes = [[o.bytes for o in job.folder.interface.stages["stage0"].outputs] for job in (narrow, wide)]
+    assert [2 * size for size in sizes[0]] == sizes[1]
