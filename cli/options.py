@@ -47,7 +47,9 @@ class JobOptions:
     batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 4
     sequence: Annotated[int, typer.Option(min=1, help="tokens in a row")] = 512
     micro_batches: Annotated[int | None, typer.Option(help="a divisor of the batch; without it: search")] = None
-    precision: Annotated[str, typer.Option(help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true")] = "fp32"
+    precision: Annotated[
+        str, typer.Option(help="fp32, bf16-mixed (or bf16), fp16-mixed (or fp16), bf16-true, bf16-pure")
+    ] = "fp32"
     gradient_dtype: Annotated[
         str, typer.Option(help="in which gradients of several micro-batches are added up: fp32, or compute")
     ] = "fp32"

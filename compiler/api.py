@@ -24,7 +24,7 @@ from ..passes.schedule.schedule_async import ScheduleAsync
 from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
-from ..runtime.optimizer.stage_optimizer import OptimizerSpec
+from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN
@@ -103,7 +103,8 @@ def compile(
     strategy: "auto", a strategy's name, or a pipeline of passes as text. `plan` replays a saved plan instead.
     micro_batches: a divisor of the batch, or "auto".
     precision: "fp32"; "bf16-mixed" or "fp16-mixed" (autocast; fp16 with dynamic loss scaling); "bf16-true" (weights and
-        activations in bf16, masters in fp32). "bf16" and "fp16" mean the mixed ones.
+        activations in bf16, masters in fp32); "bf16-pure" (no masters: updates are rounded stochastically, unless the
+        optimizer does that). "bf16" and "fp16" mean the mixed ones.
     gradient_dtype: in which the gradients of low weights are added up where a step has several micro-batches; "compute"
         for their own type, which takes less memory and loses small terms.
     boundary_dtype: of activations between stages that autocast leaves in fp32: "compute" casts them to the low type on
@@ -154,16 +155,19 @@ def compile(
             f"micro_batches={shape.size}"
         )
     with torch.device("cpu"), rare_collections():  # whatever the script's default device is
-        kind = _stepped_dtype(precision)
+        kind = _stepped_dtype(precision, rounds_itself(optimizer))
         spec = OptimizerSpec.from_callable(optimizer, lr_scheduler, model=model, param_groups=param_groups, dtype=kind)
         options = Options(
             precision=precision,
             gradient_dtype=gradient_dtype,
             boundary_dtype=boundary_dtype,
+            optimizer_rounds=spec.rounds,
             max_grad_norm=max_grad_norm,
             profiler=make_profiler(profile, precision),
-            **_optimizer_facts(spec, model, precision),
+            **_optimizer_facts(spec, model, kind),
         )
+        if Precision.of(precision).is_pure and not spec.rounds:
+            spec.require_portions()
         by_user = loss_weight is not None
         capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
@@ -276,15 +280,15 @@ def _capturer(
     return capture
 
 
-def _stepped_dtype(precision: str) -> torch.dtype | None:
-    """The dtype in which the optimizer steps parameters; None where they keep their own."""
-    return torch.float32 if Precision.of(precision).has_masters else Precision.of(precision).low_dtype
+def _stepped_dtype(precision: str, rounds: bool) -> torch.dtype | None:
+    """The dtype in which the optimizer, which `rounds` or not, steps parameters; None where they keep their own."""
+    low = Precision.of(precision).low_dtype
+    return torch.float32 if low is not None and not (rounds and Precision.of(precision).is_pure) else low
 
 
-def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, precision: str) -> dict[str, Any]:
+def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtype | None) -> dict[str, Any]:
     """What the passes know of the optimizer: the fields of `Options`. Bytes of states are those of each parameter by
     itself, unless all have the same for each element."""
-    own = _stepped_dtype(precision)
 
     @functools.cache
     def state_bytes_of(name: str, shape: tuple[int, ...], dtype: str) -> int:

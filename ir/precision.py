@@ -5,6 +5,7 @@
 | `fp32` | the model's own types | no | no | no |
 | `bf16-mixed`, `fp16-mixed` | low, autocast decides per call | yes | yes | fp16 |
 | `bf16-true` | bf16 | no | yes | no |
+| `bf16-pure` | bf16 | no | no: updates are rounded stochastically | no |
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from .errors import PlanError
 
 MASTER_BYTES = 4  # of one parameter in fp32
+ROUNDED_ELEMENTS = 1 << 24  # of weights without masters, updated in fp32 at once
 
 GradientDtype = Literal["fp32", "compute"]
 BoundaryDtype = Literal["compute", "fp32"]
@@ -65,6 +67,11 @@ class Precision:
         return None if self.autocasts else self.low_dtype
 
     @property
+    def is_pure(self) -> bool:
+        """Whether low weights are all there is, so that an update must be rounded without losing small changes."""
+        return self.low_dtype is not None and not self.has_masters
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of the master of one trained parameter; 0 without masters."""
         return MASTER_BYTES if self.has_masters else 0
@@ -91,6 +98,7 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("bf16-mixed", "bf16", torch.bfloat16, autocasts=True, has_masters=True),
         Precision("fp16-mixed", "fp16", torch.float16, autocasts=True, has_masters=True, scales_loss=True),
         Precision("bf16-true", "bf16", torch.bfloat16, has_masters=True),
+        Precision("bf16-pure", "bf16", torch.bfloat16),
     )
 }
 FP32 = PRECISIONS["fp32"]

@@ -43,6 +43,7 @@ class Options:
     state_bytes_of: StateBytes | None = None  # where the bytes are not the same for each element
     takes_whole: Callable[[str], bool] | None = None  # whether a parameter's optimizer needs all of it; None: none does
     whole_optimizer: str = ""  # the first class that needs all of a parameter
+    optimizer_rounds: bool = False  # the optimizer itself rounds what it writes into weights without masters
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property
@@ -59,9 +60,10 @@ class Options:
         each, trained = self.state_bytes_of, [p for p in params if p.requires_grad]
         if each is None:
             return int(self.state_bytes_per_param * sum(p.numel for p in trained))
-        masters = Precision.of(self.precision).has_masters
+        precision = Precision.of(self.precision)
+        full = precision.has_masters or (precision.is_pure and not self.optimizer_rounds)
         return sum(
-            each(p.part.parameter if p.part else p.name, p.shape, "float32" if masters else p.dtype) for p in trained
+            each(p.part.parameter if p.part else p.name, p.shape, "float32" if full else p.dtype) for p in trained
         )
 
     def optimizer_bytes(self, params: Sequence[ParamSpec]) -> int:

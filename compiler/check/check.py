@@ -174,6 +174,7 @@ def _by_eager(job: Job, model: nn.Module, run: Any, batches: Sequence[Any], micr
         micro_batches=micro_batches,
         precision=job.plan.precision,
         gradient_dtype=job.plan.gradient_dtype,
+        seed=job.folder.settings.seed,
         max_grad_norm=job.plan.max_grad_norm,
         specs=[dataclasses.replace(p, name=ties.get(p.name, p.name)) for p in params],
     )

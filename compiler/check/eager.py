@@ -19,6 +19,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.gradients import LossScale
 from ...runtime.optimizer.hooks import change_params, run_hooks
+from ...runtime.optimizer.rounding import round_into
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
 from ...runtime.stage.draws import Draws, micro_batch_seed
 from ..capture.guard import LossFn
@@ -50,6 +51,7 @@ class Eager:
         gradient_dtype: GradientDtype = "fp32",
         max_grad_norm: float | None = None,
         specs: Sequence[ParamSpec] = (),
+        seed: int = 0,
     ):
         self.model, self.run = model, run
         self.micro_batches, self.precision, self.max_grad_norm = micro_batches, Precision.of(precision), max_grad_norm
@@ -58,6 +60,9 @@ class Eager:
         low = self.precision.low_dtype
         if low is not None:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.params.items()}
+            if self.precision.is_pure:
+                for master in self.masters.values():
+                    master.data = master.data.to(low).float()
             for param in model.parameters():
                 param.data = param.data.to(low) if param.is_floating_point() else param.data
         sums = self.precision.sum_dtype(micro_batches, gradient_dtype)
@@ -66,7 +71,7 @@ class Eager:
         self.start = {name: p.detach().clone() for name, p in self.masters.items()}
         self.optimizer = optimizer.build(self.masters)
         self.scheduler = optimizer.build_scheduler(self.optimizer)
-        self.specs = specs
+        self.specs, self.seed = specs, seed
         self.loss_scale = LossScale() if self.precision.scales_loss else LossScale(1.0)
         self.step_count = 0
         self.gradients: dict[str, Tensor] = {}
@@ -93,8 +98,9 @@ class Eager:
         return float(torch.stack(losses).mean())
 
     def _update(self, grads: Mapping[str, Tensor]) -> None:
+        low = self.precision.low_dtype is not None
         for name, grad in grads.items():
-            self.masters[name].grad = grad.float() / self.loss_scale.scale if self.precision.has_masters else grad
+            self.masters[name].grad = grad.float() / self.loss_scale.scale if low else grad
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm)
         if not self.gradients:
@@ -103,9 +109,13 @@ class Eager:
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        if self.precision.has_masters:
+        if low:
             for name, param in self.params.items():
-                param.data.copy_(self.masters[name].data)
+                if self.precision.is_pure:
+                    round_into(param.data, self.masters[name].data, (self.seed, self.step_count, 0, name))
+                    self.masters[name].data.copy_(param.data)
+                else:
+                    param.data.copy_(self.masters[name].data)
 
 
 def module_runner(

@@ -124,7 +124,8 @@ def _step_work(
     spec, interface = ctx.interface.part_of(stage, grads.group), ctx.interface
     share = 1.0 if not grads.part or not spec.grad_bytes else grads.bytes / spec.grad_bytes
     # Gradients in another type, or with a factor that waits for the norm, are converted to the masters'.
-    converted = interface.master and (speculative or any(p.grad_dtype != "float32" for p in spec.params))
+    low = interface.master or interface.rounds
+    converted = low and (speculative or any(p.grad_dtype != "float32" for p in spec.params))
     per_step = share * update_traffic(spec.trained_params, interface.state_bytes(spec))
     kind = "" if states is None else states.kind
     return Work(
@@ -133,7 +134,7 @@ def _step_work(
         copied_bytes=round(share * interface.copied_to_undo(spec, kind)) if speculative else 0,
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        workspace_bytes=spec.change_bytes + (4 * round(share * spec.trained_params) if converted else 0),
+        workspace_bytes=spec.change_bytes + round(share * interface.update_bytes(spec, converted)),
         workspace_memory=grads.memory,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
-from ..precision import MASTER_BYTES
+from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS
 from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
@@ -40,7 +40,8 @@ class Interface:
     `state_bytes_per_param` is the size of the optimizer states of one trained parameter; `states` has the bytes of each
     stage where that is not the same for each of its parameters, and under `shard_key` of each shard. `master`: fp32
     copies exist beside the weights.
-    `asynchronous`: every micro-batch is a mini-batch, with one update of each stage.
+    `asynchronous`: every micro-batch is a mini-batch, with one update of each stage. `rounds`: bf16 weights without
+    masters are updated in fp32, a portion at once, and the result is rounded stochastically.
     """
 
     stages: dict[str, StageSpec]
@@ -54,6 +55,7 @@ class Interface:
     lanes: tuple[tuple[int, ...], ...] = ()
     shards: int = 1
     asynchronous: bool = False
+    rounds: bool = False
 
     @property
     def replicas(self) -> int:
@@ -85,6 +87,15 @@ class Interface:
     def master_bytes(self, spec: StageSpec) -> int:
         """Bytes of a stage's fp32 masters; 0 if there are none."""
         return MASTER_BYTES * spec.trained_params if self.master else 0
+
+    def update_bytes(self, spec: StageSpec, converted: bool) -> int:
+        """Bytes that an update of all of a stage takes while it runs: fp32 gradients where they are `converted`, and
+        fp32 weights where the result is rounded."""
+        elements = spec.trained_params
+        if self.rounds:
+            largest = max((p.numel for p in spec.params if p.requires_grad), default=0)
+            elements = min(elements, ROUNDED_ELEMENTS + largest)
+        return MASTER_BYTES * elements * (converted + self.rounds)
 
     def optimizer_bytes(self, spec: StageSpec) -> int:
         """Bytes that the optimizer keeps of a stage: masters and states."""

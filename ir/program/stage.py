@@ -60,6 +60,7 @@ class ParamSpec:
     that is complete, `change` what forward does in place to the parameter itself, which lasts. A buffer without an
     owner is a constant: a tensor that the model uses but does not register, whose value is the programs'. `sum_dtype`:
     in which gradients are added up, if not in `dtype`.
+    `tied_to`: the first name in the model, if that is another one.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ParamSpec:
     part: RowPart | None = None
     sum_dtype: str = ""
     shared: bool = False
+    tied_to: str = ""
 
     @property
     def whole(self) -> ParamSpec:

@@ -316,7 +316,7 @@ class _Builder:
                     sums = _name(gradient_dtype(self.graph, tensor)) if tensor.requires_grad else dtype
                     found[canonical] = ParamSpec(
                         name, shape, dtype, tensor.requires_grad, owner, hook, calls, part,
-                        "" if sums == dtype else sums, shared,
+                        "" if sums == dtype else sums, shared, "" if canonical == name else canonical,
                     )  # fmt: skip
         return list(found.values()), list(held.values())
 

@@ -57,6 +57,7 @@ class Schedule(Pass):
 
 def interface_of(draft: Draft) -> Interface:
     batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
+    precision = Precision.of(draft.options.precision)
     return Interface(
         stages={stage.spec.name: stage.spec for stage in draft.stages},
         batch=batch,
@@ -64,7 +65,8 @@ def interface_of(draft: Draft) -> Interface:
         micro_batches=draft.options.micro_batches,
         state_bytes_per_param=draft.options.state_bytes_per_param,
         states=_states(draft),
-        master=Precision.of(draft.options.precision).has_masters,
+        master=precision.has_masters,
+        rounds=precision.is_pure and not draft.options.optimizer_rounds,
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
     )

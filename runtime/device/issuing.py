@@ -51,6 +51,7 @@ class Issuing:
         self.interface, self.index, self.device, self.stores = state.interface, state.index, state.device, state.stores
         self.loss_scale = state.gradient_scale
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
+        self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run
         self._events: list[Event | None] = [None] * len(plan.ops)
         self._cursor = 0
 

@@ -221,13 +221,19 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             staged: Staged | None = None if staged_box is None else staged_box.value
             if squares is None or bool(torch.isfinite(squares.value)):
-                store.update(box.value, staged, factor)
+                store.update(box.value, staged, factor, self._draw(stage, box.value.part))
             else:
                 store.skip(staged)
             return [] if staged is None else [staged]
 
         made = self._launch(issue, [b for b in (box, squares, staged_box) if b is not None], run)
         return made[0] if made else None
+
+    def _draw(self, stage: str, part: str) -> tuple[int, ...]:
+        """What random numbers of an update belong to: seed, step, and its number in the step if it is asynchronous."""
+        number = self.updates.get((stage, part), 0)
+        self.updates[stage, part] = number + 1
+        return self.state.seed, self.state.step_count, number
 
     def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
         issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]

@@ -69,7 +69,7 @@ def extrapolate(
 
 def _extrapolated(optimizer: StageOptimizer, name: str, updates: int, is_shared: bool) -> Tensor:
     """In full precision. Shared parameters take the learning rate of the first update that they still lack."""
-    param = optimizer.params[name].detach()
+    param = optimizer.lasting[name].to(optimizer.params[name].dtype)
     assert optimizer.optimizer is not None
     state = optimizer.optimizer.state.get(optimizer.params[name])
     index = optimizer.spec.group_of(name)

@@ -73,7 +73,7 @@ def keep(optimizer: StageOptimizer, tensors: bool, into: Snapshot | Tensor | Non
         known = optimizer.state_row(name)
         large = known.large()
         if tensors:
-            found.copies[name][MASTER].copy_(param.detach())
+            found.copies[name][MASTER].copy_(optimizer.lasting[name])
         if not row:
             continue
         copied = {key: leaves for key, value in row.items() if (leaves := leaves_of(key, value)).keys() & large.keys()}
@@ -97,7 +97,7 @@ def put_back(optimizer: StageOptimizer, found: Snapshot) -> None:
         return
     for name, param in optimizer.params.items():
         if found.tensors:
-            param.detach().copy_(found.copies[name][MASTER])
+            optimizer.lasting[name].copy_(found.copies[name][MASTER])
         if name not in found.rows:
             optimizer.optimizer.state.pop(param, None)
             continue

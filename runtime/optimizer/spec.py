@@ -25,6 +25,7 @@ from .state_shapes import Build, Shape, StateRow, find_states, step_plainly
 from .trial import check_params, options_of, require_class, try_groups
 
 MODES = ("fused", "foreach")
+ROUNDS = "bf16_stochastic_round"  # the argument of torchao's classes
 Row = dict[str, Any]  # a parameter group as torch takes it
 
 
@@ -268,6 +269,20 @@ class OptimizerSpec:
             groups.append(group if names is None else replace(group, names=(*names, *more)))
         return replace(self, groups=tuple(groups))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds what it writes into bf16 parameters stochastically."""
+        return bool(self.kwargs.get(ROUNDS))
+
+    def require_portions(self) -> None:
+        """Raise `PlanError` where it cannot step some of its parameters after others, as weights without masters are
+        updated."""
+        if not self.traits(torch.device("cpu")).divisible:
+            raise PlanError(
+                f"optimizer {self.path} counts the steps of a group, so that it cannot update bf16 weights in portions, "
+                'as precision="bf16-pure" has it: use torch.optim.AdamW, or precision="bf16-true"'
+            )
+
     def whole_paths(self) -> tuple[str, ...]:
         """The classes that update an element by others, or keep states of another shape than the parameter, such as a
         scale for each block; each once."""
@@ -301,6 +316,11 @@ def _has_fused(path: str, kwargs: Mapping[str, Any], like: Tensor) -> bool:
     except FAILURES:  # torch raises one of these if this device has none
         return False
     return True
+
+
+def rounds_itself(optimizer: Any) -> bool:
+    """Whether a class, or a partial of one, rounds what it writes into bf16 parameters stochastically."""
+    return bool(getattr(optimizer, "keywords", {}).get(ROUNDS))
 
 
 def _tupled(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError, PlanError
+from ...ir.precision import ROUNDED_ELEMENTS
 from .gradients import times_in_full
 from .leaves import leaves_of, rebuilt, row_leaves
 from .probe import Traits
+from .rounding import Rounding
 from .saving import load_groups, load_schedule, saved_groups, saved_parts, saved_schedule
 from .snapshot import Snapshot, keep, put_back, room_bytes
 from .spec import OptimizerSpec
@@ -66,6 +68,8 @@ class StageOptimizer:
 
     `places`: the tensors in which the states that `OptimizerSpec.state_shapes` names are to lie; their contents before
     a parameter's first step do not matter. `workspace` may be shared by stages that are stepped by one thread.
+    `rounding`: `params` are bf16 weights; each is in fp32 during its step alone, and the result is rounded to it.
+    `lasting` has the tensors that hold the parameters between steps.
     """
 
     def __init__(
@@ -74,9 +78,11 @@ class StageOptimizer:
         params: Mapping[str, Tensor],
         places: Places | None = None,
         workspace: Workspace | None = None,
+        rounding: Rounding | None = None,
     ):
-        self.spec = spec
-        self.params = {name: nn.Parameter(p.detach()) for name, p in params.items()}  # shares their memory
+        self.spec, self.rounding = spec, rounding
+        self.lasting = {name: p.detach() for name, p in params.items()}
+        self.params = {name: nn.Parameter(p if rounding is None else _stand_in(p)) for name, p in self.lasting.items()}
         self.places: Places = {} if places is None else places
         self.optimizer = spec.build(self.params, without_states=bool(self.places)) if self.params else None
         self.scheduler = spec.build_scheduler(self.optimizer) if self.optimizer else None
@@ -115,22 +121,27 @@ class StageOptimizer:
         weights: Mapping[str, Tensor] | None = None,
         preserve: bool = False,
         part: str = "",
+        draw: tuple[int, ...] = (),
     ) -> None:
         """One step on `grads`, converted to the parameters' dtype; a parameter without a gradient stays as it is.
 
         factor: the gradients are multiplied by it, in fp32 (fp64 ones in fp64). weights: tensors of another precision
         that follow the parameters. preserve: the gradients are the same after the step, even if the optimizer uses
         their memory. part: "own" if the parameters that stages share are stepped later, by a step of the part "shared",
-        which has the learning rate of this one.
+        which has the learning rate of this one. draw: with a rounding, what its random numbers belong to beside the
+        parameter.
         """
         if self.optimizer is None:
             return
         self._check_part(part)
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
         copy = preserve and not self.traits.keeps_grads
-        converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, self.params[name], factor)}
+        converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, name, factor)}
         with self._options_of(part):
-            for names in self._portions(list(given), bool(converted or weights)):
+            for names in self._portions(list(given), bool(converted or weights or self.rounding)):
+                if self.rounding is not None:
+                    for name in names:
+                        self.params[name].data = self.lasting[name].to(torch.float32)
                 self._convert(given, [name for name in names if name in converted], factor)
                 for name in names:
                     if name not in converted:
@@ -140,6 +151,9 @@ class StageOptimizer:
                     self.params[name].grad = None
                     if weights is not None and name in weights:
                         weights[name].copy_(self.params[name].detach())
+                    if self.rounding is not None:
+                        self.rounding.store(name, self.params[name].detach(), self.lasting[name], draw)
+                        self.params[name].data = _stand_in(self.lasting[name])
         self.workspace.settle()
         if self.scheduler is not None and part != "shared":
             self.scheduler.step()
@@ -165,10 +179,10 @@ class StageOptimizer:
         for group, options in zip(groups, now if part == "shared" else ()):
             group.update(options)
 
-    @staticmethod
-    def _is_foreign(grad: Tensor, param: Tensor, factor: Tensor | None) -> bool:
+    def _is_foreign(self, grad: Tensor, name: str, factor: Tensor | None) -> bool:
         """Whether to convert a gradient: the fused kernels assume the parameter's layout."""
-        return factor is not None or grad.dtype != param.dtype or grad.stride() != param.stride()
+        dtype, stride = self.params[name].dtype, self.lasting[name].stride()
+        return factor is not None or grad.dtype != dtype or grad.stride() != stride
 
     def _portions(self, names: list[str], small: bool) -> Iterator[list[str]]:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
@@ -194,7 +208,7 @@ class StageOptimizer:
             yield []
 
     def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
-        most = PORTION_ELEMENTS.get(self.device.type)
+        most = PORTION_ELEMENTS.get(self.device.type) if self.rounding is None else ROUNDED_ELEMENTS
         portion: list[str] = []
         elements = 0
         for name in names:
@@ -292,7 +306,8 @@ class StageOptimizer:
             row = self.optimizer.state.get(param, {})
             row.update({key: rebuilt(key, value, places.get(name, {})) for key, value in row.items()})
             if params is not None:
-                param.data = params[name].detach()
+                self.lasting[name] = params[name].detach()
+                param.data = self.lasting[name] if self.rounding is None else _stand_in(self.lasting[name])
 
     def state_bytes(self) -> int:
         """Bytes of the states that exist now: none before the first step, for most optimizers."""
@@ -304,7 +319,7 @@ class StageOptimizer:
         """The bytes that a step needs at most if all gradients are converted: for gradients or weights of another
         precision, and for a step that must preserve gradients if the optimizer does not."""
         sizes = [param.nbytes for param in self.params.values()]
-        most = PORTION_ELEMENTS.get(self.device.type)
+        most = PORTION_ELEMENTS.get(self.device.type) if self.rounding is None else ROUNDED_ELEMENTS
         if most is None or not self.traits.divisible:
             return sum(sizes)
         return min(sum(sizes), 4 * most + max(sizes, default=0))
@@ -420,6 +435,11 @@ class StageOptimizer:
         group = self.optimizer.param_groups[self.spec.group_of(name)]
         counts = key == "step" and not group.get("fused") and not group.get("capturable")  # torch reads it on the host
         return value.detach().to("cpu" if counts else self.device, like.dtype, copy=True)
+
+
+def _stand_in(weight: Tensor) -> Tensor:
+    """An fp32 tensor of this shape without memory, for between steps."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
 def _alike(value: Any, known: Any) -> bool:

@@ -23,7 +23,7 @@ from ..optimizer.hooks import change_params, run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.runner import Kept, StageRunner
-from ..stage.shards import piece_of, whole_of
+from ..stage.shards import piece_of, rounding_of, whole_of
 from ..stage.split_backward import Rest
 
 CPU_DEVICE = torch.device("cpu")
@@ -74,6 +74,7 @@ class ReferenceStage:
     def __init__(
         self, spec: StageSpec, module: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
         optimizer: OptimizerSpec | None, precision: str, piece: tuple[int, int] | None = None,
+        has_masters: bool = True, rounds: bool = False,
     ):  # fmt: skip
         self.spec = spec
         self.runner = StageRunner(spec, module, CPU_DEVICE, precision)
@@ -83,12 +84,18 @@ class ReferenceStage:
         for name, param in self.runner.parameters.items():
             if name not in weights:
                 raise PlanError(f"{spec.name} needs a weight {name!r}, for which there is no value")
-            full = weights[name].detach().to(FULL.get(param.dtype, param.dtype), copy=True).contiguous()
+            dtype = FULL.get(param.dtype, param.dtype) if has_masters else param.dtype
+            full = weights[name].detach().to(dtype, copy=True).contiguous()
             full = full if piece is None else piece_of(full, *piece)
             self.masters[name] = full
             self.weights[name] = full if full.dtype == param.dtype else full.to(param.dtype)
         trained = {name: self.masters[name] for name, p in self.runner.parameters.items() if p.requires_grad}
-        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained)
+        index, count = piece or (0, 1)
+        firsts = {param.name: index * -(-param.numel // count) for param in spec.params}
+        self.rounds, rounding = rounds, rounding_of(spec, firsts) if rounds else None
+        self.optimizer = None if optimizer is None else StageOptimizer(optimizer, trained, rounding=rounding)
+        self.draw: tuple[int, ...] = ()  # what the roundings of the last update belong to: seed, step, its number in it
+        self.updates: dict[tuple[int, str], int] = {}  # by step and part of the gradients
         self.grads: dict[str, Tensor] = {}
         self.before: Any = None  # a snapshot, taken by a speculative step
 
@@ -103,6 +110,13 @@ class ReferenceStage:
             offset += aligned(weight.nbytes)
         return copies
 
+    def begin_update(self, seed: int, step: int, part: str) -> None:
+        number = self.updates.get((step, part), 0)
+        self.updates = {key: count for key, count in self.updates.items() if key[0] == step} | {
+            (step, part): number + 1
+        }
+        self.draw = seed, step, number
+
     def restore(self) -> None:
         """Restore the state before the last speculative step."""
         assert self.optimizer is not None and self.before is not None
@@ -111,9 +125,11 @@ class ReferenceStage:
 
     def step(self, grads: Grads) -> None:
         change_params(self.spec.params, self.masters)
-        self.grads = {name: g.to(self.masters[name].dtype, copy=True) for name, g in grads.in_full().items()}
+        kinds = {name: master.dtype for name, master in self.masters.items()}
+        kinds = {name: FULL.get(kind, kind) for name, kind in kinds.items()} if self.rounds else kinds
+        self.grads = {name: g.to(kinds[name], copy=True) for name, g in grads.in_full().items()}
         if self.optimizer is not None:
-            self.optimizer.step(self.grads, part=grads.part)
+            self.optimizer.step(self.grads, part=grads.part, draw=self.draw)
             self._follow()
 
     def _follow(self) -> None:
@@ -338,6 +354,7 @@ class ReferenceRuntime:
         *, speculative: bool = False,
     ) -> States | None:  # fmt: skip
         state, scale = self.world.stage(self.device, stage), self.world.loss_scale
+        state.begin_update(self.world.seed, self.world.step, grads.part)
         if scale is not None and norm is None and not speculative:
             raise VerifyError(f"fp16 gradients of {stage} reach `step` without their norm", device=self.device)
         if norm is not None and not bool(torch.isfinite(norm)):

@@ -81,7 +81,18 @@ class Reference:
                 made = _module(module)
                 members = interface.members(group) if group else []
                 piece = (members.index(device), len(members)) if group else None
-                state = ReferenceStage(interface.stages[name], made, weights, buffers, optimizer, precision, piece)
+                masters = not Precision.of(precision).is_pure
+                state = ReferenceStage(
+                    interface.stages[name],
+                    made,
+                    weights,
+                    buffers,
+                    optimizer,
+                    precision,
+                    piece,
+                    masters,
+                    interface.rounds,
+                )
                 if name in self.world.stages:
                     self.world.replicas[device, name] = state
                 self.world.stages.setdefault(name, state)

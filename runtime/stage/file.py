@@ -47,6 +47,7 @@ class StageFile:
     ):
         self.spec, self.layout, self.master, self.optimizer = spec, layout, interface.master, optimizer
         counted = interface.part_of(spec.name, home.group)  # shards are counted alike, whatever they have of parameters
+        self.stepped_full = interface.master or interface.rounds
         self.masters_say_all = interface.masters_say_all(spec)
         self.has_weights = home.weights == ops.SSD
         self.has_states = home.states == ops.SSD
@@ -83,7 +84,7 @@ class StageFile:
             if not param.requires_grad:
                 continue
             found[param.name] = {}
-            kind = torch.float32 if self.master else getattr(torch, param.dtype)
+            kind = torch.float32 if self.stepped_full else getattr(torch, param.dtype)
             row = self.optimizer.state_shapes(param.shape, param.name, kind)
             alignment = 64 if len(row) <= 3 else 16  # what `STATE_ROOM` has room for
             for key, (shape, dtype) in row.items():

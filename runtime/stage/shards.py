@@ -6,7 +6,8 @@ are views. Gradients lie in the same way, so that a scatter reads them where bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ir.program import Segment, StageSpec
+from ..optimizer.rounding import Rounding
 from .arena import BufferLayout, Place
 
 
@@ -31,6 +33,17 @@ def whole_of(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The tensor of this shape out of all members' pieces, copied."""
     size = torch.Size(shape)
     return torch.cat([piece.reshape(-1) for piece in pieces])[: size.numel()].reshape(size)
+
+
+def rounding_of(spec: StageSpec, firsts: Mapping[str, int]) -> Rounding:
+    """How weights of a stage are rounded, whatever the pieces are; `firsts`: the first element that is here of each
+    parameter, if not 0."""
+    names, starts = {}, {}
+    for param in spec.params:
+        names[param.name] = param.whole.name if param.part is not None else param.tied_to or param.name
+        rows = 0 if param.part is None else param.part.begin
+        starts[param.name] = rows * math.prod(param.shape[1:]) + firsts.get(param.name, 0)
+    return Rounding(names, starts)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,11 @@ class FlatStage:
     def grad_slices(self, shard: Tensor) -> list[Tensor]:
         """Per segment this member's slice, as a view of its shard of the gradients (uint8)."""
         return [rows[0] for rows in _cut(shard, [(segment, segment.grad_dtype) for segment in self._trained], 1)]
+
+    @property
+    def firsts(self) -> dict[str, int]:
+        """Per parameter the first element that this member has."""
+        return {name: first for name, (first, _) in self._ranges.items()}
 
     def piece_of(self, name: str, tensor: Tensor) -> Tensor:
         """What this member has of a whole parameter or state: a view, if the tensor is contiguous."""

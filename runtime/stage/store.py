@@ -19,7 +19,7 @@ from ..ssd.folder import SsdFolder
 from .arena import allocate, masters_layout, pages, weights_layout
 from .file import Staged, StageFile
 from .runner import StageRunner
-from .shards import FlatStage, whole_of
+from .shards import FlatStage, rounding_of, whole_of
 
 
 @dataclass
@@ -80,11 +80,14 @@ class StageStore:
         self.optimizer = None
         if optimizer is not None:
             places = staged.states if staged is not None and home.states == ops.SSD else None
-            self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace)
+            firsts = {} if flat_stage is None else flat_stage.firsts
+            rounding = rounding_of(spec, firsts) if interface.rounds else None
+            self.optimizer = StageOptimizer(optimizer, self.masters, places, workspace, rounding)
         self._bound = None if staged is None else staged.flat.data_ptr()
         self._before: Snapshot | None = None  # before a speculative step
         self._flat_before: Tensor | None = None
         self.copied_bytes = 0  # for steps that may be undone, since the last step of the job began
+        self._draw: tuple[int, ...] = ()
 
     def _stage(self) -> Tensor:
         assert self._staging is not None and self.file is not None
@@ -101,10 +104,18 @@ class StageStore:
 
     # --- the update
 
-    def update(self, grads: Grads, staged: Staged | None = None, speculative_factor: Tensor | None = None) -> None:
+    def update(
+        self,
+        grads: Grads,
+        staged: Staged | None = None,
+        speculative_factor: Tensor | None = None,
+        draw: tuple[int, ...] = (),
+    ) -> None:
         """One optimizer step on the masters; weights of another precision follow. `staged`: the buffer that was read
-        from SSD and goes back there. With `speculative_factor` the step can be undone by `redo`."""
+        from SSD and goes back there. With `speculative_factor` the step can be undone by `redo`. `draw`: see
+        `StageOptimizer.step`."""
         assert self.optimizer is not None
+        self._draw = draw
         self._bind(staged)
         if speculative_factor is None:
             self._step(grads, grads.factor, staged)
@@ -153,7 +164,9 @@ class StageStore:
         assert self.optimizer is not None
         self._change(staged)
         weights = self._followers(staged)
-        self.optimizer.step(grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part)
+        self.optimizer.step(
+            grads.tensors, factor=factor, weights=weights, preserve=preserve, part=grads.part, draw=self._draw
+        )
         if staged is not None:  # weights that had no gradient go back whole, too
             self._follow(staged, but=grads.tensors)
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +145,7 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return MODELS[name](seed=0)[0], {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def in_process(job: penstock.Job, model: nn.Module, seed: int = 0) -> Reference:
+def in_process(job: penstock.Job, model: nn.Module, seed: int = 0, optimizer: Any = SGD) -> Reference:
     """The job's programs and generated stages with the model's weights."""
     source, interface = LiveWeights(model), job.folder.interface
     weights = {name: w for spec in interface.stages.values() for name, w in stage_weights(source, spec).items()}
@@ -152,8 +153,8 @@ def in_process(job: penstock.Job, model: nn.Module, seed: int = 0) -> Reference:
     with tempfile.TemporaryDirectory() as folder:
         files = open_directory(job.write(folder), interface, trust=OWN)
         stages = {name: kind for file in files for name, kind in file.stages.items()}
-    optimizer = OptimizerSpec.from_callable(SGD)
-    return Reference(job.programs, stages, weights, optimizer, buffers, precision=job.plan.precision, seed=seed)
+    spec = OptimizerSpec.from_callable(optimizer)
+    return Reference(job.programs, stages, weights, spec, buffers, precision=job.plan.precision, seed=seed)
 
 
 def with_counts(job: penstock.Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -137,3 +137,23 @@ class Plain:
         for name, param in self.model.named_parameters():
             param.data.copy_(self.masters[name].data)
         return float(torch.stack(losses).mean())
+
+
+class PlainPure(Plain):
+    """`Plain` without masters: each step computes in fp32 from the bf16 weights, and the result goes to one of the two
+    neighbours in bf16, as `noise(name, step, count)` says: whole numbers below 2^16, one for each element."""
+
+    noise: Callable[[str, int, int], Tensor]
+    step_count = 0
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        for name, param in self.model.named_parameters():
+            self.masters[name].data.copy_(param.data)
+        loss = super().step(batch)
+        for name, param in self.model.named_parameters():
+            bits = self.masters[name].data.view(torch.int32).view(-1).long()
+            up = self.noise(name, self.step_count, param.numel()) + (bits & 0xFFFF) > 0xFFFF
+            near = ((bits >> 16) + up).to(torch.int16).view(torch.bfloat16)
+            param.data.copy_(near.view_as(param))
+        self.step_count += 1
+        return loss

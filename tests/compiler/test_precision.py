@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.check.check import check
 from penstock.ir import ops
 from penstock.ir.program import profile_memory
+from penstock.runtime.optimizer.rounding import round_into
 from penstock.tests.compiler.eager_baseline import assert_close
 from penstock.tests.compiler.fleet_matrix import DEVICE, DRAM, SSD, TIERS, in_process, with_counts
-from penstock.tests.compiler.plain_precision import Plain, Promotes, Upcasts, upcasting
+from penstock.tests.compiler.plain_precision import WIDTH, Plain, PlainPure, Promotes, Upcasts, upcasting
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 MACHINE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -209,3 +210,147 @@ def test_messages_of_a_cast_value_have_half_the_bytes() -> None:
     narrow, wide = (promoting(DEVICE, **options)[0] for options in ({}, {"boundary_dtype": "fp32"}))
     sizes = [[o.bytes for o in job.folder.interface.stages["stage0"].outputs] for job in (narrow, wide)]
     assert [2 * size for size in sizes[0]] == sizes[1]
+
+
+def pure(model: nn.Module, micro_batches: int = 4, optimizer: Any = SGD, **options: Any) -> PlainPure:
+    plain = PlainPure(model, optimizer, micro_batches, **options)
+
+    def noise(name: str, step: int, count: int) -> Tensor:
+        """What `round_into` adds: 1 + k 2^-23 goes up for the noises from 2^16 - k on."""
+        low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), 65536)
+        while bool((high - low > 1).any()):
+            middle = (low + high) // 2
+            found = torch.empty(count, dtype=torch.bfloat16)
+            round_into(found, 1 + (65536 - middle).float() * 2**-23, (0, step, 0, name))
+            low = torch.where(found.float() > 1, middle, low)
+            high = torch.where(found.float() > 1, high, middle)
+        return low
+
+    plain.noise = noise
+    return plain
+
+
+@pytest.mark.parametrize("place", [p if p not in SELDOM else pytest.param(p, marks=pytest.mark.slow) for p in PLACES])
+def test_pure_bf16_is_rounded_alike_wherever_the_weights_lie(place: str) -> None:
+    """The noise is that of the package, the rest is stated again. Replicas add up in another order, so that here and
+    there a weight of 8 bits goes to the other neighbour."""
+    model, batch = upcasting()
+    plain, job = pure(model), placed(model, batch, "bf16-pure", place)
+    assert job.folder.interface.rounds and not job.folder.interface.master
+    machine, given, reordered = in_process(job, model), with_counts(job, batch), job.folder.interface.lanes
+    for _ in range(3):
+        found, want = float(machine.step(given)["loss"]), plain.step(batch)
+        assert found == pytest.approx(want, rel=2**-8 if reordered else 0.0, abs=0.0)
+        assert_close(machine.grads, plain.gradients, 2e-2 if reordered else 0.0)
+    weights = dict(plain.model.named_parameters())
+    assert_close(machine.weights(), weights, 2**-7 if reordered else 0.0)
+    assert {w.dtype for w in machine.weights().values()} == {torch.bfloat16}
+    name = "device0"
+    assert machine.accounts[name].peak_bytes == profile_memory(machine.programs["step"][0]).peak_bytes[ops.DEVICE]
+
+
+@pytest.mark.parametrize("norm", [None, 0.1])
+def test_pure_bf16_on_a_real_device_saved_and_resumed(tmp_path: Path, norm: float | None) -> None:
+    """The norm is added up in another order than torch does: a weight may then go to the other neighbour in bf16."""
+    near = 0.0 if norm is None else 2**-7
+    model, batch = upcasting()
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    plain = pure(model, 2, optimizer, max_norm=norm)
+    with compiled(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
+        for _ in range(2):
+            assert float(job.step(batch)) == pytest.approx(plain.step(batch), rel=near, abs=0.0)
+        job.save(tmp_path / "checkpoint")
+    with compiled(model, batch, "bf16-pure", optimizer=optimizer, max_grad_norm=norm) as job:
+        job.resume(tmp_path / "checkpoint")
+        assert float(job.step(batch)) == pytest.approx(plain.step(batch), rel=near, abs=0.0)
+        found = job.state_dict()
+    assert_close({n: found[n] for n in plain.masters}, {n: p.data for n, p in plain.model.named_parameters()}, near)
+
+
+def test_pure_bf16_passes_the_check_against_eager() -> None:
+    model, batch = upcasting()
+    report = check(compiled(model, batch, "bf16-pure"), model, [batch] * 2)
+    assert [d for d in report.differences if d.against == "captured graph" and d.largest] == []
+
+
+def test_an_optimizer_that_rounds_itself_is_left_to_it() -> None:
+    model, batch = upcasting()
+    job = compiled(model, batch, "bf16-pure", optimizer=partial(torchao_adamw(), bf16_stochastic_round=True))
+    assert not job.folder.interface.rounds and not job.folder.interface.master
+    with job:
+        losses = [float(job.step(batch)) for _ in range(3)]
+        assert losses[-1] < losses[0]
+
+
+def torchao_adamw() -> Any:
+    return pytest.importorskip("torchao.optim")._AdamW
+
+
+class OnlyFull(torch.optim.AdamW):
+    """An optimizer that has no step for bf16."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, bf16_stochastic_round: bool = False):
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any(p.dtype == torch.bfloat16 for p in group["params"]):
+                raise RuntimeError("no kernel for BFloat16")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "dtype", "told"),
+    [
+        (torch.optim.SparseAdam, "bf16-true", torch.float32, "like torch.optim.AdamW"),
+        (torch.optim.LBFGS, "bf16-pure", torch.float32, "like torch.optim.AdamW"),
+        (OnlyFull, "fp32", torch.bfloat16, 'does not step parameters in torch.bfloat16 .*precision="bf16-true"'),
+        (partial(OnlyFull, bf16_stochastic_round=True), "bf16-pure", torch.float32, "AdamW does, and with"),
+    ],
+)
+def test_an_optimizer_without_a_step_is_refused_with_what_works(
+    optimizer: Any, precision: str, dtype: torch.dtype, told: str
+) -> None:
+    model, batch = upcasting()
+    with pytest.raises(penstock.errors.PlanError, match=told):
+        compiled(model.to(dtype), batch, precision, optimizer=optimizer)
+
+
+def test_masters_and_rounded_weights_need_no_step_for_bf16() -> None:
+    model, batch = upcasting()
+    for precision in ("bf16-true", "bf16-pure"):
+        compiled(model, batch, precision, optimizer=OnlyFull)
+
+
+def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (output.float().sum(-1) * batch["weight"]).mean()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_overflow_in_one_replica_undoes_the_step_in_all(shards: int) -> None:
+    """The last row alone makes gradients beyond 65504 / 65536, which fp16 cannot hold once the loss is scaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    good = {"input": torch.randn(4, 6), "weight": torch.full((4,), 1e-3)}
+    bad = {**good, "weight": torch.tensor([1e-3, 1e-3, 1e-3, 1e4])}
+    tier = TIERS[DEVICE, shards > 1]
+    line = f"coarsen, mesh{{shards={shards}, depth=1}}, partition-balanced{{stages=2}}, map-round-robin, schedule-1f1b"
+    hardware = penstock.Hardware.cpu(num_devices=4, memory="64MB", dram="1GB")
+    job = compiled(model, good, "fp16", 4, hardware=hardware, strategy=f"{line}, {tier}", loss_fn=weighted)
+    assert job.plan.precision == "fp16-mixed" and len(job.folder.interface.lanes) == 4
+    machine = in_process(job, model)
+
+    def everywhere() -> list[Tensor]:
+        states = [*machine.world.stages.values(), *machine.world.replicas.values()]
+        assert len(states) == 8
+        return [t.clone() for state in states for t in (*state.masters.values(), *state.weights.values())]
+
+    assert machine.world.loss_scale is not None
+    machine.step(good)
+    before, scale = everywhere(), machine.world.loss_scale.scale
+    machine.step(bad)
+    assert machine.world.loss_scale.scale == scale / 2
+    assert all(map(torch.equal, everywhere(), before))
+    machine.step(good)
+    assert machine.world.loss_scale.scale == scale / 2
+    assert not any(map(torch.equal, machine.weights().values(), before[:1]))
