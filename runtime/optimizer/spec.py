@@ -279,8 +279,8 @@ class OptimizerSpec:
         updated."""
         if not self.traits(torch.device("cpu")).divisible:
             raise PlanError(
-                f"optimizer {self.path} counts the steps of a group, so that it cannot update bf16 weights in portions, "
-                'as precision="bf16-pure" has it: use torch.optim.AdamW, or precision="bf16-true"'
+                f"optimizer {self.path} counts the steps of a group, so that it cannot update bf16 weights in "
+                'portions, as precision="bf16-pure" has it: use torch.optim.AdamW, or precision="bf16-true"'
             )
 
     def whole_paths(self) -> tuple[str, ...]:

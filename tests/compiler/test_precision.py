@@ -304,8 +304,8 @@ class OnlyFull(torch.optim.AdamW):
     [
         (torch.optim.SparseAdam, "bf16-true", torch.float32, "like torch.optim.AdamW"),
         (torch.optim.LBFGS, "bf16-pure", torch.float32, "like torch.optim.AdamW"),
-        (OnlyFull, "fp32", torch.bfloat16, 'does not step parameters in torch.bfloat16 .*precision="bf16-true"'),
-        (partial(OnlyFull, bf16_stochastic_round=True), "bf16-pure", torch.float32, "AdamW does, and with"),
+        (OnlyFull, "fp32", torch.bfloat16, 'in bfloat16 .*updates fp32 masters, like "bf16-true"'),
+        (partial(OnlyFull, bf16_stochastic_round=True), "bf16-pure", torch.float32, "updates fp32 masters"),
     ],
 )
 def test_an_optimizer_without_a_step_is_refused_with_what_works(
