@@ -28,6 +28,7 @@ PAGES = [
     "docs/optimizers.md",
     "docs/security.md",
     "docs/glossary.md",
+    "docs/precision.md",
     "bench/README.md",
 ]
 FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")
