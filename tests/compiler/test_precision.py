@@ -322,6 +322,16 @@ def test_masters_and_rounded_weights_need_no_step_for_bf16() -> None:
         compiled(model, batch, precision, optimizer=OnlyFull)
 
 
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(features)))
+        return found
+
+
 def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (output.float().sum(-1) * batch["weight"]).mean()
 
@@ -330,8 +340,8 @@ def weighted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def test_an_overflow_in_one_replica_undoes_the_step_in_all(shards: int) -> None:
     """The last row alone makes gradients beyond 65504 / 65536, which fp16 cannot hold once the loss is scaled."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
-    good = {"input": torch.randn(4, 6), "weight": torch.full((4,), 1e-3)}
+    model = Small()
+    good = {"features": torch.randn(4, 6), "weight": torch.full((4,), 1e-3)}
     bad = {**good, "weight": torch.tensor([1e-3, 1e-3, 1e-3, 1e4])}
     tier = TIERS[DEVICE, shards > 1]
     line = f"coarsen, mesh{{shards={shards}, depth=1}}, partition-balanced{{stages=2}}, map-round-robin, schedule-1f1b"
