@@ -39,5 +39,5 @@ def test_plans_and_programs_count_the_same_parts(precision: str) -> None:
     options, has_masters = Options(precision=precision, state_bytes_per_param=8.0), PRECISIONS[precision].has_masters
     interface = replace(interface_of(*models()), state_bytes_per_param=8.0, master=has_masters)
     masters, states = interface.master_bytes(SPEC), interface.state_bytes(SPEC)
-    assert options.lasting(SPEC.weight_bytes, SPEC.trained_params) == Lasting(SPEC.weight_bytes, masters, states)
+    assert options.lasting(SPEC.weight_bytes, SPEC.params) == Lasting(SPEC.weight_bytes, masters, states)
     assert options.optimizer_bytes_per_param * SPEC.trained_params == interface.optimizer_bytes(SPEC)
