@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..ir.documents import Unreadable, plain_errors, read_json
 from ..ir.errors import PlanError
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..passes.decisions import Activations, Lanes, MaskForm, MemoryName, OnSsd, Sharding
+from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryName, OnSsd, Sharding
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
@@ -88,6 +88,7 @@ class Decisions(BaseModel):
     masks: dict[str, MaskForm] = {}  # place of an attention call -> the proven form of a mask that it goes without
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
     pointwise_again: bool = False  # whether backward computes pointwise results again
+    chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for

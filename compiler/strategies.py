@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..passes.base import Pass
+from ..passes.graph.chunk_loss import ChunkLoss
 from ..passes.graph.coarsen import Coarsen
 from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
@@ -39,6 +40,7 @@ PASSES: dict[str, type[Pass]] = {
         DropMasks,
         SplitVocabulary,
         RecomputePointwise,
+        ChunkLoss,
         Coarsen,
         Mesh,
         PartitionBalanced,
@@ -114,5 +116,6 @@ _AFTER_GRAPH: dict[str, str] = {
     "async": "coarsen, partition-balanced{stages=devices, asynchronous=true}, map-round-robin, schedule-async",
     "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
 }
-# What the model computes is put in its best form before blocks are found in it.
-STRATEGIES: dict[str, str] = {name: f"drop-masks, {passes}" for name, passes in _AFTER_GRAPH.items()}
+# What the model computes is put in its best form before blocks are found in it. `chunk-loss` is in all of them: it
+# changes nothing where logits are small for a device, and no strategy is about keeping large ones.
+STRATEGIES: dict[str, str] = {name: f"drop-masks, chunk-loss, {passes}" for name, passes in _AFTER_GRAPH.items()}

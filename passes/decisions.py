@@ -129,6 +129,15 @@ MaskForm = (
 )  # what an attention mask lets queries see; causal: keys up to their place
 
 
+class LossChunk(BaseModel):
+    """How a cross entropy goes without whole logits. `tokens`: the number of tokens whose logits stand at once;
+    `logits`: whether evaluation gives those that the model returns, which then stand whole there."""
+
+    model_config = ConfigDict(extra="forbid")
+    tokens: Annotated[int, Field(ge=1)]
+    logits: bool = True
+
+
 class OnSsd(BaseModel):
     """What lies on SSD. `stages`: per stage its optimizer states, or all that persists of it; `ahead`: the number of
     phases between the read of weights and their fetch."""

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["window_attention"]
+from .chunked_loss import chunked_cross_entropy, evaluation_logits
+
+__all__ = ["chunked_cross_entropy", "evaluation_logits", "window_attention"]
 
 LEAST_QUERIES, MOST_QUERIES = 128, 512  # of a block
 

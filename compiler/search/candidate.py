@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ...ir import ops
 from ...passes.base import Pass
+from ...passes.graph.chunk_loss import ChunkLoss
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.graph_pass import GraphPass
 from ...passes.graph.masks.drop_masks import DropMasks
@@ -161,6 +162,7 @@ class Candidate:
         parts += ["none held"] if shard is not None and not shard.hold else []
         parts += ["optimizer overlapped"] if self.tiering.overlap and not self.uses_ssd else []
         parts += [pass_text(p, short=True) for p in self.graph_passes if p not in PLAIN.graph_passes]
+        parts += ["whole logits"] if self.find(ChunkLoss) is None else []
         return ", ".join([*parts, *(["reservoir"] if self.uses_ssd else [])])
 
     def title(self, count: int) -> str:
@@ -202,6 +204,8 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
 
 
-PLAIN = Candidate((DropMasks(), Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes))
+PLAIN = Candidate(
+    (DropMasks(), ChunkLoss(), Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
+)
 LEAVING = PLAIN.tiered(activations=True)
 RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)

@@ -81,8 +81,9 @@ class PlacedCandidate:
 
     @property
     def key(self) -> tuple[str, tuple[Pass, ...]]:
-        """Equal for candidates that come to the same programs."""
-        placed = {name: self.decisions.get(name) for name in ("blocks", "mesh", "stages", "devices")}
+        """Equal for candidates that come to the same programs. Passes over the op graph may do nothing."""
+        names = [p.decides for p in self.candidate.graph_passes if self.decisions.get(p.decides)]
+        placed = {name: self.decisions.get(name) for name in (*names, "blocks", "mesh", "stages", "devices")}
         return json.dumps(placed, default=str), self.todo
 
     def bound(self) -> Bound:

@@ -24,6 +24,7 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
+from ...passes.graph.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.split_vocabulary import SplitVocabulary
 from ...passes.memory.insert_fetch import InsertFetch
@@ -173,7 +174,7 @@ class Sweep(Attempts):
         split = SplitVocabulary()
         if not split.plan(Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)):
             return candidates
-        return [*candidates, *(candidate.over(*candidate.graph_passes, split) for candidate in candidates)]
+        return [*candidates, *(candidate.over(split, *candidate.graph_passes) for candidate in candidates)]
 
     def scout(self) -> None:
         """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""
@@ -200,6 +201,7 @@ class Sweep(Attempts):
         for row in self.leaders(count)[:1]:
             self.other_tiers(row)
         self.look(count, self.computed_again(count))
+        self.look(count, self.other_losses(count))
         self.hybrids(count)
         if not self.is_late and not self.base.is_shared:
             self.look(count, [self.base.with_(cut, maps[0]) for cut in more_of_mip(lane)])
@@ -212,6 +214,7 @@ class Sweep(Attempts):
         self.like_the_best(count, cuts, maps)
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
         self.look(count, self.computed_again(count))
+        self.look(count, self.other_losses(count))
 
     def computed_again(self, count: int) -> list[Candidate]:
         """The best candidate with pointwise results computed again, or without; none where everything is kept."""
@@ -220,6 +223,17 @@ class Sweep(Attempts):
             return []
         others = [p for p in best.graph_passes if p != AGAIN]
         return [best.over(*others) if AGAIN in best.graph_passes else best.over(*others, AGAIN)]
+
+    def other_losses(self, count: int) -> list[Candidate]:
+        """The best candidate with whole logits, if it makes them in chunks, or with chunks, if it could."""
+        best = self.best_candidate
+        if best.find(ChunkLoss) is None:
+            return []
+        draft = Draft(self.compiler(count).graph, self.hardware, self.wishes.options)
+        if ChunkLoss().plan(draft):
+            return [best.over(*(p for p in best.graph_passes if not isinstance(p, ChunkLoss)))]
+        tokens = worth_a_try(draft)
+        return [best.with_(ChunkLoss(tokens))] if tokens else []
 
     def named(self) -> list[Candidate]:
         """The strategies that train as plain PyTorch does."""
