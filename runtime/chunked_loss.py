@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 COLUMNS = 64  # the size of a slice of classes is a multiple of it, for kernels that work in tiles
 
 
-class _Rule(NamedTuple):
+class LossRule(NamedTuple):
     tokens: int
     ignore_index: int
     label_smoothing: float
@@ -46,18 +46,18 @@ def chunked_cross_entropy(
     the dtype of autocast or of `hidden`, the loss in fp32 at least. Raises IndexError for a label that is no class and
     not `ignore_index`; on a GPU that is an assertion on the device.
     """
-    _check_labels(labels, weight.shape[0], ignore_index)
+    check_labels(labels, weight.shape[0], ignore_index)
     kind, shape = hidden.device.type, labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rule = _Rule(tokens, ignore_index, label_smoothing, scale, cap)
+    rule = LossRule(tokens, ignore_index, label_smoothing, scale, cap)
     with torch.autocast(kind, enabled=False):
         losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, class_weight, rule)
         if reduction == "none":
             return losses.reshape(shape)
         total = losses.sum()
-        return total if reduction == "sum" else total / _factors(labels, class_weight, ignore_index).sum()
+        return total if reduction == "sum" else total / factors(labels, class_weight, ignore_index).sum()
 
 
 def evaluation_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
@@ -73,13 +73,13 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
-        rule: _Rule,
+        rule: LossRule,
     ) -> Tensor:  # fmt: skip
         ctx.rule = rule
-        num_tokens, room = len(labels), _Room(hidden, rule)
+        num_tokens, room = len(labels), LogitRoom(hidden, rule)
         losses, log_sums = (hidden.new_empty(num_tokens, dtype=room.wide) for _ in range(2))
         columns, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        for rows in _slices(num_tokens, rule.tokens):
+        for rows in slices(num_tokens, rule.tokens):
             logits, _ = room.logits(hidden[rows], columns, offset)
             losses[rows], log_sums[rows] = _losses(logits, labels[rows], class_weight, rule)
         ctx.save_for_backward(hidden, weight, bias, labels, class_weight, log_sums)
@@ -90,9 +90,9 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, bias, labels, class_weight, log_sums = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            sums = _Gradients(ctx, hidden, weight, bias)
-            logits_of = _LogitGradients(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
-            for columns in _slices(weight.shape[0], _width(weight.shape[0], len(labels), ctx.rule.tokens)):
+            sums = OperandGradients(ctx, hidden, weight, bias)
+            logits_of = LogitGradients.of_losses(grads[0], labels, class_weight, log_sums, ctx.rule, weight.shape[0])
+            for columns in slices(weight.shape[0], slice_width(weight.shape[0], len(labels), ctx.rule.tokens)):
                 part = weight[columns].to(hidden.dtype)
                 offset = None if bias is None else bias[columns].to(hidden.dtype)
                 logits, slope = sums.room.logits(hidden, part, offset, wants_slope=True)
@@ -101,11 +101,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return sums.hidden_gradient(), sums.weight, sums.bias, None, None, None
 
 
-class _Room:
+class LogitRoom:
     """Memory of the logits of one piece, which the next piece takes over: in the dtype of the product, and in that of
     the loss where it is another."""
 
-    def __init__(self, hidden: Tensor, rule: _Rule):
+    def __init__(self, hidden: Tensor, rule: LossRule):
         self.like, self.rule = hidden, rule
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self.buffers: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ class _Room:
         return self._take("product", (values.shape[0], values.shape[1]), self.like.dtype).copy_(values)
 
 
-def _losses(logits: Tensor, labels: Tensor, class_weight: Tensor | None, rule: _Rule) -> tuple[Tensor, Tensor]:
+def _losses(logits: Tensor, labels: Tensor, class_weight: Tensor | None, rule: LossRule) -> tuple[Tensor, Tensor]:
     """Each row's loss, and the logarithm of the sum of its exponentials. Uses the logits up."""
     counts = labels != rule.ignore_index
     top = logits.amax(-1)
@@ -156,28 +156,38 @@ def _losses(logits: Tensor, labels: Tensor, class_weight: Tensor | None, rule: _
     if smoothing:
         all_classes = logits.sum(-1) if class_weight is None else logits @ class_weight.to(logits.dtype)
     log_sum = logits.exp_().sum(-1).log()
-    losses = (log_sum - own) * _factors(labels, class_weight, rule.ignore_index)
+    losses = (log_sum - own) * factors(labels, class_weight, rule.ignore_index)
     if smoothing:
         whole = num_classes if class_weight is None else class_weight.sum()
         losses = losses * (1 - smoothing) + (log_sum * whole - all_classes) * (smoothing / num_classes)
     return losses.masked_fill_(~counts, 0.0), log_sum + top
 
 
-class _LogitGradients:
-    """Writes the gradients of the products in place of logits, one slice of the classes after the other."""
+class LogitGradients:
+    """Writes the gradients of the products in place of logits, one slice of the classes after the other.
+
+    A logit's gradient is `all` times its share of the exponentials, whose sums are e to `log_sums`, less `own` where it
+    is the label's, and less `each` times its class's weight."""
 
     def __init__(
-        self, grad: Tensor, labels: Tensor, class_weight: Tensor | None, log_sums: Tensor, rule: _Rule, classes: int
+        self, labels: Tensor, log_sums: Tensor, all: Tensor, own: Tensor, each: Tensor | None, weight: Tensor | None
     ):
+        self.labels, self.log_sums, self.all, self.own = labels, log_sums, all, own
+        self.each, self.class_weight = each, weight
+
+    @staticmethod
+    def of_losses(
+        grad: Tensor, labels: Tensor, class_weight: Tensor | None, log_sums: Tensor, rule: LossRule, classes: int
+    ) -> LogitGradients:
+        """With these gradients of the tokens' losses."""
         counts = labels != rule.ignore_index
         grad = grad.to(log_sums.dtype).masked_fill(~counts, 0.0)
         smoothing = rule.label_smoothing
-        self.labels, self.class_weight, self.log_sums = labels.where(counts, 0), class_weight, log_sums
-        self.own = grad * _factors(labels, class_weight, rule.ignore_index) * (1 - smoothing)
-        self.each = grad * (smoothing / classes) if smoothing else None
-        self.all = self.own
-        if self.each is not None:
-            self.all = self.own + self.each * (classes if class_weight is None else class_weight.sum())
+        own = all = grad * factors(labels, class_weight, rule.ignore_index) * (1 - smoothing)
+        each = grad * (smoothing / classes) if smoothing else None
+        if each is not None:
+            all = own + each * (classes if class_weight is None else class_weight.sum())
+        return LogitGradients(labels.where(counts, 0), log_sums, all, own, each, class_weight)
 
     def write(self, logits: Tensor, slope: Tensor | float, columns: slice) -> None:
         logits.sub_(self.log_sums[:, None]).exp_().mul_(self.all[:, None])
@@ -193,12 +203,12 @@ class _LogitGradients:
             logits.mul_(slope)
 
 
-class _Gradients:
+class OperandGradients:
     """The gradients of the operands, as far as they are wanted."""
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        self.operand, self.room = hidden, _Room(hidden, ctx.rule)
+        self.operand, self.room = hidden, LogitRoom(hidden, ctx.rule)
         self.weight = torch.empty_like(weight) if wants_weight else None
         self.bias = torch.empty_like(bias) if bias is not None and wants_bias else None
         self.hidden = torch.zeros_like(hidden, dtype=self.room.wide) if wants_hidden else None
@@ -221,7 +231,7 @@ class _Gradients:
         return None if self.hidden is None else self.hidden.to(self.operand.dtype)
 
 
-def _factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+def factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
     """What each label counts: its class's weight, or 1; 0 where it is ignored."""
     counts = labels != ignore_index
     if class_weight is None:
@@ -229,17 +239,17 @@ def _factors(labels: Tensor, class_weight: Tensor | None, ignore_index: int) -> 
     return class_weight[labels.where(counts, 0)].masked_fill(~counts, 0.0)
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
+def slices(total: int, size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
-def _width(num_classes: int, num_tokens: int, tokens: int) -> int:
+def slice_width(num_classes: int, num_tokens: int, tokens: int) -> int:
     """The number of classes of a slice, such that it has about as many logits as `tokens` tokens have."""
     pieces = max(1, -(-num_tokens // tokens))
     return -(-num_classes // pieces // COLUMNS) * COLUMNS if pieces > 1 else num_classes
 
 
-def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
+def check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
     if type(labels) is not Tensor or labels.is_meta:  # a tensor without values
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= num_classes))

@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
+from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
 
-__all__ = ["chunked_cross_entropy", "evaluation_logits", "window_attention"]
+__all__ = [
+    "chunked_cross_entropy",
+    "cross_entropy_of_parts",
+    "evaluation_logits",
+    "joined_statistics",
+    "part_statistics",
+    "window_attention",
+]
 
 LEAST_QUERIES, MOST_QUERIES = 128, 512  # of a block
 

@@ -17,7 +17,10 @@ from ...ir.machine.hardware import Hardware
 from ...ir.machine.overrides import STOCK_SSD
 from ...ir.program import shown
 from ...ir.units import format_bytes, format_seconds, parse_bytes, short_bytes
+from ...passes.draft import Draft
+from ...passes.graph.split_vocabulary import SplitVocabulary
 from .attempts import LARGE_GRAPH_NODES, Trace, Wishes
+from .candidates import micro_batch_counts
 from .compiled import CompiledCandidate
 from .host_memory import host_needs, host_of, tier_of
 from .search import attempt_smallest, search
@@ -45,13 +48,20 @@ def with_nearest(miss: DoesNotFit, trace: Trace, hardware: Hardware, wishes: Wis
     copy of the model takes of the memory that is short."""
     wishes = dataclasses.replace(wishes, dump=None, search_s=0.0)  # the first that fits will do
     found = next(filter(None, _tries(miss, trace, hardware, wishes)), None)
-    said = [str(miss).rstrip("."), _own_copy(hardware, miss.memory), "" if found is None else str(found)]
+    whole = _whole_tables(trace, hardware, wishes) if tier_of(miss.memory) == ops.DEVICE else ""
+    said = [str(miss).rstrip("."), whole, _own_copy(hardware, miss.memory), "" if found is None else str(found)]
     return DoesNotFit(
         ". ".join(part for part in said if part),
         memory=miss.memory,
         missing_bytes=miss.missing_bytes,
         nearest={} if found is None else found.change,
     )
+
+
+def _whole_tables(trace: Trace, hardware: Hardware, wishes: Wishes) -> str:
+    """Why tables that are large for a device cannot be in parts."""
+    first = wishes.micro_batches or micro_batch_counts(wishes.batch_size, hardware)[0][0]
+    return "; ".join(SplitVocabulary().look(Draft(trace(first), hardware, wishes.options))[1])
 
 
 def _own_copy(hardware: Hardware, memory: str) -> str:

@@ -174,7 +174,7 @@ class Sweep(Attempts):
         split = SplitVocabulary()
         if not split.plan(Draft(self.compiler(self.usual[0]).graph, self.hardware, self.wishes.options)):
             return candidates
-        return [*candidates, *(candidate.over(split, *candidate.graph_passes) for candidate in candidates)]
+        return [*candidates, *(candidate.over(*candidate.graph_passes, split) for candidate in candidates)]
 
     def scout(self) -> None:
         """Try scouts with every promising number of micro-batches; if nothing fits, with others until one does."""

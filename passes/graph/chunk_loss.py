@@ -71,7 +71,7 @@ class ChunkLoss(GraphPass):
             if not isinstance(head, HeadLoss) or refusal(head):
                 raise PassError(f"chunk-loss: {name} cannot go without whole logits: {refusal(head)}")
             notes.append(_note(head, chunk))
-            _replace(graph, head, chunk)
+            chunk_head(graph, head, chunk)
         draft.notes[self.name] = "; ".join(notes)
         draft.graph = graph.copy()  # over what its nodes read now
 
@@ -140,7 +140,7 @@ def _note(head: HeadLoss, chunk: LossChunk) -> str:
     return text
 
 
-def _replace(graph: OpGraph, head: HeadLoss, chunk: LossChunk) -> None:
+def chunk_head(graph: OpGraph, head: HeadLoss, chunk: LossChunk) -> None:
     """Let one call make the loss, and another the logits that the model returns."""
     first, edit = (_edit(graph, node, head.product) for node in (head.product, head.loss))
     weight, bias = _tensor(first, head.weight), _tensor(first, head.bias)

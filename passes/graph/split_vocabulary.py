@@ -1,8 +1,7 @@
 """`split-vocabulary`: tables that are too large for a device become parts, each with some of the rows.
 
 In: the op graph. Out: a graph in which each part is a parameter of its own and, with what reads it, a block of its own,
-so that a partitioner may put each into another stage. An embedding looks each token up in the one part that has its
-row, to the bit as in the whole table.
+so that a partitioner may put each into another stage. `table_parts.py` says how parts compute what the table did.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import fx, nn
-
 from ...ir.errors import PassError
-from ...ir.program import RowPart
 from ...ir.units import format_bytes
+from ..decisions import LossChunk
 from ..draft import Draft
-from .edit import GraphEdit
+from .chunk_loss import chunk_head, workspace_bytes
 from .graph_pass import GraphPass
-from .opgraph import OpGraph, PartParam, value_tensors
-from .tables import Lookup, TokenTable, find_tables
+from .opgraph import OpGraph, value_tensors
+from .table_parts import split_table
+from .tables import TokenTable, find_tables
 
 COPIES = 3  # of a trained table at once: the weights, their gradient, and the gradient that is added to it
 SHARE = 0.5  # of a device's memory that a table takes at most, so that another stage has room beside it
@@ -43,6 +39,15 @@ class SplitVocabulary(GraphPass):
 
     def plan(self, draft: Draft) -> Boundaries:
         """Raises `PassError` where `parts` is given and no table can have so many."""
+        found, refused = self.look(draft)
+        if refused:
+            draft.notes[self.name] = "; ".join(refused)
+        if self.parts > 1 and not found:
+            raise PassError(f"split-vocabulary: {'; '.join(refused) or 'this model looks no table up'}")
+        return found
+
+    def look(self, draft: Draft) -> tuple[Boundaries, list[str]]:
+        """What to split, and why large tables cannot be."""
         found: Boundaries = {}
         refused = []
         for table in find_tables(draft.graph).values():
@@ -52,23 +57,24 @@ class SplitVocabulary(GraphPass):
                 refused.append(f"{table.name} stays whole: {refusal or f'it has {table.rows} rows only'}")
             elif count > 1:
                 found[table.name] = even_boundaries(table.rows, count)
-        if refused:
-            draft.notes[self.name] = "; ".join(refused)
-        if self.parts > 1 and not found:
-            raise PassError(f"split-vocabulary: {'; '.join(refused) or 'this model looks no table up'}")
-        return found
+        return found, refused
 
     def rewrite(self, draft: Draft, decision: Boundaries) -> None:
         if not decision:
             return
-        graph = draft.graph.copy()
-        tables = find_tables(graph)
+        tables = find_tables(draft.graph)
         for name, rows in decision.items():
             _check(draft, tables, name, rows)
+        graph = draft.graph.copy()
+        _chunk_heads(graph, decision)
+        tables, lost = find_tables(graph), set(draft.graph.outputs)
         for name, rows in decision.items():
             split_table(graph, tables[name], rows)
-        graph.rebuild()
-        draft.graph = graph
+        draft.graph = graph.copy()  # over what its nodes read now
+        lost -= set(draft.graph.outputs)
+        told = [f"{name} is {len(rows) - 1} parts" for name, rows in decision.items()]
+        told += [f"evaluation gives no {', '.join(sorted(lost))}, which would stand whole"] if lost else []
+        draft.notes[self.name] = "; ".join([*filter(None, [draft.notes.get(self.name)]), *told])
 
 
 def _room(draft: Draft) -> int:
@@ -78,10 +84,12 @@ def _room(draft: Draft) -> int:
 
 def parts_needed(table: TokenTable, room_bytes: int) -> int:
     """The number of parts of which each takes at most its share of a device, with the values that it makes."""
-    weights = table.bytes * (COPIES if table.value.requires_grad else 1)
-    values = max(2 * sum(t.nbytes for t in value_tensors(node.meta["val"])) for node in table.nodes)
+    divided = table.bytes * (COPIES if table.value.requires_grad else 1)
+    divided += sum(workspace_bytes(head.loss, head.loss.num_tokens) for head in table.heads if head.loss is not None)
+    read = [lookup.node for lookup in table.lookups] + [head.hidden for head in table.heads]
+    whole = max(2 * sum(t.nbytes for t in value_tensors(node.meta["val"])) for node in read)
     share = SHARE * room_bytes
-    return math.ceil(weights / max(share - values, share / 2))
+    return math.ceil(divided / max(share - whole, share / 2))
 
 
 def even_boundaries(rows: int, count: int) -> list[int]:
@@ -100,9 +108,8 @@ def refused_by_optimizer(draft: Draft, table: TokenTable) -> str:
 def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequence[int]) -> None:
     """Raise `PassError` for a decision, perhaps edited, that is none about this model."""
     if name not in tables:
-        raise PassError(
-            f"split-vocabulary: {name!r} is no table of this model; there are {', '.join(tables) or 'none'}"
-        )
+        known = ", ".join(tables) or "none"
+        raise PassError(f"split-vocabulary: {name!r} is no table of this model; there are {known}")
     table = tables[name]
     ends = [0, table.rows]
     if len(rows) < 3 or [rows[0], rows[-1]] != ends or any(a >= b for a, b in pairwise(rows)):
@@ -115,53 +122,9 @@ def _check(draft: Draft, tables: dict[str, TokenTable], name: str, rows: Sequenc
         raise PassError(f"split-vocabulary: {name} ({format_bytes(table.bytes)}) cannot be split: {refusal}")
 
 
-def split_table(graph: OpGraph, table: TokenTable, rows: Sequence[int]) -> None:
-    """Make the parts of a table, and let all that reads it read them."""
-    parts = []
-    owner, _, leaf = table.name.rpartition(".")
-    for begin, end in pairwise(rows):
-        name = f"{owner}[{begin}:{end}].{leaf}"
-        tensor = nn.Parameter(table.value.detach()[begin:end], requires_grad=table.value.requires_grad)
-        graph.parts[name] = PartParam(RowPart(table.name, begin, end, table.rows), tensor)
-        if table.name in graph.hooks:
-            graph.hooks[name] = graph.hooks[table.name]
-        parts.append(name)
-    for lookup in table.lookups:
-        _split_lookup(graph, lookup, parts, table.dtype)
-
-
-def _split_lookup(graph: OpGraph, lookup: Lookup, names: Sequence[str], dtype: torch.dtype) -> None:
-    """One lookup per part, each of the tokens of its rows; what other parts have found passes through."""
-    edit = GraphEdit(graph, lookup.node)
-    found: fx.Node | None = None
-    for name in names:
-        row = graph.parts[name]
-        edit.path = f"{lookup.node.meta['module_path']}[{row.part.begin}:{row.part.end}]"
-        weight = edit.parameter(name, row.tensor, dtype)
-        index, is_here = _local_index(edit, lookup.ids, row.part)
-        padding = lookup.padding_idx
-        padding = (
-            padding - row.part.begin
-            if padding is not None and padding in range(*row.part.rows.indices(row.part.total))
-            else None
-        )
-        rows = edit.call(F.embedding, index, weight, padding)
-        if found is None:
-            found = rows
-        else:
-            mask = edit.call(torch.unsqueeze, is_here, -1, view_of=is_here)
-            found = edit.call(torch.where, mask, rows, found)
-    assert found is not None
-    edit.replace(lookup.node, found)
-
-
-def _local_index(edit: GraphEdit, ids: fx.Node, part: RowPart) -> tuple[fx.Node, fx.Node]:
-    """Each token's row in a part, 0 for tokens of other parts, and which tokens are of this one. Tokens of no part stay
-    out of range in the first or the last one, which refuses them as the whole table does."""
-    if part.begin == 0:
-        is_here = edit.call(torch.lt, ids, part.end)
-        return edit.call(torch.where, is_here, ids, 0), is_here
-    is_here = edit.call(torch.ge, ids, part.begin)
-    if part.end < part.total:
-        is_here = edit.call(torch.logical_and, is_here, edit.call(torch.lt, ids, part.end))
-    return edit.call(torch.where, is_here, edit.call(torch.sub, ids, part.begin), 0), is_here
+def _chunk_heads(graph: OpGraph, decision: Boundaries) -> None:
+    """Let one call make the logits and the loss of each head that is to be in parts, all tokens at once."""
+    for name in decision:
+        for head in find_tables(graph)[name].heads:
+            if head.loss is not None:
+                chunk_head(graph, head.loss, LossChunk(tokens=head.loss.num_tokens, logits=False))

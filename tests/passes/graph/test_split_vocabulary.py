@@ -20,6 +20,9 @@ from penstock.ir.errors import DoesNotFit, PassError, PenstockError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 
 BALANCED = STRATEGIES["balanced"]
+# Statistics of parts give the loss by sums in another order than the whole row of logits does, and a tied table's
+# gradient is a sum of the same few terms in another order: as in test_job_parity.py (6e-8 of an entry was measured).
+REORDERED = 5e-6
 
 
 class Tagger(nn.Module):
@@ -46,7 +49,8 @@ def tagger(rows: int = 4096, **options: Any) -> tuple[Tagger, dict[str, Tensor]]
 
 def split(parts: int | str, strategy: str = BALANCED, stages: int = 0) -> str:
     cut = f"partition-balanced{{stages={stages}}}" if stages else "partition-balanced"
-    return f"split-vocabulary{{parts={parts}}}, {strategy.replace('partition-balanced', cut)}"
+    made = strategy.replace("coarsen", f"split-vocabulary{{parts={parts}}}, coarsen")
+    return made.replace("partition-balanced", cut)
 
 
 def job_of(model: nn.Module, batch: Any, memory: str = "64MB", num_devices: int = 1, **options: Any) -> Job:
@@ -107,6 +111,92 @@ def test_tables_that_fit_stay_whole() -> None:
     assert job.code(0).split('"""')[2] == plain.code(0).split('"""')[2]
 
 
+def masked_model(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """BERT with its language model's head, whose bias has a number for each row."""
+    import transformers
+
+    _, batch = zoo_case("llama")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).train(), batch
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+def test_heads_in_parts_equal_eager(name: str) -> None:
+    """Tied and untied, shared by encoder and decoder with a scale, with a bias that is a parameter by two names."""
+    model, batch = masked_model() if name == "bert" else zoo_case(name)
+    chunked = BALANCED.replace("chunk-loss", "chunk-loss{tokens=5}" if name == "t5" else "chunk-loss")
+    job = job_of(model, batch, strategy=split(3, chunked))
+    ties = {alias: first for alias, first in job._ties.items() if "lm_head" in alias or "decoder.weight" in alias}
+    assert bool(ties) == (name != "llama")
+    specs = job.folder.interface.stages.values()
+    wholes = {param.whole.name for spec in specs for param in spec.params if param.part}
+    assert job.plan.decisions.vocabulary.keys() <= wholes
+    assert wholes.isdisjoint(param.name for spec in specs for param in spec.params)
+    assert_trains_like_eager(job, batch, REORDERED)
+
+
+class Smoothed(nn.Module):
+    """A tied table whose loss has smoothed labels and weights of classes, and whose logits are also read elsewhere if
+    `is_read`."""
+
+    def __init__(self, is_read: bool = False):
+        super().__init__()
+        self.table, self.mix = nn.Embedding(60, 8), nn.Linear(8, 8)
+        self.bias, self.is_read = nn.Parameter(torch.zeros(60)), is_read
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 60))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(torch.tanh(self.mix(self.table(ids))), self.table.weight, self.bias).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), weight=self.weights, label_smoothing=0.1)
+        return loss + 1e-3 * logits.square().mean() if self.is_read else loss
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_smoothing_weights_of_classes_and_logits_read_otherwise(is_read: bool) -> None:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 60, (8, 6)), "labels": torch.randint(0, 60, (8, 6))}
+    batch["labels"][0, :4] = -100
+    job = job_of(Smoothed(is_read), batch, strategy=split(3, stages=5))
+    assert ("functions.part_statistics" in job.code(0)) != is_read
+    assert_trains_like_eager(job, batch, REORDERED, micro_batches=1)  # its weights count over the whole batch
+
+
+def test_a_language_model_whose_table_no_device_holds_is_trained() -> None:
+    """1 MiB of rows for embedding and head on a device of 1.2 MB; whole, they need three times as much."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=8192, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    torch.manual_seed(0)
+    model, ids = transformers.GPT2LMHeadModel(config).train(), torch.randint(0, 8192, (8, 8))
+    job = job_of(model, {"input_ids": ids, "labels": ids}, "1.2MB", strategy="auto", search_s=1.0)
+    assert list(job.plan.decisions.vocabulary) == ["transformer.wte.weight"]
+    assert_trains_like_eager(job, {"input_ids": ids, "labels": ids}, REORDERED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["balanced", "mobius-ssd", "fuyou"])
+def test_dropout_and_states_on_every_tier(strategy: str, tmp_path: Path) -> None:
+    """Dropout's seeds are of a module's place, which parts do not change; a job without parts draws the same."""
+    model, batch = zoo_case("gpt2", dropout=0.1)
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="400kB", dram="1GB").with_(ssds=1)
+    (tmp_path / "disk").mkdir()
+    options: dict[str, Any] = {"example_inputs": batch, "optimizer": SGD, "micro_batches": MICRO_BATCHES}
+    options |= {"ssd_dirs": [tmp_path / "disk"]}
+    text = STRATEGIES[strategy]
+    with penstock.compile(copy.deepcopy(model), hardware, strategy=text, **options) as job:
+        wanted = {i: job.step(batch) for i in range(3)}
+        trained = job.state_dict()
+    with penstock.compile(model, hardware, strategy=split(3, text), **options) as job:
+        assert job.plan.decisions.vocabulary
+        assert_close({i: job.step(batch) for i in range(3)}, wanted, 1e-6)
+        assert_close(job.state_dict(), trained, REORDERED)
+
+
 @pytest.mark.slow
 @pytest.mark.multi
 def test_in_real_processes_with_weights_in_dram_and_clipping() -> None:
@@ -140,18 +230,19 @@ def test_the_model_and_files_have_whole_tables(tmp_path: Path) -> None:
         job.step(batch)
         eager.step(batch)
         expected = eager.model.state_dict()
-        assert_close(job.state_dict(), expected, 0.0)
+        trained = job.state_dict()
+        assert_close(trained, expected, REORDERED)
         job.save_pretrained(tmp_path / "weights")
         job.sync()
-    assert_close(dict(model.state_dict()), expected, 0.0)
-    assert_close(load_file(tmp_path / "weights" / "model.safetensors"), expected, 0.0)
+    assert_close(dict(model.state_dict()), trained, 0.0)
+    assert_close(load_file(tmp_path / "weights" / "model.safetensors"), trained, 0.0)
     eager = Eager(model)
     with torch.device("meta"):
         empty = type(model)(model.config).train()
     with job_of(empty, batch, strategy=split(4), weights=tmp_path / "weights") as job:  # read by rows
-        assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 0.0)
+        assert_close({"loss": job.step(batch)}, {"loss": eager.step(batch)}, 1e-6)
         job.sync()
-    assert_close(dict(empty.state_dict()), eager.model.state_dict(), 0.0)
+    assert_close(dict(empty.state_dict()), eager.model.state_dict(), REORDERED)
 
 
 def test_groups_of_parameters_name_the_whole_table() -> None:
@@ -178,6 +269,9 @@ def test_tokens_of_no_row_are_refused_as_eager_refuses_them() -> None:
 
 
 def test_what_cannot_be_split_is_named() -> None:
+    large, batch = tagger()
+    with pytest.raises(DoesNotFit, match=r"table.weight stays whole: its optimizer looks at whole parameters.*Tried"):
+        job_of(large, batch, "300kB", strategy="auto", optimizer=partial(torch.optim.Adafactor, lr=0.01))
     model, batch = tagger(64)
     with pytest.raises(PassError, match=r"table.weight stays whole: its optimizer looks at whole parameters"):
         job_of(model, batch, optimizer=partial(torch.optim.Adafactor, lr=0.01))
