@@ -44,7 +44,7 @@ _H100_FLASH = _shares(
 )
 _H100_SAID = (
     "attention: FlashAttention 2 on H100 SXM5, from the figures of the FlashAttention-3 paper (2024), forward with "
-    "heads of 64 from flash-attention pull request 2688"
+    "heads of 64 from flash-attention pull request 2688, whose text names no GPU"
 )
 _GA102_FLASH = _shares(111.1, {64: ((84.08, 81.02, 81.31, 81.69, 81.86), (52.88, 62.54, 70.07, 74.80, 77.42))})
 _GA102_SAID = "attention derived: the shares of peak of an RTX A5000 (GA102), gpu-mode/ring-attention issue 10"
