@@ -21,7 +21,7 @@ from ..passes.decisions import Activations, Lanes, LossChunk, MaskForm, MemoryNa
 from .strategies import STRATEGIES
 
 SAME_PLAN = "the same plan as "  # begins the reason of a rival that came to another one's plan
-PhaseName = Literal["forward", "backward"]
+PhaseName = Literal["forward", "backward", "forward_ahead", "backward_ahead"]
 
 
 def _precision(word: str) -> str:
@@ -97,7 +97,7 @@ class Decisions(BaseModel):
     schedule: Literal["fill-drain", "1f1b", "interleaved", "zero-bubble", "async"]
     rematerialise: list[str]  # stages
     activations: dict[str, Activations] = {}  # stage -> saved tensors that backward finds; for others all or none
-    fetch: dict[str, dict[PhaseName, int]]  # swapped stage -> per phase the number of parameters fetched early
+    fetch: dict[str, dict[PhaseName, int]]  # see `Early` in `insert_fetch.py`
     sharding: Sharding | None = None
     sums: Literal["step", "two-hop", "micro-batch"] | None = None  # when gradients of shared stages are added up
     ssd: OnSsd = OnSsd()

@@ -19,7 +19,8 @@ from ..draft import Draft
 from ..phases import fetched_phases, phases
 from ..stage_time import TurnSeconds, stage_seconds
 from .activation_plan import Half, Item, LinkRates, Room
-from .insert_fetch import arena_bytes, fetch_weights
+from .fetch_queue import Fetches, arena_bytes
+from .insert_fetch import fetch_weights
 
 BUFFERS = 4  # buffers of a stage in DRAM: one is read, one updated, one written, one receives gradients
 SSD_SHARE = 0.9  # the share of the disks that is used; the rest is for what an update must be able to undo
@@ -95,7 +96,7 @@ class Machine:
         names = [spec.name for spec in self.specs]
         order, specs = phases(program), program.interface.stages
         early = {i: len(specs[order[i].stage].params) for i in fetched_phases(order, names) if i > 0}
-        two_stages = arena_bytes(order, specs, names, early)
+        two_stages = arena_bytes(order, specs, names, Fetches(early))
         program.returns({name: nodes for name, nodes in program.results().items() if name != "grads"})
         fetch_weights(program, {name: {} for name in names})
         profile = profile_memory(program)

@@ -4,13 +4,14 @@ In: programs whose weights are resident. Out: the same programs in which the dec
 forward and again before their backward, and freed after their last micro-batch (Mobius 3.1, 3.2). The last stage of
 each device stays for its backward. A fetch is issued at the start of the phase before its own if both stages fit beside
 the activations; where they do not, as many parameters as fit are fetched then (eq. 5: P_j <= G - S_{j-N}), and the rest
-at the start of its own phase, into the memory that the stage before it has left.
+at the start of its own phase, into the memory that the stage before it has left. Where one phase does not hide a fetch,
+fetches are issued as many phases ahead as memory allows (`fetch_queue.py`), if the simulator finds that faster.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,19 +19,25 @@ from torch import fx
 
 from ...ir import ops
 from ...ir.errors import PassError
-from ...ir.program import FirstFit, MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
+from ...ir.program import MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
+from ...runtime.simulate import simulate
+from ...runtime.simulate.costs import CostModel
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
 from ..phases import Phase, fetched_phases, hand_over, phases
+from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, estimate_s, least_s, phases_s
 
-Early = dict[str, dict[str, int]]  # swapped stage -> kind of phase -> number of parameters fetched one phase before
+# Swapped stage -> "forward" or "backward" -> number of parameters fetched before that phase; and "forward_ahead" or
+# "backward_ahead" -> how many phases before, where that is not 1.
+Early = dict[str, dict[str, int]]
+KINDS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class InsertFetch(Pass):
-    """`prefetch`: whether to look one phase ahead. `swap`: fetch also the stages of a device that could hold them all;
-    their optimizer states then lie in DRAM."""
+    """`prefetch`: whether to look one phase ahead; `queue`: whether to look further. `swap`: fetch also the stages of a
+    device that could hold them all; their optimizer states then lie in DRAM."""
 
     name: ClassVar[str] = "insert-fetch"
     needs: ClassVar[tuple[str, ...]] = ("programs", "remat")
@@ -38,9 +45,11 @@ class InsertFetch(Pass):
     decides: ClassVar[str] = "fetch"
     prefetch: bool = True
     swap: bool = False
+    queue: bool = True
 
     def plan(self, draft: Draft) -> Early:
-        """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring."""
+        """Per swapped stage its phases ("forward", "backward") with early fetches, and the parameters these bring; and
+        how early these are ("forward_ahead", "backward_ahead"), where that is more than one phase."""
         decision: Early = {}
         known: dict[Hashable, list[dict[str, int]]] = {}
         for program in draft.programs:
@@ -49,7 +58,9 @@ class InsertFetch(Pass):
             found = once(known, (look(program, specs), budget), lambda: self.on_one(program, specs, budget))  # noqa: B023
             decision.update({spec.name: kinds for spec, kinds in zip(specs, found)})
         names = [stage.spec.name for stage in draft.stages]
-        return {name: decision[name] for name in names if name in decision}
+        one_ahead = {name: decision[name] for name in names if name in decision}
+        queued = queue_of(draft, one_ahead) if self.queue and self.prefetch else one_ahead
+        return queued if queued != one_ahead and _step_s(draft, queued) < _step_s(draft, one_ahead) else one_ahead
 
     def on_one(self, program: Program, specs: Sequence[StageSpec], budget_bytes: int) -> list[dict[str, int]]:
         """Early fetches of each of a device's stages; none where all of them stay."""
@@ -64,12 +75,22 @@ class InsertFetch(Pass):
         for stage, kinds in decision.items():
             if stage not in known:
                 raise PassError(f"fetch names {stage!r}; the stages are {', '.join(known)}")
-            if set(kinds) - {"forward", "backward"}:
-                raise PassError(f"fetch of {stage} names the phases {list(kinds)}; there are forward and backward")
+            if set(kinds) - {*KINDS, *(kind + AHEAD for kind in KINDS)}:
+                raise PassError(
+                    f"fetch of {stage} names the phases {list(kinds)}; there are forward and backward, and how early "
+                    "their fetches are: forward_ahead and backward_ahead"
+                )
             most = len(known[stage].params)
-            wrong = [count for count in kinds.values() if not 0 < count <= most]
+            wrong = [kinds[kind] for kind in KINDS if kind in kinds and not 0 < kinds[kind] <= most]
             if wrong:
                 raise PassError(f"fetch of {stage} begins with {wrong[0]} parameters; it has 1 to {most}")
+            for kind in KINDS:
+                depth = kinds.get(kind + AHEAD, 1)
+                if depth < 1 or (kind + AHEAD in kinds and kind not in kinds):
+                    raise PassError(
+                        f"fetch of {stage} has {kind}_ahead={depth}; it is at least 1, beside {kind}, the number of "
+                        "parameters that are fetched so early"
+                    )
         for program in draft.programs:
             mine = {s.spec.name for s in draft.stages_on(program.device)}
             fetch_weights(program, {stage: early for stage, early in decision.items() if stage in mine})
@@ -107,7 +128,7 @@ def look_ahead(
     counts = {i: len(specs[order[i].stage].params) for i in able}
 
     def fits(chosen: dict[int, int]) -> bool:
-        return arena_bytes(order, specs, stages, chosen) <= limit_bytes
+        return arena_bytes(order, specs, stages, Fetches(chosen)) <= limit_bytes
 
     whole = len(able)
     while whole and not fits({i: counts[i] for i in able[:whole]}):
@@ -127,43 +148,57 @@ def look_ahead(
     return {stage: {kind: count for kind, count in kinds.items() if count} for stage, kinds in early.items()}
 
 
+def fetches_of(order: Sequence[Phase], early: Early) -> Fetches:
+    """A decision, phase by phase; nothing comes before the first."""
+    rows = [(i, early.get(phase.stage, {}), phase.kind) for i, phase in enumerate(order) if i > 0]
+    return Fetches(
+        {i: kinds[kind] for i, kinds, kind in rows if kind in kinds},
+        {i: kinds[kind + AHEAD] for i, kinds, kind in rows if kind + AHEAD in kinds},
+    )
+
+
+def queue_of(draft: Draft, one_ahead: Early) -> Early:
+    """The same early fetches, further ahead on the devices where one phase does not hide them."""
+    found = {stage: dict(kinds) for stage, kinds in one_ahead.items()}
+    hardware = draft.lane_hardware
+    model = CostModel(hardware, draft.options.precision)
+    for program in draft.programs:
+        stages = [s.spec.name for s in draft.stages_on(program.device) if s.spec.name in one_ahead]
+        if not stages:
+            continue
+        owner, order, specs = hardware.devices[program.device], phases(program), program.interface.stages
+        computing_s = phases_s(program, order, model)
+        rate = hardware.bandwidth(f"dram{owner.host}", owner.name)
+        early = fetches_of(order, one_ahead)
+        before_s = estimate_s(order, specs, stages, early, computing_s, rate)
+        if before_s <= (1 + LEAST_GAIN) * least_s(order, specs, stages, computing_s, rate):
+            continue
+        profile = profile_swapped(program, {stage: one_ahead[stage] for stage in stages})
+        limit_bytes = owner.budget_bytes - (profile.peak_bytes[ops.DEVICE] - profile.arena_bytes)
+        deeper = deepened(order, specs, stages, early.counts, limit_bytes)
+        if estimate_s(order, specs, stages, deeper, computing_s, rate) >= (1 - LEAST_GAIN) * before_s:
+            continue
+        for i, depth in deeper.ahead.items():
+            if depth > 1:
+                found[order[i].stage][order[i].kind + AHEAD] = depth
+    return found
+
+
+def _step_s(draft: Draft, early: Early) -> float:
+    """Simulated seconds of the programs with these fetches."""
+    trials = [program.copy() for program in draft.programs]
+    for trial in trials:
+        mine = {s.spec.name for s in draft.stages_on(trial.device)}
+        fetch_weights(trial, {stage: kinds for stage, kinds in early.items() if stage in mine})
+    return simulate(trials, draft.machine, precision=draft.options.precision).step_s
+
+
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:
     """Memory of a copy with these fetches, whose gradients leave after their last backward."""
     trial = program.copy()
     trial.returns({name: nodes for name, nodes in trial.results().items() if name != "grads"})
     fetch_weights(trial, early)
     return profile_memory(trial)
-
-
-def arena_bytes(
-    order: list[Phase], specs: Mapping[str, StageSpec], stages: Collection[str], early: Mapping[int, int]
-) -> int:
-    """What `plan_arena` takes for the program with these early fetches (phase to its number of parameters)."""
-    begins = set(fetched_phases(order, stages))
-    arena = FirstFit(alignment=1)  # for parts of weights, whose bytes are aligned
-    leaving: dict[int, list[tuple[int, int]]] = {}  # last phase -> values
-    for now in range(len(order)):
-        for i, need in _arriving(order, specs, begins, early, now):
-            arena.take((now, i), need)
-            leaving.setdefault(order[i].last, []).append((now, i))
-        for value in leaving.pop(now, ()):
-            arena.give(value)
-    return arena.size
-
-
-def _arriving(
-    order: list[Phase], specs: Mapping[str, StageSpec], begins: Collection[int], early: Mapping[int, int], now: int
-) -> Iterator[tuple[int, int]]:
-    """Phases for which something is fetched at the start of phase `now`, and how many bytes."""
-    for i in (now, now + 1):
-        if i not in begins:
-            continue
-        spec = specs[order[i].stage]
-        part = spec.part_bytes(early.get(i, 0))
-        if i == now and part < spec.weight_bytes:
-            yield i, spec.weight_bytes - part
-        elif i == now + 1 and part:
-            yield i, part
 
 
 def fetch_weights(program: Program, early: Early) -> None:
@@ -173,19 +208,21 @@ def fetch_weights(program: Program, early: Early) -> None:
     residents = {str(n.args[0]).partition(".")[0]: n for n in list(program.ops()) if n.target is ops.resident}
     stages = early.keys() & residents.keys()
     again: Counter[tuple[str, str]] = Counter()
+    fetches = fetches_of(order, early)
     for i in fetched_phases(order, stages):
         phase = order[i]
         spec = program.interface.stages[phase.stage]
-        ahead = early[phase.stage].get(phase.kind, 0) if i > 0 else 0
+        count = fetches.counts.get(i, 0)
         # The first fetch takes over the resident's name, which the graph would not give out a second time.
         again[phase.stage, phase.kind] += 1
         number = again[phase.stage, phase.kind]
         name = residents[phase.stage].name + ("_b" if phase.kind == "backward" else "")
         name += f"_{number}" if number > 1 else ""
         begun: tuple[fx.Node, ...] = ()
-        if 0 < ahead < len(spec.params):
-            begun = (_fetch(graph, order[i - 1].nodes[0], spec, f"{name}_part", (), params=ahead),)
-        place = order[i - 1].nodes[0] if ahead == len(spec.params) and ahead else phase.nodes[0]
+        before = order[fetches.place(i)].nodes[0]
+        if 0 < count < len(spec.params):
+            begun = (_fetch(graph, before, spec, f"{name}_part", (), params=count),)
+        place = before if count == len(spec.params) and count else phase.nodes[0]
         fetched = _fetch(graph, place, spec, name, begun)
         hand_over(order, i, fetched)
     for stage in stages:

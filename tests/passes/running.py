@@ -147,9 +147,9 @@ class Chain(nn.Module):
 
 
 @functools.cache
-def chain(depth: int = 4, width: int = 16, rows: int = 2) -> OpGraph:
+def chain(depth: int = 4, width: int = 16, rows: int = 2, classes: int = 4) -> OpGraph:
     with torch.device("meta"):
-        model = Chain(depth, width)
+        model = Chain(depth, width, classes)
     shapes = {"x": {"shape": [rows, width], "dtype": "float32"}, "labels": {"shape": [rows], "dtype": "int64"}}
     return trace(model, shapes)
 

@@ -7,13 +7,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.ir import ops
+from penstock.ir.errors import PassError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import plan_arena, profile_memory
+from penstock.ir.program import Program, plan_arena, profile_memory
 from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
-from penstock.passes.memory.insert_fetch import InsertFetch, arena_bytes, fetch_weights, look_ahead, profile_swapped
+from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.mapping.map_round_robin import MapRoundRobin
+from penstock.passes.memory.fetch_queue import AHEAD, Fetches, arena_bytes, deepened
+from penstock.passes.memory.insert_fetch import InsertFetch, fetch_weights, fetches_of, look_ahead, profile_swapped
 from penstock.passes.memory.insert_remat import InsertRemat
+from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.partition.partition_min_stage import PartitionMinStage
 from penstock.passes.phases import fetched_phases, phases
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, to_schedule
@@ -106,8 +113,13 @@ def test_arena_is_foreseen_exactly(data: st.DataObject) -> None:
     specs = program.interface.stages
     counts = {i: data.draw(st.integers(0, len(specs[order[i].stage].params))) for i in fetched_phases(order, stages)}
     early = {i: count for i, count in counts.items() if i > 0 and count}
-    foreseen = arena_bytes(order, specs, stages, early)
-    fetch_weights(program, {s: {order[i].kind: n for i, n in early.items() if order[i].stage == s} for s in stages})
+    ahead = {i: data.draw(st.integers(1, 4)) for i in early}
+    foreseen = arena_bytes(order, specs, stages, Fetches(early, ahead))
+    decision: dict[str, dict[str, int]] = {stage: {} for stage in stages}
+    for i, count in early.items():
+        decision[order[i].stage] |= {order[i].kind: count, order[i].kind + AHEAD: ahead[i]}
+    assert fetches_of(order, decision).counts == early
+    fetch_weights(program, decision)
     assert plan_arena(program)[1] == foreseen
 
 
@@ -137,3 +149,85 @@ def test_fetched_weights_are_not_on_the_device_between() -> None:
     assert all(a < b for a, b in zip(after, before))
     weights = sum(s.spec.weight_bytes for s in draft.stages_on(0))
     assert profile_memory(draft.programs[0]).persistent.dram["weights"] == weights
+
+
+# --- the queue
+
+
+def with_large_head(memory: str, h2d: str = "200MB/s", classes: int = 2048) -> Draft:
+    """Small blocks before a head that is many times as large as one of them."""
+    draft = draft_of(
+        chain(depth=6, rows=32, classes=classes), Hardware.cpu(num_devices=1, memory=memory, h2d=h2d), micro_batches=1
+    )
+    passes = [Coarsen(), PartitionMinStage(), MapRoundRobin(), SchedulePipeline()]
+    apply(draft, *passes)
+    names = [s.spec.name for s in draft.stages]
+    return apply(draft, InsertRemat(), decisions={"rematerialise": names})
+
+
+def fetched_before(program: Program, stage: str) -> str:
+    """The stage before whose first op a stage's first fetch is issued."""
+    nodes = list(program.ops())
+    at = next(i for i, n in enumerate(nodes) if n.target is ops.fetch and n.args[0] == f"{stage}.weights")
+    return next(str(n.args[0]) for n in nodes[at:] if n.target is ops.forward)
+
+
+def test_a_large_head_hides_behind_several_small_stages(golden: Golden) -> None:
+    draft = with_large_head("1.2MB")
+    decision = InsertFetch(swap=True).plan(draft)
+    head = draft.stages[-1].spec.name
+    assert decision[head]["forward_ahead"] > 2
+    apply(draft, InsertFetch(), decisions={"fetch": decision}, memory=True)
+    assert fetched_before(draft.programs[0], head) == f"stage{int(head[5:]) - decision[head]['forward_ahead']}"
+    golden(text_of(draft), "head-behind-small-stages")
+
+
+@pytest.mark.parametrize("memory", ["1.1MB", "1.12MB", "1.5MB"])
+@pytest.mark.parametrize("h2d", ["50MB/s", "200MB/s", "1GB/s"])
+def test_the_queue_holds_memory_and_is_never_slower(memory: str, h2d: str) -> None:
+    steps = {}
+    for queue in (False, True):
+        draft = with_large_head(memory, h2d)
+        apply(draft, InsertFetch(swap=True, queue=queue), InsertOptimizer(), memory=True)
+        steps[queue] = simulate(draft.programs, draft.machine).step_s
+    assert steps[True] <= steps[False] * (1 + 1e-9)
+
+
+def test_more_memory_makes_the_queue_faster() -> None:
+    steps = []
+    for memory, queue in (("1.5MB", False), ("1.1MB", True), ("1.12MB", True), ("1.5MB", True)):
+        draft = with_large_head(memory)
+        apply(draft, InsertFetch(swap=True, queue=queue), memory=True)
+        steps.append(simulate(draft.programs, draft.machine).step_s)
+    assert steps[3] < 0.95 * steps[0] and steps[3] <= steps[2] <= steps[1]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(room=st.floats(0, 1), classes=st.sampled_from([4, 64, 2048]))
+def test_fetches_keep_the_order_in_which_stages_run(room: float, classes: int) -> None:
+    """One stream carries them; and the arena stays within whatever limit there is above that of one phase ahead."""
+    draft = with_large_head("2GB", classes=classes)
+    program = draft.programs[0]
+    order, specs = phases(program), program.interface.stages
+    stages = [s.spec.name for s in draft.stages]
+    counts = {i: len(specs[order[i].stage].params) for i in fetched_phases(order, stages) if i > 0}
+    least = arena_bytes(order, specs, stages, Fetches(counts))
+    most = sum(specs[order[i].stage].weight_bytes for i in fetched_phases(order, stages))
+    limit = least + int(room * (most - least))
+    found = deepened(order, specs, stages, counts, limit)
+    assert arena_bytes(order, specs, stages, found) <= limit
+    places = [found.place(i) for i in counts]
+    assert places == sorted(places) and all(place < i for i, place in zip(counts, places))
+
+
+def test_a_depth_that_a_person_wrote() -> None:
+    """What the queue does is plain data; nonsense is refused."""
+    draft = with_large_head("2GB")
+    names = [s.spec.name for s in draft.stages]
+    whole = {s.spec.name: {"forward": len(s.spec.params), "forward_ahead": 99} for s in draft.stages}
+    apply(draft, InsertFetch(), decisions={"fetch": {**whole, names[0]: {}}}, memory=True)
+    fetched = [str(n.args[0]) for n in draft.programs[0].ops() if n.target in (ops.fetch, ops.forward)]
+    assert fetched[: len(names)] == [f"{name}.weights" for name in names]  # all of them before the first forward
+    for kinds in ({"forward": 1, "forward_ahead": 0}, {"forward_ahead": 2}, {"sideways": 1}):
+        with pytest.raises(PassError, match="ahead"):
+            InsertFetch().rewrite(with_large_head("2GB"), {names[1]: kinds})
