@@ -157,6 +157,7 @@ class Candidate:
         parts += [p.name for p in self.passes if isinstance(p, Mapping) and not on_one]
         parts += [p.name for p in self.passes if isinstance(p, Schedule) and not isinstance(p, SchedulePipeline)]
         parts += ["swapped"] if fetch is not None and fetch.swap else []
+        parts += ["fetched one phase ahead"] if fetch is not None and not fetch.queue else []
         parts += ["all computed again"] if remat is not None and remat.always else []
         parts += ["activations chosen"] if self.moves_activations else []
         parts += ["none held"] if shard is not None and not shard.hold else []

@@ -27,7 +27,7 @@ from ...passes.draft import Draft
 from ...passes.graph.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
 from ...passes.graph.split_vocabulary import SplitVocabulary
-from ...passes.memory.insert_fetch import InsertFetch
+from ...passes.memory.insert_fetch import InsertFetch, is_queued
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes
 from .candidate import LEAVING, PLAIN, RESERVOIR, Candidate
@@ -215,6 +215,15 @@ class Sweep(Attempts):
         self.look(count, [self.base.with_(cut, mapping) for mapping in maps for cut in cuts])
         self.look(count, self.computed_again(count))
         self.look(count, self.other_losses(count))
+        self.look(count, self.one_phase_ahead(count))
+
+    def one_phase_ahead(self, count: int) -> list[Candidate]:
+        """The best candidate without a queue of fetches, if it has one: the passes after it may lose what it gains."""
+        best = self.best
+        if best is None or best.count != count or not is_queued(best.decisions["fetch"]):
+            return []
+        fetch = best.candidate.find(InsertFetch)
+        return [] if fetch is None else [best.candidate.with_(dataclasses.replace(fetch, queue=False))]
 
     def computed_again(self, count: int) -> list[Candidate]:
         """The best candidate with pointwise results computed again, or without; none where everything is kept."""

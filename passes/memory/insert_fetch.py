@@ -148,6 +148,11 @@ def look_ahead(
     return {stage: {kind: count for kind, count in kinds.items() if count} for stage, kinds in early.items()}
 
 
+def is_queued(decision: Early) -> bool:
+    """Whether a fetch comes more than one phase ahead."""
+    return any(kind + AHEAD in kinds for kinds in decision.values() for kind in KINDS)
+
+
 def fetches_of(order: Sequence[Phase], early: Early) -> Fetches:
     """A decision, phase by phase; nothing comes before the first."""
     rows = [(i, early.get(phase.stage, {}), phase.kind) for i, phase in enumerate(order) if i > 0]
