@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ...ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
 from ...runtime.functions import window_blocks
+from ...runtime.stage.saved_classes import EFFICIENT_ROWS
 from .call_rows import DTYPES, count_call
 
 MATH = "math"  # products, a softmax and a product
 WIDEST = 256  # head size of flash attention
-ROWS, EFFICIENT_ROWS = 128, 32  # rows are padded to multiples of these
+ROWS = 128  # rows are padded to multiples of these in backward
 
 
 def cuda_backend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> str:
@@ -33,11 +34,12 @@ def cuda_backend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         return MATH
     width = query.shape[-1]
     same_width = width == key.shape[-1] == value.shape[-1]
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
     is_square = query.shape[-2] == key.shape[-2]
     if is_half and mask is None and same_width and width <= WIDEST and (is_square or not is_causal):
         return FLASH
     aligned = 8 if is_half else 4
-    if width == key.shape[-1] and width % aligned == 0 and value.shape[-1] % aligned == 0:
+    if same_heads and width == key.shape[-1] and width % aligned == 0 and value.shape[-1] % aligned == 0:
         return EFFICIENT
     return MATH
 
@@ -91,7 +93,7 @@ class _Fused(torch.autograd.Function):
         ctx.call = AttentionCall(
             backend, DTYPES.get(query.dtype, ""), batch * heads, rows, key.shape[-2], width, causal
         )
-        count_call(ctx.call)
+        count_call(ctx.call, out, lse)
         return out
 
     @staticmethod
@@ -117,13 +119,15 @@ class _Windowed(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, before: int, after: int) -> Tensor:
         ctx.save_for_backward(query, key, value)
         heads, dtype = query.shape[0] * query.shape[1], DTYPES.get(query.dtype, "")
-        blocks = window_blocks(query.shape[-2], key.shape[-2], before, after)
+        blocks = list(window_blocks(query.shape[-2], key.shape[-2], before, after))
         sizes = [(stop - start, last - first) for start, stop, first, last in blocks]
         ctx.calls = [AttentionCall(EFFICIENT, dtype, heads, rows, seen, query.shape[-1]) for rows, seen in sizes]
-        for call in ctx.calls:
-            count_call(call)
         ctx.mask_size = max(rows * seen for rows, seen in sizes)
-        mask, parts = query.new_empty(ctx.mask_size), torch.empty_like(query)
+        mask = query.new_empty(ctx.mask_size)
+        parts = [
+            _windowed_block(call, query[..., start:stop, :], key[..., first:last, :], value[..., first:last, :], mask)
+            for call, (start, stop, first, last) in zip(ctx.calls, blocks)
+        ]
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         del mask, parts
         return out
@@ -138,6 +142,20 @@ class _Windowed(torch.autograd.Function):
         mask = operands[0].new_empty(ctx.mask_size)
         del mask
         return (*(total.to(t.dtype) for total, t in zip(sums, operands)), None, None)
+
+
+def _windowed_block(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """A block's result; each block is a call of its own."""
+    if cuda_backend(query, key, value, mask, False) == MATH:
+        mask = mask[: call.queries * call.keys].view(call.queries, call.keys)
+        is_grouped = query.shape[1] != key.shape[1]
+        math_attention = torch.ops.aten._scaled_dot_product_attention_math
+        found: Tensor = math_attention(query, key, value, mask, enable_gqa=is_grouped)[0]
+        return found
+    batch, heads, rows, _ = query.shape
+    part = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+    count_call(call, part)
+    return part
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,12 +31,17 @@ class KernelCalls:
     def kernel(self, call: Product | AttentionCall) -> None:
         raise NotImplementedError
 
+    def made(self, call: Product | AttentionCall, results: tuple[Tensor, ...]) -> None:
+        """What the kernel gave, if it is a costly call in forward, as a class of saved tensors."""
 
-def count_call(call: Product | AttentionCall) -> None:
-    """Tell the active modes of a call that stands for a kernel."""
+
+def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
+    """Tell the active modes of a call that stands for a kernel, and of its results that a class would keep."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, KernelCalls):
             mode.kernel(call)
+            if results:
+                mode.made(call, results)
 
 
 class MixRows:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir.machine.call_mix import Product
+from ...ir.program import aligned
 from ...runtime.functions import window_attention
 from .attention_kernels import cuda_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
@@ -23,14 +24,21 @@ def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: 
     return torch.native_dropout(input, p, training)[0] if p > 0 and training else input
 
 
+ROW_BYTES = 16  # rows of a product in groups begin at multiples of these
+
+
 class _GroupedProduct(torch.autograd.Function):
     """Multiplies each group of rows of `a` by its own matrix of `b`; the groups end at `offsets`."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(a, b, offsets)
-        count_call(_group_product(a, b))
-        return a.new_empty((a.shape[0], b.shape[-1]), dtype=dtype or a.dtype)
+        dtype = dtype or a.dtype
+        rows, width = a.shape[0], b.shape[-1]
+        pitch = aligned(width * dtype.itemsize, ROW_BYTES) // dtype.itemsize
+        out = a.new_empty((rows, pitch), dtype=dtype)[:, :width]
+        count_call(_group_product(a, b), out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

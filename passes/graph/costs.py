@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -26,7 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
-from ...runtime.stage.saved_classes import COSTLY, Look, look_of, parts_of, result_bytes, written
+from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
+from .attention_kernels import cuda_attention
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
 from .call_rows import KernelCalls, MixRows
 from .cost_kernels import CUDA_STAND_INS, STAND_INS, cuda_dropout
@@ -54,7 +56,7 @@ def measure(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind, sizes or {})
-    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast):
+    with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast), _attention_of(device_kind):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
         kept = sum(storage.nbytes() for storage in saved)
@@ -77,6 +79,13 @@ def measure(
         launches=forward.launches,
         calls=None if recurrent else _costly_calls(forward.costly, light.costly),
     )
+
+
+def _attention_of(device_kind: str) -> AbstractContextManager[Any]:
+    """Lets torch's own functions of many calls, such as `multi_head_attention_forward`, attend as the device does."""
+    if device_kind != "cuda":
+        return nullcontext()
+    return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", cuda_attention)
 
 
 def _is_recurrent(graph: OpGraph, node: fx.Node) -> bool:
@@ -244,7 +253,7 @@ class _Costly:
     bytes: int
     flops: float
     is_saved: bool = False
-    is_changed: bool = False
+    is_changed: bool = False  # in place, or it has gaps
 
 
 class _Meter(TorchDispatchMode, KernelCalls):
@@ -272,9 +281,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         flops = flops_of(func, args, kwargs, out)
         self.flops += flops
         if func in COSTLY:
-            call = _Costly(self.run.now, look_of(func, args, kwargs, out), result_bytes(out), flops)
-            self.costly.append(call)
-            self.outputs.update((part.untyped_storage()._cdata, call) for part in parts_of(out))
+            self.note(look_of(func, args, kwargs, out), parts_of(out), result_bytes(out), flops)
         for tensor in written(func, args, kwargs):
             if tensor.untyped_storage()._cdata in self.outputs:
                 self.outputs[tensor.untyped_storage()._cdata].is_changed = True
@@ -290,6 +297,17 @@ class _Meter(TorchDispatchMode, KernelCalls):
     def kernel(self, call: Product | AttentionCall) -> None:
         self.flops += call.flops
         self.rows.add(call)
+
+    def made(self, call: Product | AttentionCall, results: tuple[torch.Tensor, ...]) -> None:
+        num_bytes = attention_bytes(results[0]) if isinstance(call, AttentionCall) else result_bytes(results)
+        self.note((call, *((t.dtype, tuple(t.shape), t.stride()) for t in results)), results, num_bytes, call.flops)
+
+    def note(self, look: Look, results: Sequence[torch.Tensor], num_bytes: int, flops: float) -> None:
+        """A costly call. Results with gaps cannot be kept, as no flat buffer holds them."""
+        has_gaps = any(t.untyped_storage().nbytes() > t.nbytes for t in results)
+        call = _Costly(self.run.now, look, num_bytes, flops, is_changed=has_gaps)
+        self.costly.append(call)
+        self.outputs.update((part.untyped_storage()._cdata, call) for part in results)
 
     def mix(self) -> CallMix:
         return self.rows.mix(self.flops, self.traffic_bytes)

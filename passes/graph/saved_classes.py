@@ -1,7 +1,7 @@
 """Classes of saved tensors of a stage: what its forward could leave so that rematerialisation computes less.
 
 In: the stage's blocks with their costs, and its nodes in order. Out: one `SavedSpec` per matrix product, convolution or
-call of attention on CPU whose results can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls
+call of fused attention whose results can be kept (Fuyou 4.5, eq. 12: benefit per byte, here of any model's calls
 instead of one transformer's table). `runtime.stage.saved_classes` executes them.
 """
 
@@ -21,7 +21,7 @@ from .stage_costs import storages
 LEAST_BYTES = 512  # smaller outputs are not worth a copy
 _PRODUCTS = (
     "matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "tensordot", "inner", "bilinear",
-    "scaled_dot_product_attention", "window_attention",
+    "scaled_dot_product_attention", "window_attention", "grouped_mm",
 )  # fmt: skip
 _BATCHED = ("matmul", "bmm", "baddbmm")
 

@@ -220,9 +220,8 @@ class Transfers(Issuing):
         _, flat = self.state.memory.dram_arena.pages_of(first, issue.place_bytes)
         self.state.memory.ssd_arena.write(issue.place, flat)
         if isinstance(given, Kept):
-            return StoredActivation(
-                issue.place, Kept.partial({name: t.to("meta") for name, t in given.tensors.items()})
-            )
+            like = Kept.partial({name: t.to("meta") for name, t in given.tensors.items()}, given.aside)
+            return StoredActivation(issue.place, like)
         return StoredActivation(issue.place, given.to("meta"))
 
     def free(self, *values: Handle) -> None:

@@ -204,7 +204,7 @@ class ReferenceRuntime:
         if isinstance(value, Tensor):
             return value.clone()
         if isinstance(value, Kept):
-            return Kept.partial({name: t.clone() for name, t in value.tensors.items()})
+            return Kept.partial({name: t.clone() for name, t in value.tensors.items()}, value.aside)
         return StageGrads({name: g.clone() for name, g in value.tensors.items()}, value.factor, value.stage)
 
     def read(self, what: Any, *, group: str | None = None) -> Any:

@@ -24,7 +24,7 @@ from ..modules import Stage
 from ..optimizer.hooks import change_params
 from .draws import Draws
 from .pointwise import PointwiseAgain
-from .saved_classes import SavedClasses, Taking
+from .saved_classes import Aside, SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
 
 
@@ -33,7 +33,7 @@ class Kept:
 
     It holds edges of the autograd graph, not the outputs, so that an output which backward does not need can be freed.
     A partial one holds no graph, only `tensors` (class name to kept tensor): backward runs forward again, without
-    computing these. The tensors can be moved by `placed_in` and `copied_to`.
+    computing these. The tensors can be moved by `placed_in` and `copied_to`; what is `aside` (by class) stays.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
@@ -43,12 +43,13 @@ class Kept:
         self.num_bytes = num_bytes
         self.is_partial = False
         self.tensors: dict[str, Tensor] = {}
+        self.aside: dict[str, Aside] = {}
 
     @classmethod
-    def partial(cls, tensors: Mapping[str, Tensor]) -> Kept:
+    def partial(cls, tensors: Mapping[str, Tensor], aside: Mapping[str, Aside] | None = None) -> Kept:
         """A partial one of these tensors by class. `num_bytes` is their size in one buffer, each aligned."""
         made = cls([], [], sum(aligned(t.nbytes) for t in tensors.values()))
-        made.is_partial, made.tensors = True, dict(tensors)
+        made.is_partial, made.tensors, made.aside = True, dict(tensors), dict(aside or {})
         return made
 
     def placed_in(self, flat: Tensor) -> Kept:
@@ -60,7 +61,7 @@ class Kept:
             place = flat[start : start + tensor.nbytes].view(tensor.dtype)
             tensors[name] = place.as_strided(tensor.shape, tensor.stride())
             start += aligned(tensor.nbytes)
-        return Kept.partial(tensors)
+        return Kept.partial(tensors, self.aside)
 
     def copied_to(self, flat: Tensor) -> Kept:
         """`placed_in`, with this one's values. Does not wait for copies between a GPU and pinned memory."""
@@ -71,7 +72,7 @@ class Kept:
 
     def drop(self) -> None:
         """Let go of the graph and all that it saved."""
-        self.edges, self.leaves, self.tensors = [], [], {}
+        self.edges, self.leaves, self.tensors, self.aside = [], [], {}, {}
 
 
 class StageRunner:
@@ -174,7 +175,7 @@ class StageRunner:
         kept = None
         if keeping is not None:
             keeping.finish()
-            kept = Kept.partial(keeping.tensors)
+            kept = Kept.partial(keeping.tensors, keeping.aside)
         elif keep is True:
             assert self.kept_bytes is not None
             kept = Kept(outputs, leaves, self.kept_bytes)
@@ -297,7 +298,7 @@ class StageRunner:
                 hook.remove()
 
     def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
-        taking = self.classes.taking(partial.tensors) if partial is not None else None
+        taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
         with self._spare_buffers():
             outputs, leaves = self._run(inputs, seed, True, taking or nullcontext())
         if partial is not None and taking is not None:

@@ -1,17 +1,20 @@
 """Classes of saved tensors, executed: outputs of a stage's costly calls that one forward keeps and the next takes.
 
 Fuyou (4.5, eq. 12) swaps the outputs of a transformer's linear layers, so that rematerialisation need not compute them.
-Here a class is what any one costly call of a stage gives: a matrix product, also one in batches, a convolution, or
-fused attention, whose output and log-sum-exp are kept together, since its backward needs both. A forward without
-autograd runs under `Keeping`, which counts these calls in order and keeps the outputs of those chosen. The forward that
-backward runs again is under `Taking`, below autograd: it hands back the kept outputs in place of computing them, so
-that autograd records the same graph and gradients are the same bits. Nothing random is ever a class.
+Here a class is what any one costly call of a stage gives: a matrix product, also one in batches or in groups, a
+convolution, or fused attention, whose output and log-sum-exp are kept together, since its backward needs both. What
+else CUDA's attention returns (where its dropout's draws began) is a few bytes, stays where it is, and is handed back as
+it was. A forward without autograd runs under `Keeping`, which counts these calls in order and keeps the outputs of
+those chosen. The forward that backward runs again is under `Taking`, below autograd: it hands back the kept outputs in
+place of computing them, so that autograd records the same graph and gradients are the same bits. Attention with dropout
+that is taken moves the generator on as if it had drawn. Nothing else that is random is ever a class.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +25,38 @@ from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec, aligned
 
 aten = torch.ops.aten
-# Each product is one call on CPU and on CUDA, whatever the kernels. Of attention's kernels only that of CPUs is here:
-# those of CUDA also give the state of a generator, not all of it on the device.
+# These give the log-sum-exp of rows only where `compute_log_sumexp` is given, which forwards without autograd do not.
+_GIVES_ROWS = frozenset(
+    (aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default)
+)
+# All give output and log-sum-exp first. Which one runs depends on the device; it is one call in any case.
+CUDA_ATTENTION = _GIVES_ROWS | {aten._scaled_dot_product_flash_attention.default}
+# Each product is one call on CPU and on CUDA, whatever the kernels.
 COSTLY = frozenset(
     (
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
         aten.baddbmm.default,
+        aten._grouped_mm.default,
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *CUDA_ATTENTION,
     )
 )
+EFFICIENT_ROWS = 32  # the efficient kernel pads rows to a multiple of these
 PART = "/"  # before the number of a call's further results in their names
 
 Look = tuple[Any, ...]  # the op and what it is given, without values
-Results = Tensor | tuple[Tensor, ...]
+Results = Tensor | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """What a costly call gave besides the tensors that are kept, and by how much it moved the GPU's generator on."""
+
+    results: tuple[Any, ...] = ()
+    drawn: int = 0
 
 
 class SavedClasses:
@@ -53,9 +72,9 @@ class SavedClasses:
         """For a forward without autograd that keeps these classes."""
         return Keeping(self, self._by_number(names))
 
-    def taking(self, tensors: Mapping[str, Tensor]) -> Taking:
+    def taking(self, tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> Taking:
         """For a forward with autograd that takes what an earlier one kept."""
-        return Taking(self, self._by_number([name for name in tensors if PART not in name]), tensors)
+        return Taking(self, self._by_number([name for name in tensors if PART not in name]), tensors, aside)
 
     def _by_number(self, names: Sequence[str]) -> dict[int, SavedSpec]:
         found: dict[int, SavedSpec] = {}
@@ -69,10 +88,10 @@ class SavedClasses:
             found[row.calls[0]] = row
         return found
 
-    def look(self, row: SavedSpec, look: Look, out: Results) -> None:
+    def look(self, row: SavedSpec, func: Any, look: Look, out: Results) -> None:
         """Remember how a class's call looks, or compare. Raises `VerifyError` if plan and runs do not agree."""
         if row.name not in self.looks:
-            found = result_bytes(out)
+            found = attention_bytes(parts_of(out)[0]) if func in CUDA_ATTENTION else result_bytes(out)
             if found != row.bytes:
                 raise VerifyError(
                     f"class {row.name!r} of {self.stage} has {found} bytes, planned {row.bytes}; the plan is of "
@@ -112,24 +131,25 @@ class _Counting(TorchDispatchMode):
 
 
 class Keeping(_Counting):
-    """`tensors`: class name to the output that was kept. Raises `VerifyError` if the stage changes one in place."""
+    """`tensors`: class name to the output that was kept; `aside` what else its call gave. Raises `VerifyError` if the
+    stage changes one in place."""
 
     def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec]):
         super().__init__(classes, wanted)
         self.tensors: dict[str, Tensor] = {}
+        self.aside: dict[str, Aside] = {}
         self.owner: dict[int, str] = {}  # address of a kept storage -> its class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
         if func in COSTLY:
             row = self.wanted.get(self.count)
             self.count += 1
             if row is not None:
-                self.classes.look(row, look_of(func, args, kwargs, out), out)
-                for part_name, part in zip(_part_names(row.name), parts_of(out)):
-                    self.tensors[part_name] = part
-                    self.owner[part.untyped_storage().data_ptr()] = row.name
-        elif self.owner and written_arguments(func):
+                return self.keep(row, func, _with_rows(func, args), kwargs or {})
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if func in COSTLY:
+            return out
+        if self.owner and written_arguments(func):
             for tensor in written(func, args, kwargs or {}):
                 name = self.owner.get(tensor.untyped_storage().data_ptr())
                 if name is not None:
@@ -139,36 +159,82 @@ class Keeping(_Counting):
                     )
         return out
 
+    def keep(self, row: SavedSpec, func: Any, args: Any, kwargs: Any) -> Any:
+        before = _offset(func, args)
+        out = func(*args, **kwargs)
+        self.classes.look(row, func, look_of(func, args, kwargs, out), out)
+        for name, part in zip(_part_names(row.name), parts_of(out)):
+            self.tensors[name] = part
+            self.owner[part.untyped_storage().data_ptr()] = row.name
+        if func in CUDA_ATTENTION:
+            self.aside[row.name] = Aside(out[2:], _offset(func, args) - before)
+        return out
+
 
 class Taking(_Counting):
-    """Hands out `tensors` in place of computing them."""
+    """Hands out `tensors`, and what is `aside`, in place of computing them."""
 
-    def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec], tensors: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        classes: SavedClasses,
+        wanted: dict[int, SavedSpec],
+        tensors: Mapping[str, Tensor],
+        aside: Mapping[str, Aside],
+    ):
         super().__init__(classes, wanted)
-        self.tensors = tensors
+        self.tensors, self.aside = tensors, aside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COSTLY:
             row = self.wanted.get(self.count)
             self.count += 1
             if row is not None:
-                parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)
-                kept = parts if len(func._schema.returns) > 1 else parts[0]
-                self.classes.look(row, look_of(func, args, kwargs, kept), kept)
-                taken = tuple(part.detach() for part in parts)  # of their own: autograd may make them part of the graph
-                return taken if isinstance(kept, tuple) else taken[0]
+                return self.take(row, func, _with_rows(func, args), kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def take(self, row: SavedSpec, func: Any, args: Any, kwargs: Any) -> Any:
+        parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)
+        kept = parts if len(func._schema.returns) > 1 else parts[0]
+        self.classes.look(row, func, look_of(func, args, kwargs, kept), kept)
+        aside = self.aside.get(row.name, Aside())
+        if aside.drawn:
+            _offset(func, args, aside.drawn)
+        # of their own: autograd may make them part of the graph
+        taken = tuple(v.detach() if isinstance(v, Tensor) else v for v in (*parts, *aside.results))
+        return taken if isinstance(kept, tuple) else taken[0]
+
+
+def _with_rows(func: Any, args: Any) -> Any:
+    """The arguments of a call whose results are kept: attention must give its rows' log-sum-exp."""
+    return (*args[:4], True, *args[5:]) if func in _GIVES_ROWS else args
+
+
+def _offset(func: Any, args: Any, drawn: int = 0) -> int:
+    """How far the generator is that attention on a GPU draws from, once it has been moved on by `drawn`."""
+    if func not in CUDA_ATTENTION or not args[0].is_cuda:
+        return 0
+    generator = torch.cuda.default_generators[args[0].get_device()]
+    if drawn:
+        generator.set_offset(generator.get_offset() + drawn)
+    return generator.get_offset()
 
 
 def parts_of(out: Results) -> tuple[Tensor, ...]:
-    """The results of a costly call."""
-    return out if isinstance(out, tuple) else (out,)
+    """The results of a costly call that are kept: of attention's its output and log-sum-exp."""
+    return out[:2] if isinstance(out, tuple) else (out,)
 
 
 def result_bytes(out: Results) -> int:
     """Bytes of a costly call's results in one buffer, each aligned."""
     *first, last = (part.nbytes for part in parts_of(out))
     return sum(map(aligned, first)) + last
+
+
+def attention_bytes(out: Tensor) -> int:
+    """The same for an output of CUDA's attention with its log-sum-exp, whichever kernel the device takes: the number of
+    rows is that of the kernel that pads them."""
+    batch, heads, rows, _ = out.shape
+    return aligned(out.nbytes) + batch * heads * aligned(rows, EFFICIENT_ROWS) * torch.float32.itemsize
 
 
 def _part_names(name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from penstock.runtime.stage.draws import micro_batch_seed
 from penstock.runtime.stage.runner import Kept, StageRunner
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
-from penstock.tests.zoo import zoo
+from penstock.tests.zoo import mixtral, zoo
 
 # CPUs take no norms whose weights are bf16 and whose statistics are not.
 IN_BF16 = ["gpt2", "bert", "llama", "t5", "vit"]
@@ -139,18 +140,40 @@ def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
         assert kept is not None and kept.num_bytes == sum(aligned(row.bytes) for row in spec.saved)
         rows = [n for n in kept.tensors if n.endswith("/1")]
         assert rows and all(n.partition("/")[0] in {row.name for row in spec.saved} for n in rows)
-        with Attentions() as calls, torch.enable_grad():
+        with Calls() as calls, torch.enable_grad():
             runner._rematerialised(kept, inputs, 0)
         assert calls.count == 0
 
 
-class Attentions(TorchDispatchMode):
-    """Counts the calls of CPUs' fused attention that run."""
+def test_products_in_groups_are_kept() -> None:
+    """Experts' products, two in a layer; taken, they run no more, and all bits are the same."""
+    model, batch = mixtral(dropout=0.0, experts="grouped_mm")
+    batches = [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for _ in range(2)]
+    draft = one_device(trace(model, batches[0]), 2)
+    wanted = train(fresh(draft, batches[0]), batches, None)
+    for choose in (everything, some):
+        losses, grads = train(fresh(draft, batches[0]), batches, choose)
+        assert all(torch.equal(a, b) for a, b in zip(losses, wanted[0])) and grads.keys() == wanted[1].keys()
+        assert all(torch.equal(grads[key], wanted[1][key]) for key in grads)
+    counts = []
+    for spec, runner, inputs in stages_of(draft, batches[0]):
+        for names in (everything(spec, 0), []):
+            kept = Kept.partial({}) if not names else runner.forward(inputs, 0, names)[1]
+            with Calls(torch.ops.aten._grouped_mm.default) as calls, torch.enable_grad():
+                runner._rematerialised(kept, inputs, 0)
+            counts.append(calls.count)
+    assert sum(counts[::2]) == 0 and sum(counts[1::2]) == 4
 
-    count = 0
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of one op that run, of CPUs' fused attention if none is given."""
+
+    def __init__(self, op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default):
+        super().__init__()
+        self.op, self.count = op, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self.count += func is self.op
         return func(*args, **(kwargs or {}))
 
 
@@ -235,7 +258,7 @@ def test_workspaces_hold_what_a_partial_backward_needs(name: str) -> None:
 
 def test_classes_are_named_after_modules_and_numbered_through_the_stage() -> None:
     spec = one_device(traced("gpt2")[0], 2).stages[0].spec
-    layer = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    layer = ["attn.c_attn", "attn", "attn#2", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]  # dropout: attention is products
     names = [f"transformer.h.{i}.{name}" for i in range(2) for name in layer]
     found = {row.name: row.calls for row in spec.saved}
     assert list(found) == names[: len(found)] and len(found) >= 4
@@ -251,14 +274,21 @@ def test_operators_as_blocks_give_the_same_classes(name: str) -> None:
     assert sorted((c.bytes, c.flops) for c in calls if c.bytes >= 512) == sorted((r.bytes, r.flops) for r in rows)
 
 
-def test_plans_for_gpus_number_the_same_calls() -> None:
-    """Attention is one call there and several here, none of which is counted."""
-    graph, _ = traced("gpt2")
-    rows = []
-    for hardware in (Hardware.cpu(), Hardware.preset("mobius-v100")):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_plans_for_gpus_number_the_same_calls(dropout: float) -> None:
+    """Attention is one call there, also with dropout, for which it is two products here."""
+    graph, _ = traced("gpt2", dropout)
+    rows, others = [], []
+    for hardware, count in ((Hardware.cpu(), 4 if dropout else 2), (Hardware.preset("mobius-v100"), 2)):
         draft = apply(draft_of(graph, hardware), Coarsen())
-        rows.append([(b.name, c) for b in draft.blocks for c in b.cost.calls or ()])
-    assert [(n, c.node, c.bytes, c.flops) for n, c in rows[0]] == [(n, c.node, c.bytes, c.flops) for n, c in rows[1]]
+        calls = [(b.name, c, b.nodes[c.node].target) for b in draft.blocks for c in b.cost.calls or ()]
+        rows.append([(name, c.node, c.flops) for name, c, _ in calls])
+        attention = [c for _, c, target in calls if target is nn.functional.scaled_dot_product_attention]
+        assert len(attention) == count and all(c.can_be_kept for c in attention)
+        others.append([(n, c.node, c.bytes, c.flops) for n, c, _ in calls if c not in attention])
+    assert others[0] == others[1] and (rows[0] == rows[1]) == (not dropout)
+    out_bytes, rows_bytes = 2 * 8 * 32 * 4, 2 * 4 * 32 * 4  # CUDA's kernel pads 8 rows to 32
+    assert {c.bytes for c in attention} == {out_bytes + rows_bytes} and all(c.is_saved for c in attention)
 
 
 def test_measured_seconds_fall_with_what_is_kept() -> None:
