@@ -170,7 +170,8 @@ def test_a_windows_calls_are_those_of_its_blocks() -> None:
     for call in (cuda_window_attention, window_attention):
         with Calls() as calls:
             call(*operands, 200, 3).sum().backward()
-        found.append({(row.queries, row.keys, row.backward, row.count) for row in counted((row, 1) for row in calls.rows.attention)})
+        rows = counted((row, 1) for row in calls.rows.attention)
+        found.append({(row.queries, row.keys, row.backward, row.count) for row in rows})
     assert found[0] == found[1]
 
 
