@@ -30,6 +30,7 @@ from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
 from ...passes.partition.partition import Partition
 from ...passes.schedule.evaluation import evaluation_programs
+from ...passes.schedule.receive_earlier import receive_earlier
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
 from ...runtime.simulate import Timeline, simulate
@@ -170,14 +171,34 @@ class CandidateCompiler:
         decisions, records = self._run(draft, placed.todo)
         check_fit(draft)
         try:
-            timeline = simulate(draft.programs, draft.machine, precision=draft.options.precision)
+            timeline = _simulate(draft)
         except VerifyError as error:
-            raise _waits_for_ever(error) from error
+            timeline = self._in_another_order(placed, error)
         decisions, records = {**placed.decisions, **decisions}, [*placed.records, *records]
         return CompiledCandidate(placed.candidate, draft, decisions, records, timeline)
 
+    def _in_another_order(self, placed: PlacedCandidate, error: VerifyError) -> Timeline:
+        """Let receives come earlier, where that ends the waiting for ever. Raises `DoesNotFit` where it does not."""
+        draft = placed.draft
+        other = receive_earlier(draft.programs, draft.lane_hardware)
+        if other is None:
+            raise _waits_for_ever(error) from error
+        draft.programs = other
+        for schedule in (p for p in placed.todo if isinstance(p, Schedule)):
+            draft.notes[schedule.name] = "some receives come earlier, or devices would wait for each other for ever"
+        if self.dump is not None:
+            self.dump("receive-earlier", draft)
+        try:
+            return _simulate(draft)
+        except VerifyError as again:
+            raise _waits_for_ever(again) from again
+
     def _run(self, draft: Draft, passes: Sequence[Pass]) -> PassRun:
         return run_passes(draft, passes, self.decided, dump=self.dump, record=self.dump is not None, check=False)
+
+
+def _simulate(draft: Draft) -> Timeline:
+    return simulate(draft.programs, draft.machine, precision=draft.options.precision)
 
 
 def _copy(draft: Draft) -> Draft:
