@@ -1,0 +1,98 @@
+"""`receive_earlier`: programs that would wait for ever get another order, train as before, or are refused as before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ir import ops
+from penstock.ir.errors import VerifyError
+from penstock.ir.machine.hardware import Hardware
+from penstock.ir.program import Program, profile_memory
+from penstock.ir.verify import verify
+from penstock.passes.draft import Draft
+from penstock.passes.memory.insert_fetch import InsertFetch
+from penstock.passes.memory.insert_remat import InsertRemat
+from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
+from penstock.passes.schedule.receive_earlier import receive_earlier
+from penstock.passes.schedule.schedule import Schedule
+from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
+from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.tests.ir.verify.test_rules import exchange
+from penstock.tests.passes.running import (
+    Batch,
+    Chain,
+    apply,
+    assert_prints_and_parses,
+    assert_trains_like_eager,
+    draft_of,
+    joined,
+    reference,
+    to_schedule,
+    traced_model,
+)
+
+
+def swapped(schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int) -> Draft:
+    """Two stages a device, whose weights come from DRAM and whose saved tensors are computed again."""
+    graph, _ = traced_model(Chain(depth), batches(1, rows))
+    machine = Hardware.cpu(num_devices, memory=memory)
+    draft = draft_of(graph, machine, micro_batches=micro_batches, state_bytes_per_param=4.0)
+    passes = [*to_schedule(2 * num_devices)[:-1], schedule, InsertRemat(always=True), InsertFetch(swap=True)]
+    return apply(draft, *passes, InsertOptimizer())
+
+
+def batches(count: int, rows: int) -> list[Batch]:
+    torch.manual_seed(0)
+    return [{"x": torch.randn(rows, 16), "labels": torch.randint(4, (rows,))} for _ in range(count)]
+
+
+def received(programs: list[Program]) -> list[list[tuple[object, ...]]]:
+    """The messages of each device in the order in which it receives them, by sender."""
+    own = [[(n.kwargs["src"], n.kwargs["tag"]) for n in p.ops() if n.target is ops.recv] for p in programs]
+    return [sorted(rows, key=lambda row: row[0]) for rows in own]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_devices", "depth", "rows", "micro_batches", "memory"),
+    [
+        pytest.param(SchedulePipeline(), 2, 6, 4, 6, 29000, id="before a free"),
+        pytest.param(ScheduleInterleaved(), 3, 8, 8, 8, 41449, id="before another sender's message"),
+    ],
+)
+def test_what_would_wait_for_ever_runs_within_memory_and_trains_like_eager(
+    schedule: Schedule, num_devices: int, depth: int, rows: int, micro_batches: int, memory: int
+) -> None:
+    draft = swapped(schedule, num_devices, depth, rows, micro_batches, memory)
+    with pytest.raises(VerifyError, match=r"deadlock(.|\n)*device memory must be given back first"):
+        verify(draft.programs, draft.machine)
+    before = draft.programs
+    found = receive_earlier(before, draft.machine)
+    assert found is not None
+    verify(found, draft.machine)
+    assert_prints_and_parses(found)
+    assert received(found) == received(before), "messages of one sender keep their order"
+    for old, new in zip(before, found):
+        names = [[n.name for n in p.ops() if n.target is not ops.recv] for p in (old, new)]
+        assert names[0] == names[1], "only receives move"
+    draft.programs = found
+    assert_trains_like_eager(draft, batches(micro_batches, rows))
+    budgets = {f"device{i}": memory for i in range(num_devices)}
+    reference(draft, budgets=budgets).step(joined(batches(micro_batches, rows)))
+
+
+def test_programs_that_run_keep_their_order() -> None:
+    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    found = receive_earlier(draft.programs, draft.machine)
+    assert found is not None
+    assert [str(p.graph) for p in found] == [str(p.graph) for p in draft.programs]
+
+
+def test_without_room_for_a_message_there_is_no_other_order() -> None:
+    """Each device holds what it sends until the other takes it, and has room for nothing else."""
+    programs = exchange()
+    need_bytes = max(profile_memory(program).peak_bytes[ops.DEVICE] for program in programs)
+    texts = [str(program.graph) for program in programs]
+    assert receive_earlier(programs, Hardware.cpu(2, memory=need_bytes)) is None
+    assert [str(program.graph) for program in programs] == texts
+    assert receive_earlier(programs, Hardware.cpu(2, memory=2 * need_bytes)) is not None
