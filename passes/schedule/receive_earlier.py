@@ -18,15 +18,14 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import Order, Program, build_order, find_cycle, profile_memory
 from ...ir.verify.case import Case
 
-Ring = list[tuple[int, str]]  # as `find_cycle` returns it
-Move = tuple[int, fx.Node, fx.Node]  # a device, a receive, and an earlier op of the device that the receive waits for
+_Move = tuple[int, fx.Node, fx.Node]  # a device, a receive, and an earlier op of the device that the receive waits for
 
 
 def receive_earlier(programs: Sequence[Program], hardware: Hardware) -> list[Program] | None:
     """Copies of the programs in an order in which no op waits for ever; None where none is found."""
     memories = Case(programs, hardware).memories  # the same in any order of receives, which lie in no arena
     found = [program.copy() for program in programs]
-    done: set[Move] = set()
+    done: set[_Move] = set()
     while True:
         order = build_order(found, memories)
         ring = find_cycle(order)
@@ -40,7 +39,7 @@ def receive_earlier(programs: Sequence[Program], hardware: Hardware) -> list[Pro
             return None
 
 
-def _moves(order: Order, ring: Ring) -> list[Move]:
+def _moves(order: Order, ring: Sequence[tuple[int, str]]) -> list[_Move]:
     """The moves that open a ring: of its receives, each before what it waits for on its own device."""
     after = [index for index, _ in (*ring[1:], ring[0])]
     return [
@@ -54,7 +53,7 @@ def _moves(order: Order, ring: Ring) -> list[Move]:
     ]
 
 
-def _make(move: Move, program: Program, budget_bytes: int) -> bool:
+def _make(move: _Move, program: Program, budget_bytes: int) -> bool:
     """Put a receive, with those that come between, before an earlier op, unless the device's memory is too small."""
     _, node, before = move
     rows = list(program.ops())
