@@ -10,6 +10,8 @@ from penstock.compiler.pipeline import parse_pipeline, pipeline_text, run_passes
 from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
+from penstock.passes.graph.recompute_pointwise import RecomputePointwise
+from penstock.passes.graph.split_vocabulary import SplitVocabulary
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
@@ -58,7 +60,9 @@ def test_text_that_means_nothing(text: str, said: str) -> None:
 def test_every_pass_is_named_like_its_file_and_used() -> None:
     for name, kind in PASSES.items():
         assert kind.__module__.rpartition(".")[2] == name.replace("-", "_")
-    assert set(PASSES) == {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
+    named = {p.name for text in STRATEGIES for p in parse_pipeline(text, num_devices=2)}
+    searched = {SplitVocabulary.name, RecomputePointwise.name}  # the search adds them where memory is short
+    assert set(PASSES) == named | searched and not named & searched
 
 
 def test_passes_are_recorded_dumped_and_replayed() -> None:

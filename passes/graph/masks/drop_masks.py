@@ -36,13 +36,12 @@ class DropMasks(GraphPass):
 
     def plan(self, draft: Draft) -> dict[str, MaskForm]:
         """What the mask of each call is proven to be, by the call's place."""
-        calls = masked_calls(draft.graph)
-        forms = _proven(draft.graph, calls)
-        if calls:
-            draft.notes[self.name] = _remark(len(calls), list(forms.values()))
-        return forms
+        return _proven(draft.graph, masked_calls(draft.graph))
 
     def rewrite(self, draft: Draft, decision: dict[str, MaskForm]) -> None:
+        count = len(masked_calls(draft.graph))
+        if count:
+            draft.notes[self.name] = _remark(count, list(decision.values()))
         if not decision:
             return
         graph = draft.graph.copy()

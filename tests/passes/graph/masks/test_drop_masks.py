@@ -340,5 +340,5 @@ def test_remarks() -> None:
         (flipped, "the masks of 2 attention calls stay: it is not proven that they follow from places alone"),
     ):
         draft = draft_of(captured(mask))
-        DropMasks().plan(draft)
+        apply(draft, DropMasks())
         assert draft.notes == {"drop-masks": remark}
