@@ -96,6 +96,8 @@ def test_why_a_rank_refuses_is_said_on_both(error: Exception, at_fault: int, on_
         strategy: str = "balanced",
         micro_batches: Any = 2,
         precision: str = "fp32",
+        gradient_dtype: str = "fp32",
+        boundary_dtype: str = "compute",
         max_grad_norm: Any = None,
         seed: int = 0,
         timeout_s: float = 1.0,
