@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zoo import zoo
 
 from penstock.compiler.loss.rules import captured
+from penstock.ir.precision import Precision
 from penstock.passes.graph.head_loss import HeadLoss, WholeLogits, head_losses
 
 CLASSES, WIDTH = 12, 8
@@ -41,19 +42,19 @@ def found(loss: Callable[[Any, Tensor, Tensor], Any], **options: Any) -> HeadLos
     return row
 
 
-MORE = [pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in ("llama", "qwen3", "mixtral", "t5")]
+MORE = [pytest.param(name, "bf16-mixed", marks=pytest.mark.slow) for name in ("llama", "qwen3", "mixtral", "t5")]
 
 
-@pytest.mark.parametrize(("name", "autocast"), [("gpt2", torch.bfloat16), ("opt", None), ("t5", None), *MORE])
-def test_heads_of_transformers_are_found(name: str, autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16-mixed"), ("opt", "fp32"), ("t5", "fp32"), *MORE])
+def test_heads_of_transformers_are_found(name: str, precision: str) -> None:
     model, examples = zoo()[name](0.0)
-    graph = captured(model, examples, autocast=autocast)
+    graph = captured(model, examples, precision=Precision.of(precision))
     (head,) = head_losses(graph)
     assert isinstance(head, HeadLoss), head
     assert (head.weight, head.bias, head.outputs) == ("lm_head.weight", None, ("logits",))
     assert (head.num_classes, head.ignore_index, head.reduction) == (96, -100, "sum")
     assert head.num_tokens == examples["labels"].numel()
-    assert head.logits_dtype == (autocast or torch.float32) and head.loss_dtype == torch.float32
+    assert head.logits_dtype == Precision.of(precision).dtype and head.loss_dtype == torch.float32
     assert (head.scale, head.cap, head.class_weight, head.label_smoothing) == (1.0, None, None, 0.0)
     assert head.hidden.meta["val"].shape[:-1] == examples["labels"].shape
 
