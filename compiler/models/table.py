@@ -54,7 +54,7 @@ def _gpt2() -> dict[str, ModelRow]:
     keys = ("n_layer", "n_embd", "n_head", "n_positions")
     one_call = {"activation_function": "gelu_pytorch_tanh"}  # as in Megatron; GPT-2's own spells it out in eight calls
     return {
-        name: ("gpt2", {**dict(zip(keys, row)), **({} if name.startswith("gpt2") else one_call)})
+        name: ("gpt2", {**dict(zip(keys, row)), **(one_call if name.startswith("gpt3") else {})})
         for name, row in sizes.items()
     }
 
