@@ -54,6 +54,7 @@ def test_true_bf16_of_a_model_that_upcasts_inside_is_that_of_cast_parameters() -
         assert all(torch.equal(found[name], master) for name, master in plain.masters.items())
 
 
+@pytest.mark.slow
 def test_the_model_is_neither_cast_nor_made_for_the_capture() -> None:
     model, batch = upcasting()
     with torch.device("meta"):
@@ -137,6 +138,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32(place: str, precision: str) -
     assert_close(machine.weights(), {n: p.data for n, p in plain.masters.items()}, 1e-3 if reordered else 0.0)
 
 
+@pytest.mark.slow
 def test_gradients_add_up_in_their_own_type_if_asked() -> None:
     model, batch = upcasting()
     wide, own = Plain(model, SGD, 8), Plain(model, SGD, 8, sums=torch.bfloat16)
@@ -278,6 +280,7 @@ def test_pure_bf16_passes_the_check_against_eager() -> None:
     assert [d for d in report.differences if d.against == "captured graph" and d.largest] == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_rounds_itself_is_left_to_it() -> None:
     model, batch = upcasting()
     job = compiled(model, batch, "bf16-pure", optimizer=partial(torchao_adamw(), bf16_stochastic_round=True))
@@ -321,6 +324,7 @@ def test_an_optimizer_without_a_step_is_refused_with_what_works(
         compiled(model.to(dtype), batch, precision, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_masters_and_rounded_weights_need_no_step_for_bf16() -> None:
     model, batch = upcasting()
     for precision in ("bf16-true", "bf16-pure"):

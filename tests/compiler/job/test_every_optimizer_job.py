@@ -40,6 +40,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path: Path) -> None:
     assert_same(train_job(model, batch, MUON_AND_ADAMW, 3, "ssd", directories(tmp_path)[0], resume_at=2), want)
 
 
+@pytest.mark.slow
 def test_on_two_devices_with_the_hidden_matrices(tmp_path: Path) -> None:
     model, batch = zoo_case("mlp")
     case = Case(ADAMW, {tuple(penstock.hidden_matrices(model)): MUON})
@@ -76,6 +77,7 @@ def test_whole_parameters_are_not_cut_in_pieces() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_shards_of_groups_with_elementwise_optimizers() -> None:
     """Gradients of two lanes are added up in another order than those of one batch: a few bits of fp32."""
     model, batch = zoo_case("mlp")
@@ -99,6 +101,7 @@ def test_shards_of_groups_with_elementwise_optimizers() -> None:
         assert_same(Trained(losses, job.state_dict()), want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
     """In fp32 precision a model keeps its own types, and the optimizer steps these: AdamW then has bf16 states."""
     model, batch = zoo_case("gpt2")

@@ -28,6 +28,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_states_of_4_bits_on_ssd_saved_and_resumed(tmp_path: Path) -> None:
     model, batch = zoo_case("gpt2")
     case = CASES["torchao AdamW4bit"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import penstock
 from penstock.ir import ops
 from penstock.ir.program import persistent_bytes, work_of
@@ -16,6 +18,7 @@ ALIGNMENT = 512  # of each tensor among the copies
 REORDERED = 5e-6
 
 
+@pytest.mark.slow
 def test_the_copies_of_a_run_are_those_predicted() -> None:
     """In all stages, and in some; the steps that were too early are undone, so that weights are eager's."""
     model, batch = zoo_case("gpt2")

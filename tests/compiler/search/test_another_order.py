@@ -32,6 +32,7 @@ def case() -> tuple[Chain, dict[str, Any]]:
     return Chain(6), {"example_inputs": batch, "optimizer": SGD, "micro_batches": 6, "strategy": SWAPPED}
 
 
+@pytest.mark.slow
 def test_a_plan_gets_another_order_and_trains_like_eager_in_real_processes() -> None:
     model, options = case()
     eager = Eager(model, micro_batches=6)

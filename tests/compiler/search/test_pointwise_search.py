@@ -30,6 +30,7 @@ def planned(memory: str, **options: Any) -> penstock.Plan:
     return penstock.compile(model, machine, example_inputs=BATCH, micro_batches=1, **options).plan
 
 
+@pytest.mark.slow
 def test_it_fits_what_else_would_not() -> None:
     needed = planned("100MB", strategy="drop-masks, recompute-pointwise, " + AFTER).predicted.peak_bytes["cpu0"]
     memory = f"{1.02 * needed / 1e6:.3f}MB"

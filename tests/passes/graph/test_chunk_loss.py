@@ -87,6 +87,7 @@ def test_schedules_and_rematerialisation_train_like_eager(schedule: str, remat: 
     assert_trains_like_eager(model, batch, 4e-6, strategy=line, devices=2)
 
 
+@pytest.mark.slow
 def test_split_backward_and_dropped_tensors_of_a_chunked_stage_train_like_eager() -> None:
     batch = tokens_of(90, 4, 12)
     line = CHUNKED.replace("schedule-pipeline", "schedule-zero-bubble")

@@ -51,7 +51,9 @@ def assert_trains_as_without_it(name: str, passes: list[Pass]) -> None:
     assert all(torch.equal(plain[key], again[key]) for key in plain)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    "pipeline", ["kept", "swapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero bubble", "moved"))]
+)
 def test_training_is_bit_for_bit_that_without_it(pipeline: str) -> None:
     assert_trains_as_without_it("gpt2", PIPELINES[pipeline])
 
