@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ....ir.calls import call_name
 from ....ir.errors import PassError
 from ....runtime.functions import window_attention
 from ...decisions import KeyWindow, MaskForm
@@ -25,6 +26,8 @@ from ..opgraph import OpGraph, is_check, is_mode_switch
 from .intervals import Intervals
 from .visible import visible_keys
 
+_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
+_KEEP = frozenset(("dropout", "to", "float", "type_as", "half", "bfloat16"))
 ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -39,9 +42,9 @@ class DropMasks(GraphPass):
         return _proven(draft.graph, masked_calls(draft.graph))
 
     def rewrite(self, draft: Draft, decision: dict[str, MaskForm]) -> None:
-        count = len(masked_calls(draft.graph))
-        if count:
-            draft.notes[self.name] = _remark(count, list(decision.values()))
+        told = _remarks(len(masked_calls(draft.graph)), list(decision.values()), written_out(draft.graph))
+        if told:
+            draft.notes[self.name] = "; ".join(told)
         if not decision:
             return
         graph = draft.graph.copy()
@@ -161,10 +164,32 @@ def _in_words(form: MaskForm) -> str:
     return {"all": "all ones", "causal": "causal"}[form]
 
 
-def _remark(count: int, forms: Sequence[MaskForm]) -> str:
+def written_out(graph: OpGraph) -> int:
+    """The number of softmaxes between two batched products: attention that the model writes out itself, of which no
+    kernel is told."""
+    return sum(_weighs(node) and _is_scored(node) for node in graph.nodes if call_name(node) == "softmax")
+
+
+def _weighs(node: fx.Node) -> bool:
+    """Whether a batched product reads a value, or what casts and dropout make of it."""
+    kept = [user for user in node.users if call_name(user) in _KEEP]
+    return any(call_name(user) in _PRODUCTS for user in node.users) or any(map(_weighs, kept))
+
+
+def _is_scored(node: fx.Node) -> bool:
+    """Whether a value comes from a batched product by way of calls that keep its shape: scales, masks, biases."""
+    shape = node.meta["val"].shape
+    before = [n for n in node.all_input_nodes if getattr(n.meta.get("val"), "shape", None) == shape]
+    return any(call_name(n) in _PRODUCTS or _is_scored(n) for n in before)
+
+
+def _remarks(count: int, forms: Sequence[MaskForm], written: int) -> list[str]:
     words = [_in_words(form) for form in forms]
     kinds = list(dict.fromkeys(words))
-    if not kinds:
-        return f"the masks of {count} attention calls stay: it is not proven that they follow from places alone"
-    stay = f"; the masks of {count - len(forms)} others stay" if count > len(forms) else ""
-    return f"attention calls that need no mask, as it is {' or '.join(kinds)}: {len(forms)}{stay}"
+    told = [f"attention calls that need no mask, as it is {' or '.join(kinds)}: {len(forms)}"] if kinds else []
+    if count > len(forms):
+        reason = "" if kinds else ": it is not proven that they follow from places alone"
+        told.append(f"the masks of {count - len(forms)} {'others' if kinds else 'attention calls'} stay{reason}")
+    if written:
+        told.append(f"attention that the model writes out as products and a softmax, with its masks: {written}")
+    return told

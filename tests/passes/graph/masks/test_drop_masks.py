@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import PassError
@@ -342,3 +343,16 @@ def test_remarks() -> None:
         draft = draft_of(captured(mask))
         apply(draft, DropMasks())
         assert draft.notes == {"drop-masks": remark}
+
+
+def test_attention_that_a_model_writes_out_is_named() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64,
+        attn_implementation="eager",
+    )  # fmt: skip
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    draft = draft_of(trace(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}))
+    apply(draft, DropMasks())
+    assert draft.notes == {
+        "drop-masks": "attention that the model writes out as products and a softmax, with its masks: 2"
+    }
