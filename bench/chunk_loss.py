@@ -24,7 +24,7 @@ from penstock.bench.peers import rows
 from penstock.compiler.loss.rules import captured
 from penstock.ir.precision import Precision
 from penstock.passes.draft import Draft
-from penstock.passes.graph.chunk_loss import ChunkLoss
+from penstock.passes.graph.loss.chunk_loss import ChunkLoss
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..passes.base import Pass
-from ..passes.graph.chunk_loss import ChunkLoss
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.loss.chunk_loss import ChunkLoss
 from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
-from ..passes.graph.split_vocabulary import SplitVocabulary
+from ..passes.graph.tables.split_vocabulary import SplitVocabulary
 from ..passes.mapping.map_cross import MapCross
 from ..passes.mapping.map_round_robin import MapRoundRobin
 from ..passes.mapping.map_sequential import MapSequential

@@ -35,6 +35,7 @@ ORDER = {
         "changed_params", "coupling", "loss", "profile", "search", "report", "job", "arguments", "load", "check", "api",
     ),
 }  # fmt: skip
+MOST_FILES = 18  # in one folder
 # `Hardware.detect` is where a user looks for it; it imports the measuring when it is called.
 ALLOWED_UPWARDS = {("ir/machine/hardware.py", "runtime/measure")}
 # The package's own file may say what it exports and import it at first use; everything else comes from the rooms.
@@ -101,6 +102,12 @@ def violations(source: str, path: Path) -> list[str]:
             why = sorted({complaint(target, path, node in typing_only) for target in targets(node, path)} - {""})
             found += [f"{path}:{node.lineno}: {ast.unparse(node)}: {reason}" for reason in why]
     return found
+
+
+def test_no_folder_of_a_room_has_more_files_than_a_reader_takes_in() -> None:
+    folders = {file.parent for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")}
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert max(counts.values()) > 10 and not {name: count for name, count in counts.items() if count > MOST_FILES}
 
 
 def test_every_import_in_the_house_runs_downwards() -> None:

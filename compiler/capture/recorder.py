@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
-from ...passes.graph.cost_kernels import SHAPE_RULES
+from ...passes.graph.kernels.stand_ins import SHAPE_RULES
 from ...passes.graph.opgraph import CHECKS
 from .calls import (
     SPARSE,

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
-from ...passes.graph.cuda_autocast import autocast_as
+from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed

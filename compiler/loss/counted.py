@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ...ir.errors import CaptureError
-from ...passes.graph.class_loss import ClassLoss, class_loss
+from ...passes.graph.loss.class_loss import ClassLoss, class_loss
 from ...passes.graph.loss_terms import NUM_ITEMS, CountRules, Divisor, LossRules, LossTerm
 from ...passes.graph.opgraph import OpGraph, build_module, is_mode_switch, plain_meta
 from .counting import BatchView, Targets, Total, count_graph, divisor_graph, is_item_count

@@ -24,9 +24,9 @@ from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.base import Pass
 from ...passes.draft import Draft
-from ...passes.graph.chunk_loss import ChunkLoss, worth_a_try
+from ...passes.graph.loss.chunk_loss import ChunkLoss, worth_a_try
 from ...passes.graph.recompute_pointwise import RecomputePointwise
-from ...passes.graph.split_vocabulary import SplitVocabulary
+from ...passes.graph.tables.split_vocabulary import SplitVocabulary
 from ...passes.memory.insert_fetch import InsertFetch, is_queued
 from ..strategies import STRATEGIES
 from .attempts import LARGE_GRAPH_NODES, Attempts, SearchResult, Trace, Wishes

@@ -2,7 +2,7 @@
 
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
-For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`attention_kernels.py`); dropout saves
+For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`kernels/attention.py`); dropout saves
 one byte per element. Fake tensors do not show the workspace that oneDNN's recurrent
 layers keep on CPU.
 """
@@ -28,11 +28,11 @@ from torch.utils.flop_counter import flop_registry
 from ...ir.machine.call_mix import AttentionCall, CallMix, Product
 from ...runtime.stage.pointwise import PointwiseAgain, flat_tensor
 from ...runtime.stage.saved_classes import COSTLY, Look, attention_bytes, look_of, parts_of, result_bytes, written
-from .attention_kernels import cuda_attention
 from .blocks import Block, BlockCost, CostlyCall, compute_dtype, gradient_dtype
-from .call_rows import KernelCalls, MixRows
-from .cost_kernels import CUDA_STAND_INS, STAND_INS, cuda_dropout
-from .cuda_autocast import autocast_as
+from .kernels.attention import cuda_attention
+from .kernels.call_rows import KernelCalls, MixRows
+from .kernels.cuda_autocast import autocast_as
+from .kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
 from .opgraph import OpGraph
 
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward

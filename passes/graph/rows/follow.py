@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.stage.saved_classes import written
 from ..blocks import compute_dtype
-from ..cost_kernels import SHAPE_RULES
-from ..cuda_autocast import autocast_as
+from ..kernels.cuda_autocast import autocast_as
+from ..kernels.stand_ins import SHAPE_RULES
 from ..opgraph import OpGraph, is_mode_switch, value_tensors
 from . import contractions, indexing, layers, pointwise, reductions, views
 from .call import RULES, OperatorCall, nonlinear, operator_name, plain

@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ...ir.calls import call_name
-from ...ir.errors import PassError
-from ...ir.units import format_bytes
-from ...runtime.functions import chunked_cross_entropy, evaluation_logits
-from ..decisions import LossChunk
-from ..draft import Draft
-from .blocks import compute_dtype
-from .edit import GraphEdit
-from .graph_pass import GraphPass
+from ....ir.calls import call_name
+from ....ir.errors import PassError
+from ....ir.units import format_bytes
+from ....runtime.functions import chunked_cross_entropy, evaluation_logits
+from ...decisions import LossChunk
+from ...draft import Draft
+from ..blocks import compute_dtype
+from ..edit import GraphEdit
+from ..graph_pass import GraphPass
+from ..opgraph import OpGraph
 from .head_loss import HeadLoss, NodeOrName, WholeLogits, head_losses
-from .opgraph import OpGraph
 
 LEAST_BYTES = 16 * 2**20  # smaller logits stay whole on any device
 WHOLE_SHARE = 1 / 16  # of the smallest device: logits that take no more stay whole, as chunks are made twice

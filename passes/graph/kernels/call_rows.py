@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, counted, flops_of
+from ....ir.machine.call_mix import FLASH, AttentionCall, CallMix, PointwiseCall, Product, counted, flops_of
 
 aten = torch.ops.aten
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

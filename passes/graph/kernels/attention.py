@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
-from ...runtime.functions import window_blocks
-from ...runtime.stage.saved_classes import EFFICIENT_ROWS
+from ....ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
+from ....runtime.functions import window_blocks
+from ....runtime.stage.saved_classes import EFFICIENT_ROWS
 from .call_rows import DTYPES, count_call
 
 MATH = "math"  # products, a softmax and a product

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...runtime.functions import chunked_cross_entropy, evaluation_logits
-from .blocks import compute_dtype
-from .chunk_loss import refusal as whole_logits_refusal
-from .head_loss import HeadLoss, head_losses, product_of
-from .opgraph import OpGraph
+from ....runtime.functions import chunked_cross_entropy, evaluation_logits
+from ..blocks import compute_dtype
+from ..loss.chunk_loss import refusal as whole_logits_refusal
+from ..loss.head_loss import HeadLoss, head_losses, product_of
+from ..opgraph import OpGraph
 
 _SAFE = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}  # values with which rows are independent
 _OWN, _OPERANDS = (chunked_cross_entropy, evaluation_logits), ("hidden", "weight", "bias")

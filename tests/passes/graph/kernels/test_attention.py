@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.call_mix import counted
-from penstock.passes.graph.attention_kernels import (
+from penstock.passes.graph.kernels.attention import (
     EFFICIENT,
     FLASH,
     MATH,
@@ -23,7 +23,7 @@ from penstock.passes.graph.attention_kernels import (
     cuda_backend,
     cuda_window_attention,
 )
-from penstock.passes.graph.call_rows import KernelCalls, MixRows
+from penstock.passes.graph.kernels.call_rows import KernelCalls, MixRows
 from penstock.passes.graph.masks.drop_masks import DropMasks
 from penstock.runtime.functions import window_attention
 from penstock.tests.passes.running import apply, draft_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from penstock.passes.graph.cuda_autocast import autocast_as
+from penstock.passes.graph.kernels.cuda_autocast import autocast_as
 
 LOW, FULL = torch.bfloat16, torch.float32
 

@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...ir.program import RowPart
-from ...runtime.functions import (
+from ....ir.program import RowPart
+from ....runtime.functions import (
     chunked_cross_entropy,
     cross_entropy_of_parts,
     evaluation_logits,
     joined_statistics,
     part_statistics,
 )
-from .blocks import compute_dtype
-from .edit import GraphEdit
-from .opgraph import OpGraph, PartParam
+from ..blocks import compute_dtype
+from ..edit import GraphEdit
+from ..opgraph import OpGraph, PartParam
 from .tables import Head, Lookup, TokenTable
 
 _LOSS = ("class_weight", "ignore_index", "label_smoothing")  # what parts and their sum both know of a loss

@@ -1,7 +1,7 @@
 """`split-vocabulary`: tables that are too large for a device become parts, each with some of the rows.
 
 In: the op graph. Out: a graph in which each part is a parameter of its own and, with what reads it, a block of its own,
-so that a partitioner may put each into another stage. `table_parts.py` says how parts compute what the table did.
+so that a partitioner may put each into another stage. `parts.py` says how parts compute what the table did.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from ...ir.errors import PassError
-from ...ir.units import format_bytes
-from ..decisions import LossChunk
-from ..draft import Draft
-from .chunk_loss import chunk_head, workspace_bytes
-from .graph_pass import GraphPass
-from .opgraph import OpGraph, value_tensors
-from .table_parts import split_table
+from ....ir.errors import PassError
+from ....ir.units import format_bytes
+from ...decisions import LossChunk
+from ...draft import Draft
+from ..graph_pass import GraphPass
+from ..loss.chunk_loss import chunk_head, workspace_bytes
+from ..opgraph import OpGraph, value_tensors
+from .parts import split_table
 from .tables import TokenTable, find_tables
 
 COPIES = 3  # of a trained table at once: the weights, their gradient, and the gradient that is added to it

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...ir.calls import call_name
-from .blocks import storage_root
+from ....ir.calls import call_name
+from ..blocks import storage_root
+from ..opgraph import OpGraph
 from .class_loss import ClassLoss, class_loss
-from .opgraph import OpGraph
 
 NodeOrName = fx.Node | str  # a tensor: its node, or its dotted name where a leaf module holds it
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as"}

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn import _reduction
 
-from ...ir.calls import call_name
-from .opgraph import OpGraph
+from ....ir.calls import call_name
+from ..opgraph import OpGraph
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 _ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}

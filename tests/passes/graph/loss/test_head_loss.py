@@ -13,7 +13,7 @@ from zoo import zoo
 
 from penstock.compiler.loss.rules import captured
 from penstock.ir.precision import Precision
-from penstock.passes.graph.head_loss import HeadLoss, WholeLogits, head_losses
+from penstock.passes.graph.loss.head_loss import HeadLoss, WholeLogits, head_losses
 
 CLASSES, WIDTH = 12, 8
 

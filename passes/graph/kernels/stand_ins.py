@@ -2,7 +2,7 @@
 
 In: the arguments of the call. Out: a result of the right shape, whose backward saves what the real kernel saves, and
 calls for the active `KernelCalls` modes. There are stand-ins for CUDA's attention
-(`attention_kernels.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does
+(`attention.py`) and dropout on a machine without CUDA, for matrix products in groups, whose FLOPs torch does
 not know, nor their shapes unless they are bf16, and for the CTC loss, which has no shape rule.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.machine.call_mix import Product
-from ...ir.program import aligned
-from ...runtime.functions import window_attention
-from .attention_kernels import cuda_attention, cuda_window_attention
+from ....ir.machine.call_mix import Product
+from ....ir.program import aligned
+from ....runtime.functions import window_attention
+from .attention import cuda_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
 
 

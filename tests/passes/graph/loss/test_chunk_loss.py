@@ -19,7 +19,7 @@ from penstock.compiler.plan import Plan
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.errors import PassError, WorkerError
 from penstock.ir.precision import Precision
-from penstock.passes.graph.chunk_loss import ChunkLoss
+from penstock.passes.graph.loss.chunk_loss import ChunkLoss
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
