@@ -3,7 +3,7 @@
 Autocast leaves some activations in fp32 only because of the call that made them: a layer norm on CUDA, a sum with an
 fp32 buffer. Between stages these are cast to the low type, and back where they arrive, and so are their gradients. What
 the model itself computes in fp32 (`.float()`, `softmax(dtype=torch.float32)`, a region without autocast) stays as it
-is, and so do losses, sums of losses, and values without a gradient.
+is, and so do losses, what a head in parts leaves for one, and values without a gradient.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from ...runtime.part_loss import part_statistics
 from .opgraph import OpGraph
 
 CASTS = ("to", "type", "type_as", "float")  # methods by which a model asks for a type
+WIDE = (part_statistics,)  # calls whose results are in fp32 for the sake of the loss
 
 
 def narrowed(graph: OpGraph) -> frozenset[fx.Node]:
@@ -41,7 +43,7 @@ def _asks(node: fx.Node) -> bool:
     setting = node.meta.get("autocast")
     if setting is not None and not setting[2]:
         return True
-    if node.op == "call_method" and node.target in CASTS:
+    if node.target in WIDE or (node.op == "call_method" and node.target in CASTS):
         return True
     return any(leaf is torch.float32 for leaf in tree_leaves((node.args, node.kwargs)))
 

@@ -54,7 +54,8 @@ class ChunkLoss(GraphPass):
                 found[head.loss.name] = LossChunk(tokens=tokens, logits=head.logits_bytes <= OUTPUT_SHARE * room_bytes)
         if self.tokens and not heads:
             reasons = [f"{row.loss.name} ({row.loss.meta.get('source', '')}): {refusal(row)}" for row in rows]
-            raise PassError(f"chunk-loss: no logits need not stand whole. {'; '.join(reasons) or 'There are none'}")
+            none = "no cross entropy of this model follows a head (split-vocabulary, which cuts heads, comes after it)"
+            raise PassError(f"chunk-loss: no loss can be made in chunks: {'; '.join(reasons) or none}")
         return found
 
     def rewrite(self, draft: Draft, decision: Chunks) -> None:

@@ -139,6 +139,21 @@ def test_heads_in_parts_equal_eager(name: str) -> None:
     assert_trains_like_eager(job, batch, REORDERED)
 
 
+def test_what_parts_leave_for_the_loss_stays_in_fp32_between_stages() -> None:
+    """Under autocast too, where activations are cast: the logits of a part differ from the whole head's in nothing, and
+    the sum of their exponentials in rounding of fp32."""
+    losses = []
+    for parts in (1, 3):
+        model, batch = zoo_case("llama")
+        strategy = split(parts, BALANCED, stages=7) if parts > 1 else BALANCED
+        job = job_of(model, batch, strategy=strategy, precision="bf16-mixed")
+        heads = [spec for spec in job.folder.interface.stages.values() if any(p.part for p in spec.params)]
+        assert len(heads) >= parts if parts > 1 else not heads
+        losses.append(job.step(batch).item())
+        job.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 class Smoothed(nn.Module):
     """A tied table whose loss has smoothed labels and weights of classes, and whose logits are also read elsewhere if
     `is_read`."""
