@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.tests.compiler.eager_baseline import zoo_case
 
 MICRO_BATCHES = 1  # with several, plans with SSD add up gradients in another order than eager PyTorch
 SSD = (
@@ -115,3 +116,10 @@ def assert_same(found: Trained, want: Trained, rel: float = 0.0) -> None:
     for name, tensor in want.weights.items():
         near = torch.allclose(found.weights[name], tensor, rtol=rel, atol=rel)
         assert near if rel else torch.equal(found.weights[name], tensor), name
+
+
+def assert_is_itself(case: Case, where: str, directory: Path, steps: int = 4) -> None:
+    """A job whose states lie there, saved and resumed after two steps, ends as plain PyTorch does."""
+    model, batch = zoo_case("gpt2")
+    want = train_eagerly(model, batch, case, steps)
+    assert_same(train_job(model, batch, case, steps, where, directory, resume_at=2), want)
