@@ -11,7 +11,7 @@ from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import PassError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.recompute_pointwise import RecomputePointwise
-from penstock.passes.graph.tables.tables.split_vocabulary import SplitVocabulary
+from penstock.passes.graph.tables.split_vocabulary import SplitVocabulary
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.zoo import zoo
