@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 BackwardGroup = dict[
     str, Any
@@ -65,6 +64,9 @@ def input_half(
 ) -> Rest:
     """Set the gradients of the leaves that require one, from `values` that enter at `edges`. `params`: the trained
     parameters. The graph stays as it is, for the other half."""
+    # Imported here: few plans split the backward, and a worker starts a second sooner without it.
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     outputs: list[Any] = [_Output(*edge) for edge in edges]
     _, groups = stage_backward_input(outputs, list(values), list(leaves), iter(params.values()))
     groups = _disjoint(groups)
@@ -99,6 +101,8 @@ def _any_dtype(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 def _weight_half(rest: Rest, params: Mapping[str, nn.Parameter]) -> None:
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     groups, whole = rest.groups, rest.whole
     rest.drop()
     so_far = {name: params[name].grad for name in whole}

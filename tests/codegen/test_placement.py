@@ -21,7 +21,18 @@ def empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=META)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "in_place", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "llama",
+        pytest.param("bert", marks=pytest.mark.slow),
+        pytest.param("t5", marks=pytest.mark.slow),
+        "vit",
+        "in_place",
+        "lstm",
+    ],
+)
 def test_every_tensor_is_made_on_the_stages_device(name: str, tmp_path: Path) -> None:
     model, batch = zoo()[name]()
     hardware = penstock.Hardware.cpu(1, memory="1GB")

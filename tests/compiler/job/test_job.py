@@ -193,6 +193,7 @@ def test_bits_do_not_depend_on_an_earlier_run_or_the_scripts_generators() -> Non
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_a_device_that_holds_the_others_up_is_named(tmp_path: Path) -> None:
     """One device's file is edited to compute slowly; local workers and their timeline show it."""
     model, batch = zoo_case("mlp")

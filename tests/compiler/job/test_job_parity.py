@@ -60,7 +60,10 @@ def assert_trains_like(job: Job, eager: Eager, batch: Any, tolerance: float, ste
 
 
 @pytest.mark.parametrize("memory", [RESIDENT, SWAPPED])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bert", "wide_resnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert", pytest.param("wide_resnet", marks=pytest.mark.slow)],
+)
 def test_one_device(name: str, memory: str) -> None:
     job, model, batch = compiled(name, 1, memory)
     assert bool(job.plan.decisions.fetch) == (memory == SWAPPED)

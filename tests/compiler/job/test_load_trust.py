@@ -33,7 +33,7 @@ def with_canary(out: Path, canary: Path) -> None:
     file.write_text(file.read_text().replace("\nSTAGES =", f"\nopen({str(canary)!r}, 'w').close()\n\nSTAGES ="))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_was_written_runs_without_trust(devices: int, tmp_path: Path) -> None:
     model, batch, out = compiled(tmp_path, devices)
     assert "ScaledGradient.apply(" in "".join(path.read_text() for path in out.glob("device*.py"))

@@ -97,7 +97,7 @@ def job_on(num_devices: int) -> tuple[Job, Any]:
     return penstock.compile(model, hardware, example_inputs=batch, **chosen), batch
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.multi)])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_the_devices_live_on(num_devices: int) -> None:
     """The refused batches leave no trace: training is as without them."""
     job, batch = job_on(num_devices)

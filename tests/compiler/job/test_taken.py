@@ -18,7 +18,9 @@ def made() -> tuple[nn.Module, torch.Tensor]:
 
 
 def compiled(model: nn.Module, x: torch.Tensor) -> penstock.Job:
-    return penstock.compile(model, "cpu-only", example_inputs=x, loss_fn=lambda output, batch: output.mean())
+    return penstock.compile(
+        model, penstock.Hardware.cpu(num_devices=1), example_inputs=x, loss_fn=lambda output, batch: output.mean()
+    )
 
 
 def test_freezing_after_compile_is_refused_at_the_next_step(tmp_path) -> None:

@@ -63,7 +63,8 @@ def test_labels_of_uneven_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "strategy"), [(1, "balanced"), pytest.param(2, "gpipe", marks=pytest.mark.slow), (2, "data-parallel")]
+    ("devices", "strategy"),
+    [(1, "balanced"), *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("gpipe", "data-parallel"))],
 )
 def test_a_micro_batch_without_targets_adds_zero(devices: int, strategy: str) -> None:
     model, batch = Loss(two_counts), rows((6, 1, 0, 0, 5, 4, 2, 6))

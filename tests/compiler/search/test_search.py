@@ -117,9 +117,10 @@ MACHINES = {
     "unequal": lambda: unequal("300kB", "64MB"),
     "two root complexes": lambda: penstock.Hardware.preset("mobius-topo2+2"),
 }
+FEW = {"one", "roomy", "two root complexes"}
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MACHINES])
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> None:
     """Whatever partition, mapping, schedule and tier."""

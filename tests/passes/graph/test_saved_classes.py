@@ -123,7 +123,7 @@ def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choi
     assert all(torch.equal(b, buffers[n]) for _, runner in stages for n, b in runner.buffers().items())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_attention_is_kept_with_its_log_sum_exp(name: str) -> None:
     """Without dropout CPUs fuse attention, here also in a window; taken, it runs no more, and all bits are the same."""
     model, batch = zoo()[name](dropout=0.0)

@@ -79,7 +79,9 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "level", "num_devices"),
     [
-        *((name, level, count) for name in ("t5", "gpt2") for level in ("layer", "operator") for count in (2, 3)),
+        *(("gpt2", level, count) for level in ("layer", "operator") for count in (2, 3)),
+        ("t5", "layer", 3),
+        *(pytest.param("t5", *of, marks=pytest.mark.slow) for of in (("layer", 2), ("operator", 2), ("operator", 3))),
         ("in_place", "operator", 3),
         ("wide_resnet", "operator", 2),
     ],

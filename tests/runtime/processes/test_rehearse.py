@@ -67,6 +67,7 @@ def test_agrees_with_the_simulation(found: Found) -> None:
     assert min(run.step_s for run in found.runs) == pytest.approx(simulated_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_shares_a_root_complex_waits(found: Found) -> None:
     """Op by op, not only at the end."""
     simulated = simulate(found.programs, found.hardware)
@@ -79,6 +80,7 @@ def test_what_shares_a_root_complex_waits(found: Found) -> None:
     assert alone.step_s < 0.9 * simulated.step_s  # else this plan would show nothing
 
 
+@pytest.mark.slow
 def test_memory_is_accounted_for_and_not_held(found: Found) -> None:
     assert found.runs[0].peak_bytes == simulate(found.programs, found.hardware).peak_bytes
     assert max(found.anonymous_bytes) < 500e6

@@ -124,7 +124,9 @@ def masked_model(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.BertForMaskedLM(config).train(), batch
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.slow)]
+)
 def test_heads_in_parts_equal_eager(name: str) -> None:
     """Tied and untied, shared by encoder and decoder with a scale, with a bias that is a parameter by two names."""
     model, batch = masked_model() if name == "bert" else zoo_case(name)
