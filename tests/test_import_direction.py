@@ -27,8 +27,8 @@ ORDER = {
         "state", "optimizer", "stage", "reference", "device", "emulate", "measure", "processes",
     ),
     "passes": (
-        "decisions", "draft", "base", "alike", "phases", "stage_time", "graph", "mapping", "partition",
-        "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
+        "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
+        "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
         "garbage", "stale", "own_copy", "strategies", "plan", "pipeline", "folder", "models", "capture",

@@ -29,8 +29,8 @@ from ...passes.memory.insert_fetch import InsertFetch
 from ...passes.memory.insert_remat import InsertRemat
 from ...passes.memory.insert_ssd import InsertSsd
 from ...passes.partition.partition import Partition
+from ...passes.receive_earlier import receive_earlier
 from ...passes.schedule.evaluation import evaluation_programs
-from ...passes.schedule.receive_earlier import receive_earlier
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
 from ...runtime.simulate import Timeline, simulate

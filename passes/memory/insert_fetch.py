@@ -10,9 +10,10 @@ fetches are issued as many phases ahead as memory allows (`fetch_queue.py`), if 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -20,12 +21,15 @@ from torch import fx
 from ...ir import ops
 from ...ir.errors import PassError
 from ...ir.program import MemoryProfile, Program, StageSpec, infer_all, place_frees, profile_memory
-from ...runtime.simulate import simulate
 from ...runtime.simulate.costs import CostModel
 from ..alike import look, once
 from ..base import Pass
 from ..draft import Draft
+from ..optimizer.insert_optimizer import stepped_where
+from ..optimizer.timing import Timing, updates_of
+from ..optimizer.updates import write_updates
 from ..phases import Phase, fetched_phases, hand_over, phases
+from ..receive_earlier import simulated_s
 from .fetch_queue import AHEAD, LEAST_GAIN, Fetches, arena_bytes, deepened, estimate_s, least_s, phases_s
 
 # Swapped stage -> "forward" or "backward" -> number of parameters fetched before that phase; and "forward_ahead" or
@@ -190,12 +194,17 @@ def queue_of(draft: Draft, one_ahead: Early) -> Early:
 
 
 def _step_s(draft: Draft, early: Early) -> float:
-    """Simulated seconds of the programs with these fetches."""
-    trials = [program.copy() for program in draft.programs]
-    for trial in trials:
-        mine = {s.spec.name for s in draft.stages_on(trial.device)}
-        fetch_weights(trial, {stage: kinds for stage, kinds in early.items() if stage in mine})
-    return simulate(trials, draft.machine, precision=draft.options.precision).step_s
+    """Simulated seconds of the programs with these fetches; infinite where devices would wait for ever. If the programs
+    will be given updates, they are simulated with such: gradients that nothing offloads would fill the devices."""
+    trial = replace(draft, programs=[program.copy() for program in draft.programs], notes={})
+    for program in trial.programs:
+        mine = {s.spec.name for s in draft.stages_on(program.device)}
+        fetch_weights(program, {stage: kinds for stage, kinds in early.items() if stage in mine})
+    if "optimizer" in draft.promised:
+        updates = updates_of(trial, stepped_where(trial))
+        write_updates(trial.programs, updates, [Timing(lag=0)] * len(trial.programs))
+    found_s = simulated_s(trial, trial.programs)
+    return math.inf if found_s is None else found_s
 
 
 def profile_swapped(program: Program, early: Early) -> MemoryProfile:

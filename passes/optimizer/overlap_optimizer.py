@@ -25,9 +25,9 @@ from ...ir.errors import PassError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, profile_memory, work_of
 from ...ir.units import format_bytes
-from ...runtime.simulate import simulate
 from ..base import Pass
 from ..draft import Draft
+from ..receive_earlier import simulated_s
 from .dram_room import choose_timings
 from .insert_optimizer import require_where, stepped_where
 from .timing import Timing, Updates, updates_of
@@ -154,12 +154,13 @@ def clipping_of(draft: Draft, able: Collection[str], share: float) -> Clipping:
 
 
 def predicted_s(draft: Draft, updates: Updates) -> float | None:
-    """Seconds of a step with these updates, by simulation of copies; None where DRAM or SSDs are too small."""
+    """Seconds of a step with these updates, by simulation of copies; None where DRAM or SSDs are too small, or device
+    memory so tight that devices would wait for ever."""
     programs = [program.copy() for program in draft.programs]
     write_updates(programs, updates, choose_timings(draft, updates, TIMINGS))
     if not within_hosts(programs, draft.lane_hardware):
         return None
-    return simulate(programs, draft.machine, precision=draft.options.precision).step_s
+    return simulated_s(draft, programs)
 
 
 def within_hosts(programs: Sequence[Program], hardware: Hardware) -> bool:

@@ -9,6 +9,8 @@ import torch
 
 import penstock
 from penstock.compiler.capture.trace import trace
+from penstock.compiler.job.batch import micro_batch_spec
+from penstock.compiler.models.named import find_model
 from penstock.compiler.pipeline import parse_pipeline
 from penstock.compiler.search import compiled
 from penstock.compiler.search.candidate import Candidate
@@ -60,3 +62,20 @@ def test_where_no_order_is_found_the_plan_is_refused(monkeypatch: pytest.MonkeyP
     compiler = CandidateCompiler(trace(model, rows), TIGHT, Options(micro_batches=6, state_bytes_per_param=4.0))
     with pytest.raises(DoesNotFit, match="devices would wait for each other for ever"):
         compiler.finish(compiler.place(Candidate(parse_pipeline(SWAPPED, 2))))
+
+
+@pytest.mark.slow
+def test_fetches_are_tried_with_the_offloads_that_make_room() -> None:
+    """54 stages on four GPUs of 24 GB: gradients that nothing offloads fill these, and devices wait for ever."""
+    named = find_model("mobius-51b")
+    inputs, half = micro_batch_spec(named.batch_spec(8, 512), 4), torch.float16
+    graph = trace(named.on_meta(), inputs, autocast=half, device_kind="cuda", param_dtype=half)
+    machine = penstock.Hardware.preset("mobius-topo2+2")
+    compiler = CandidateCompiler(graph, machine, Options(micro_batches=4, precision="fp16"))
+    passes = (
+        "coarsen, partition-balanced{stages=54}, map-round-robin, schedule-pipeline, insert-remat, insert-fetch, "
+        "insert-optimizer"
+    )
+    found = compiler.finish(compiler.place(Candidate(parse_pipeline(passes, 4))))
+    verify(found.draft.programs, machine)
+    assert not any(kind.endswith("_ahead") for kinds in found.decisions["fetch"].values() for kind in kinds)

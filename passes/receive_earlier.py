@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...ir import ops
-from ...ir.machine.hardware import Hardware
-from ...ir.program import Order, Program, build_order, find_cycle, profile_memory
-from ...ir.verify.case import Case
+from ..ir import ops
+from ..ir.errors import VerifyError
+from ..ir.machine.hardware import Hardware
+from ..ir.program import Order, Program, build_order, find_cycle, profile_memory
+from ..ir.verify.case import Case
+from ..runtime.simulate import simulate
+from .draft import Draft
 
 _Move = tuple[int, fx.Node, fx.Node]  # a device, a receive, and an earlier op of the device that the receive waits for
 
@@ -37,6 +40,23 @@ def receive_earlier(programs: Sequence[Program], hardware: Hardware) -> list[Pro
                 break
         else:
             return None
+
+
+def simulated_s(draft: Draft, programs: Sequence[Program]) -> float | None:
+    """Simulated seconds of a step of programs that a pass tries, in another order where they need one; None where
+    devices would wait for ever in any order that is found."""
+
+    def step_s(order: Sequence[Program]) -> float:
+        return simulate(order, draft.machine, precision=draft.options.precision).step_s
+
+    try:
+        return step_s(programs)
+    except VerifyError:
+        other = receive_earlier(programs, draft.lane_hardware)
+    try:
+        return None if other is None else step_s(other)
+    except VerifyError:  # lanes wait for each other
+        return None
 
 
 def _moves(order: Order, ring: Sequence[tuple[int, str]]) -> list[_Move]:

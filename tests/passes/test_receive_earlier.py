@@ -14,10 +14,11 @@ from penstock.passes.draft import Draft
 from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
-from penstock.passes.schedule.receive_earlier import receive_earlier
+from penstock.passes.receive_earlier import receive_earlier, simulated_s
 from penstock.passes.schedule.schedule import Schedule
 from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
+from penstock.runtime.simulate import simulate
 from penstock.tests.ir.verify.test_rules import exchange
 from penstock.tests.passes.running import (
     Batch,
@@ -96,3 +97,20 @@ def test_without_room_for_a_message_there_is_no_other_order() -> None:
     assert receive_earlier(programs, Hardware.cpu(2, memory=need_bytes)) is None
     assert [str(program.graph) for program in programs] == texts
     assert receive_earlier(programs, Hardware.cpu(2, memory=2 * need_bytes)) is not None
+
+
+def test_a_trial_is_timed_in_the_order_in_which_it_can_run() -> None:
+    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 29000)
+    found = receive_earlier(draft.programs, draft.machine)
+    assert found is not None
+    assert simulated_s(draft, draft.programs) == simulate(found, draft.machine).step_s
+    roomy = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    assert simulated_s(roomy, roomy.programs) == simulate(roomy.programs, roomy.machine).step_s
+
+
+def test_a_trial_that_waits_for_ever_in_any_order_has_no_time() -> None:
+    programs = exchange()
+    need_bytes = max(profile_memory(program).peak_bytes[ops.DEVICE] for program in programs)
+    draft = swapped(SchedulePipeline(), 2, 6, 4, 6, 1 << 20)
+    draft.machine = Hardware.cpu(2, memory=need_bytes)
+    assert simulated_s(draft, programs) is None
