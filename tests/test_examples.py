@@ -68,6 +68,7 @@ def test_batches_are_full_and_an_epoch_repeats_nothing(topics: ModuleType) -> No
     assert batches[: len(batches) // 2] != batches[len(batches) // 2 :]
 
 
+@pytest.mark.slow  # `make demo` runs it
 def test_the_demo_swaps_because_the_devices_cannot_hold_the_training_state(demo: ModuleType) -> None:
     model = demo.classifier()
     training, _ = demo.passages()

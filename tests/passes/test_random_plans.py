@@ -35,7 +35,8 @@ from penstock.passes.schedule.schedule_interleaved import ScheduleInterleaved
 from penstock.tests.passes.running import assert_trains_like_eager
 from penstock.tests.random_models import MICRO_BATCHES, Batch, Layer, Traits, random_model
 
-MODELS, PLANS = 40, 5  # 200 cases
+MODELS, PLANS = 40, 5  # 200 cases, of which the first FEW models are fast enough for every run
+FEW = 20
 MANY_MODELS, MANY_PLANS = 250, 20  # 5000 cases
 
 # In a chain each gradient is one product of the same numbers, and micro-batches are added up in the same order: equal
@@ -47,7 +48,7 @@ CHAIN, REORDERED = 0.0, 1e-12
 BY_HAND = "by hand"
 
 
-@pytest.mark.parametrize("number", range(MODELS))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n >= FEW)) for n in range(MODELS)])
 def test_random_plans_train_like_eager(number: int) -> None:
     check_model(number, PLANS)
 

@@ -36,6 +36,7 @@ from penstock.tests.zoo import handwritten_zoo, token_batch, transformers_zoo, z
 # order than autograd's, and without gradients an LSTM has another kernel: equal to rounding only, which doubles show.
 REORDERED = {"gpt2", "opt", "t5", "lstm"}
 ROUNDING = 1e-12
+ALIKE = {"bert", "roberta", "mixtral"}  # slow here, since others are much like them
 
 
 def case(name: str) -> tuple[Any, list[dict[str, torch.Tensor]], float]:
@@ -47,7 +48,7 @@ def names_of_blocks(graph: Any) -> list[str]:
     return list(Coarsen().plan(draft_of(graph)))
 
 
-@pytest.mark.parametrize("name", zoo())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in zoo()])
 def test_every_block_a_stage_swapped_and_rematerialised(name: str) -> None:
     """The most that a plan can do to a model, on three devices."""
     graph, batches, tolerance = case(name)

@@ -15,7 +15,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import is_mode_switch
 
-FAST = {"gpt2", "bert", "vit", "mlp", "in_place", "wide_resnet", "lstm"}
+FAST = {"gpt2", "vit", "mlp", "in_place", "lstm"}
 NAMES = sorted(set(zoo()) - {"custom_function", "mixtral"})  # mixtral's default experts hold a custom function too
 
 

@@ -47,7 +47,7 @@ def interrupted(job: Job, call: Callable[[], Any], times: int = 1, inside: str =
         setattr(driver, inside, usual)
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=[pytest.mark.multi, pytest.mark.slow])])
 def test_ctrl_c_finishes_the_step_and_everything_goes_on(num_devices: int, tmp_path: Path) -> None:
     job, batch = job_of(num_devices)
     with job:

@@ -87,7 +87,7 @@ def test_a_model_on_meta_is_trained_from_a_directory_and_made_real(tmp_path: Pat
         job.step(batch)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert"])
 def test_save_pretrained_is_loaded_by_transformers(name: str, tmp_path: Path) -> None:
     model, batch = zoo_case(name)
     with job_of(model, batch, memory="250kB") as job:

@@ -17,7 +17,8 @@ REORDERED = 5e-6
 DEVICES = penstock.Hardware.cpu(num_devices=2)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("data-parallel", marks=pytest.mark.slow), "zero3-offload"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero3-offload"])
 def test_a_job_is_eagers(strategy: str, tmp_path: Path) -> None:
     """GPT-2 with its tied table and clipping: several steps, evaluation, sync, and a checkpoint gone back to."""
     model, batch = zoo_case("gpt2")

@@ -41,7 +41,9 @@ def text_of_blocks(draft: Draft) -> str:
     return "\n".join(rows) + "\n"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "wide_resnet", "in_place", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow), "wide_resnet", "in_place", "lstm"]
+)
 def test_blocks_of_models(name: str, golden: Golden) -> None:
     golden(text_of_blocks(blocks_of(name)), name.replace("_", "-"))
 

@@ -37,7 +37,7 @@ def symbolic(name: str) -> tuple[nn.Module, OpGraph, dict[str, SymbolicCost]]:
     return model, graph, annotate_costs(graph)
 
 
-@pytest.mark.parametrize("sizes", [(3, 8), (5, 32)])
+@pytest.mark.parametrize("sizes", [pytest.param((3, 8), marks=pytest.mark.slow), (5, 32)])
 @pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))])
 def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[int, int]) -> None:
     model, graph, costs = symbolic(name)

@@ -195,11 +195,9 @@ def test_a_pass_that_takes_whole_backwards_says_so() -> None:
         apply(draft_of(chain(), micro_batches=2), *passes)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "strategy",
-    ["zero-bubble", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "looped-bfs"))],
-)
+@pytest.mark.parametrize("strategy", ["zero-bubble", "interleaved", "looped-bfs"])
 def test_two_processes(strategy: str) -> None:
     model, batch = zoo_case("t5")
     eager = Eager(copy.deepcopy(model))

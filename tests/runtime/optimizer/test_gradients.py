@@ -32,7 +32,7 @@ CASES = [
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),  # changes gradients in place
     partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),  # has states before its first step
     torch.optim.Adafactor,
-    partial(torch.optim.NAdam, lr=1e-2),
+    pytest.param(partial(torch.optim.NAdam, lr=1e-2), marks=pytest.mark.slow),
 ]
 
 
