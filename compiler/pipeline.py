@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ir import ops
-from ..ir.errors import PassError, VerifyError
+from ..ir.errors import PassError
 from ..ir.program import profile_memory
 from ..ir.verify import verify
 from ..passes.base import Pass, check_contracts
 from ..passes.draft import Draft
-from ..runtime.simulate import simulate
+from ..passes.receive_earlier import simulated_s
 from .strategies import PASSES, STRATEGIES
 
 ONE_PASS = re.compile(r"\s*([\w-]+)\s*(?:\{([^{}]*)\})?\s*")
@@ -141,20 +141,12 @@ def run_passes(
         took_s = time.perf_counter() - begin_s
         if draft.programs and check:
             verify(draft.programs, draft.lane_hardware, memory=False)
-        step_s = _step_s(draft) if record and draft.programs else None
+        step_s = simulated_s(draft, draft.programs) if record and draft.programs else None
         peak = max((profile_memory(q).peak_bytes[ops.DEVICE] for q in draft.programs), default=None) if record else None
         records.append(PassRecord(p.name, took_s, _num_ops(draft) - before, step_s, peak))
         if dump is not None:
             dump(p.name, draft)
     return decisions, records
-
-
-def _step_s(draft: Draft) -> float | None:
-    """The programs' simulated step; None while devices would wait for each other for ever."""
-    try:
-        return simulate(draft.programs, draft.machine, precision=draft.options.precision).step_s
-    except VerifyError:
-        return None
 
 
 def _num_ops(draft: Draft) -> int:

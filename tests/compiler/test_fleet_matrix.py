@@ -7,10 +7,8 @@ pytest -m slow -s tests/compiler/test_fleet_matrix.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from penstock.runtime.model_names import ties_of
 from penstock.tests.compiler.fleet_matrix import (
@@ -38,15 +36,6 @@ SOME = [
     Combination("t5", 2, 2, "schedule-1f1b", "device", "bf16"),
     Combination("gpt2", 2, 2, "schedule-zero-bubble", "ssd", "fp32"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums inside a matrix product depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)

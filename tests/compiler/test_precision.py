@@ -31,15 +31,6 @@ def compiled(model: nn.Module, batch: Any, precision: str, micro_batches: int = 
     )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Sums inside a matrix product depend on the number of threads; a worker has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_true_bf16_of_a_model_that_upcasts_inside_is_that_of_cast_parameters() -> None:
     """One micro-batch: the same calls in the same order, so that every bit is the same."""
     model, batch = upcasting()

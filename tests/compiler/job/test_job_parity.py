@@ -31,15 +31,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Sums inside a matrix product depend on the number of threads; a worker has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def compiled(name: str, num_devices: int, memory: str, **options: Any) -> tuple[Job, nn.Module, dict[str, Tensor]]:
     model, batch = zoo_case(name)
     job = penstock.compile(

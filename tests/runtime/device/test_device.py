@@ -32,14 +32,6 @@ WIDTH, ROWS, MICRO_BATCHES, STEPS = 16, 4, 2, 3
 ADAMW = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def weights_of(num_stages: int) -> list[Tensor]:
     made = torch.Generator().manual_seed(0)
     return [torch.randn(WIDTH, WIDTH, generator=made) / 4 for _ in range(num_stages)]

@@ -63,15 +63,6 @@ def job_of(model: nn.Module, batch: Any, memory: str = "64MB", num_devices: int 
     )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Sums inside a matrix product depend on the number of threads; a worker has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_trains_like_eager(job: Job, batch: Any, tolerance: float = 0.0, **options: Any) -> None:
     eager = Eager(job.model, **options)
     with job:
