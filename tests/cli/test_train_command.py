@@ -67,6 +67,7 @@ def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path) -> None:
         assert part in said, part
 
 
+@pytest.mark.slow
 def test_what_it_leaves_can_be_used(text: Path, tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
@@ -77,7 +78,8 @@ def test_what_it_leaves_can_be_used(text: Path, tmp_path: Path) -> None:
     assert job.simulate().step_s > 0
 
 
-@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("elastic", [False, True])
 def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
     elastic: bool, text: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +130,7 @@ def labelled(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_its_classes(tmp_path: Path) -> None:
     data = labelled(tmp_path / "rows.jsonl")
     result, said = run(options(data, tmp_path / "out", model=BERT, eval_fraction=0.25, max_steps=15, dropout=False))

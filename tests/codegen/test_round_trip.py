@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alike import with_alike_slow
 from torch.overrides import TorchFunctionMode
 from zoo import without_cache, zoo
 
@@ -42,7 +43,7 @@ def assert_same(model, batch, num_stages: int, folder: Path) -> None:  # type: i
             assert equal(expected, found) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_alike_slow(MODELS))
 def test_one_stage_equals_eager(name: str, tmp_path: Path) -> None:
     model, batch = made(name)
     assert_same(model, batch, 1, tmp_path)

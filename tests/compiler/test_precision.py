@@ -247,7 +247,8 @@ def test_pure_bf16_is_rounded_alike_wherever_the_weights_lie(place: str) -> None
     assert found_bytes <= planned_bytes if reordered else found_bytes == planned_bytes  # shards' plans count their ends
 
 
-@pytest.mark.parametrize("norm", [None, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [None, 0.1])
 def test_pure_bf16_on_a_real_device_saved_and_resumed(tmp_path: Path, norm: float | None) -> None:
     """The norm is added up in another order than torch does: a weight may then go to the other neighbour in bf16."""
     near = 0.0 if norm is None else 2**-7

@@ -258,6 +258,7 @@ def test_evaluation_draws_the_same_on_any_devices_and_anew_each_time() -> None:
     assert not torch.equal(rows[0][0], rows[0][1])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_draws_on_another_number_of_devices(tmp_path: Path) -> None:
     losses, _, weights = by_eager(steps=3)
     model, batch = model_and_batch()

@@ -18,6 +18,7 @@ from penstock.ir.verify import verify
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.schedule.evaluation import evaluation_programs
+from penstock.tests.alike import ALIKE
 from penstock.tests.passes.running import (
     Chain,
     all_passes,
@@ -36,7 +37,7 @@ from penstock.tests.zoo import handwritten_zoo, token_batch, transformers_zoo, z
 # order than autograd's, and without gradients an LSTM has another kernel: equal to rounding only, which doubles show.
 REORDERED = {"gpt2", "opt", "t5", "lstm"}
 ROUNDING = 1e-12
-ALIKE = {"bert", "roberta", "mixtral"}  # slow here, since others are much like them
+SLOW_HERE = ALIKE | {"bert", "mixtral", "t5", "vit"}  # others show the same here
 
 
 def case(name: str) -> tuple[Any, list[dict[str, torch.Tensor]], float]:
@@ -48,7 +49,7 @@ def names_of_blocks(graph: Any) -> list[str]:
     return list(Coarsen().plan(draft_of(graph)))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in zoo()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_HERE)) for n in zoo()])
 def test_every_block_a_stage_swapped_and_rematerialised(name: str) -> None:
     """The most that a plan can do to a model, on three devices."""
     graph, batches, tolerance = case(name)
@@ -247,7 +248,9 @@ def test_zoo_is_covered() -> None:
     assert isinstance(Chain(), nn.Module)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "wide_resnet"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "llama")), "wide_resnet"]
+)
 @pytest.mark.parametrize("tight", [False, True])
 def test_predicted_peaks_are_those_that_a_run_accounts(name: str, tight: bool) -> None:
     """Every value is charged with the bytes that it really has: within 5% per device, in tight budgets too. Of DRAM,

@@ -58,6 +58,7 @@ def eager_step(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]
     return loss.detach(), twin.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_written_files_carry_the_values_to_workers_that_have_no_model(tmp_path: Path) -> None:
     """The model that the files are loaded for may hold another tensor, or none: the programs hold their own."""

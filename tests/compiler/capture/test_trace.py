@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from alike import with_alike_slow
 from torch import nn
 from zoo import SEQUENCE, handwritten_zoo, token_batch, transformers_zoo, without_cache, zoo
 
@@ -42,15 +43,15 @@ def both(name, **options):
     return model, twin, batch
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_step_equals_eager(name, dropout):
     model, twin, batch = both(name, dropout=dropout)
     opgraph = trace(model, batch, tracer="recorder")
     assert_same(step(opgraph.module, model, batch), step(twin, twin, batch))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_outputs_and_evaluation_equal_eager(name):
     model, twin, batch = both(name)
     opgraph = trace(model, batch, tracer="recorder")
@@ -85,7 +86,7 @@ def _grow(value, longer):
     return torch.cat([value, value[:, : value.shape[1] // 2]], 1) if is_sequence else value
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_bf16_autocast(name):
     model, twin, batch = both(name)
     opgraph = trace(model, batch, tracer="recorder", autocast=torch.bfloat16)
@@ -109,7 +110,7 @@ def test_traced_without_autocast_it_still_runs_under_it(name):
         assert torch.equal(opgraph.module(**batch)["loss"], twin(**batch)["loss"])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", with_alike_slow(ALL))
 def test_meta_model_gives_the_same_graph(name):
     model, batch = zoo()[name]()
     real = trace(model, batch, tracer="recorder")

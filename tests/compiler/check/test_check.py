@@ -57,6 +57,7 @@ def test_what_is_not_drawn_by_rows_is_compared_with_the_captured_graph_alone() -
     assert "not of single rows" in report.skipped and "micro_batches=1" in report.skipped
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_in_the_model_draws_no_other_numbers() -> None:
     model, batch = zoo()["gpt2"](dropout=0.1)
     model.gradient_checkpointing_enable()

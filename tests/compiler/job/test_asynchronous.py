@@ -30,6 +30,7 @@ def compiled(model: torch.nn.Module, batch: Batch, **options: Any) -> penstock.J
     return penstock.compile(model, hardware=machine, example_inputs=batch, seed=SEED, **options)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_the_sequential_loop_does() -> None:
     """T5 with dropout, weights that are predicted, and a learning rate that falls with every update."""
     model, _ = zoo()["t5"](dropout=0.1)

@@ -87,6 +87,7 @@ def test_two_devices(name: str, memory: str) -> None:
         job.step(batch)  # evaluation has left the memory as it was
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_custom_autograd_function_of_a_test_module_in_workers() -> None:
     """The workers import the function's module, and run its own backward; never this script."""

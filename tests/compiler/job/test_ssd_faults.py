@@ -282,6 +282,7 @@ def enlarged(output: Any, batch: Any) -> Tensor:
         pytest.param("speculative", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_overflow_in_the_first_step_of_fp16(clip: str, norm: float | None, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "fp16", "loss_fn": enlarged, "max_grad_norm": norm}
     disks = directories(tmp_path)

@@ -126,7 +126,8 @@ def test_groups_and_schedule_on_three_disks(optimizer: Any, precision: str, tmp_
     assert not any(list(disk.iterdir()) for disk in disks)
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_checkpoint_goes_from_ssd_to_dram_and_back(precision: str, tmp_path: Path) -> None:
     """And into other stages: what is saved does not know where it lay."""
     options = {"precision": precision, "lr_scheduler": SCHEDULE, "max_grad_norm": MAX_NORM}

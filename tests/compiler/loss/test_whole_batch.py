@@ -54,7 +54,8 @@ def test_every_rule_on_every_kind_of_plan(rule: Any, micro_batches: int, devices
     assert_whole(found, eager_step(model, batch))
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_labels_of_uneven_rows(name: str) -> None:
     model, batch = zoo()[name](dropout=0.0)[0], token_rows()
     wanted = eager_step(model, batch)

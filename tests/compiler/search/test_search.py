@@ -117,7 +117,7 @@ MACHINES = {
     "unequal": lambda: unequal("300kB", "64MB"),
     "two root complexes": lambda: penstock.Hardware.preset("mobius-topo2+2"),
 }
-FEW = {"roomy", "two root complexes"}
+FEW = {"roomy"}
 
 
 @pytest.mark.parametrize("machine", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MACHINES])

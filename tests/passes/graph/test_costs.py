@@ -12,6 +12,7 @@ from penstock.passes.graph import costs
 from penstock.passes.graph.blocks import Block, BlockCost
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.opgraph import OpGraph
+from penstock.tests.alike import with_alike_slow
 from penstock.tests.passes.running import apply, chain, draft_of, traced
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
@@ -21,7 +22,7 @@ KNOWN = [name for name in zoo() if name != "lstm"]
 
 
 @pytest.mark.parametrize("stages", [2, 0], ids=["two", "most"])
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", with_alike_slow(KNOWN))
 def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None:
     """To the byte: storages once, without inputs, parameters and buffers, and views of them."""
     graph, batches = traced(name)

@@ -213,7 +213,7 @@ def test_bytes_and_flops_are_those_of_the_real_stage(name: str, precision: str) 
 
 
 @pytest.mark.parametrize("level", ["layer", "operator"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "wide_resnet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "wide_resnet"])
 def test_which_classes_autograd_saves_too(name: str, level: str) -> None:
     """Backward then needs that much less beside what was kept."""
     graph, batches = traced(name)

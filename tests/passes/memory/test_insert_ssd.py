@@ -69,7 +69,7 @@ def test_roomy_dram_leaves_the_ssd_alone() -> None:
     assert InsertSsd().plan(swapped(machine(ssd=None))).stages == {}
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_less_dram_puts_more_on_ssd_states_first(num_devices: int) -> None:
     """And the finished programs keep the budget, by the verifier."""
     need = dram_bytes(apply(swapped(machine(num_devices=num_devices), 9, 32), InsertOptimizer()))

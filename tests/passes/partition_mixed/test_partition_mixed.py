@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import networkx as nx
@@ -80,8 +81,7 @@ def assert_well_formed(draft: Draft, decision: dict[str, Any]) -> None:
     ("name", "level", "num_devices"),
     [
         *(("gpt2", level, count) for level in ("layer", "operator") for count in (2, 3)),
-        ("t5", "layer", 3),
-        *(pytest.param("t5", *of, marks=pytest.mark.slow) for of in (("layer", 2), ("operator", 2), ("operator", 3))),
+        *(pytest.param("t5", *of, marks=pytest.mark.slow) for of in product(("layer", "operator"), (2, 3))),
         ("in_place", "operator", 3),
         ("wide_resnet", "operator", 2),
     ],
@@ -97,6 +97,7 @@ def test_trains_like_eager(name: str, level: str, num_devices: int) -> None:
     assert_trains_like_eager(draft, batches[:2], max(tolerance, 1e-6 if level == "operator" else 0.0))
 
 
+@pytest.mark.slow
 def test_trains_like_eager_where_stages_are_swapped() -> None:
     graph, batches, _ = case("t5")
     draft = coarsened(graph, Hardware.cpu(num_devices=2, memory="330kB"), "operator", micro_batches=2)

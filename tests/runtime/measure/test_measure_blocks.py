@@ -33,7 +33,14 @@ def folder_of(name: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-NAMES = ("gpt2", "t5", "mixtral", "wide_resnet", "lstm", "in_place", "custom_function")
+NAMES = (
+    "gpt2",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "mixtral")),
+    "wide_resnet",
+    "lstm",
+    "in_place",
+    "custom_function",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

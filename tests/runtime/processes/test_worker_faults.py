@@ -112,6 +112,7 @@ def test_a_killed_worker_is_named_with_its_line_and_all_others_stop(tmp_path: Pa
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_after_the_timeout(stopped: int, call: str, tmp_path: Path) -> None:
     """Not the healthy one, which waits for it; nor does a message that is larger than the channel wait for ever."""
     driver = workers_of(tmp_path, timeout_s=1.5)

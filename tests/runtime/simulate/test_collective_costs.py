@@ -168,7 +168,7 @@ def one_lane_s(draft: Draft) -> float:
         (2, 4, "{shards=2, depth=2, nearest=pipeline}", SHARDED),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("network", [NETWORK, 1e8])
+@pytest.mark.parametrize("network", [NETWORK, pytest.param(1e8, marks=pytest.mark.slow)])
 def test_one_lane_takes_what_all_take(num_hosts: int, gpus: int, mesh: str, strategy: str, network: float) -> None:
     """On machines that look the same from every lane, a lane on its part of them is as fast as all lanes on all."""
     hardware = cluster(num_hosts, gpus, network=network)

@@ -20,6 +20,7 @@ from penstock.ir.errors import CaptureError
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.passes.graph.rows.facts import RowFacts, row_facts
 from penstock.passes.graph.rows.states import Kind
+from penstock.tests.alike import with_alike_slow
 from penstock.tests.passes.graph.rows.losses import COUPLED, MEANS, SUMS, WithHead, batch_of, loss_of, model_of
 from penstock.tests.zoo import zoo
 
@@ -39,7 +40,7 @@ def facts_of(model: nn.Module, batch: dict[str, Any], count: int = 1, traced: li
     return row_facts(graph, count, size)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_over_rows(name: str, count: int) -> None:
     assert facts_of(model_of(MEANS[name]), batch_of(ROWS), count) == RowFacts()
@@ -51,7 +52,7 @@ def test_a_sum_over_rows(name: str, count: int) -> None:
     assert facts_of(model_of(SUMS[name]), batch_of(ROWS), count) == RowFacts(power=1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", COUPLED)
 def test_rows_that_meet(name: str, count: int) -> None:
     try:
@@ -109,7 +110,7 @@ NORMS = 13  # of the wide ResNet
 LOOSE = sorted(set(zoo()) - {"wide_resnet", "in_place"})
 
 
-@pytest.mark.parametrize("name", LOOSE)
+@pytest.mark.parametrize("name", with_alike_slow(LOOSE))
 def test_models_whose_rows_never_meet(name: str) -> None:
     """Also from one micro-batch of one row, without another trace for most."""
     model, batch = zoo()[name]()
