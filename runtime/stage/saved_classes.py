@@ -8,17 +8,24 @@ it was. A forward without autograd runs under `Keeping`, which counts these call
 those chosen. The forward that backward runs again is under `Taking`, below autograd: it hands back the kept outputs in
 place of computing them, so that autograd records the same graph and gradients are the same bits. Attention with dropout
 that is taken moves the generator on as if it had drawn. Nothing else that is random is ever a class.
+
+Only the costly calls come through Python: they have kernels at a dispatch key of torch's that lies between autograd and
+the devices, that no tensor has, and that a thread switches on around such a forward. The first forward of each kind is
+watched whole, call by call, by a mode: it finds what changes a kept tensor, and which costly calls are made inside
+of others; a stage makes the same calls every time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library, fallthrough_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import VerifyError
@@ -67,6 +74,7 @@ class SavedClasses:
         self.rows = {row.name: row for row in spec.saved}
         self.looks: dict[str, Look] = {}
         self.count: int | None = None  # of costly calls in a forward, once one has run
+        self.inner: dict[type[_Watch], set[int]] = {}  # after the first of a kind: numbers of calls inside of others
 
     def keeping(self, names: Sequence[str]) -> Keeping:
         """For a forward without autograd that keeps these classes."""
@@ -113,24 +121,96 @@ class SavedClasses:
         self.count = count
 
 
-class _Counting(TorchDispatchMode):
-    """Counts costly calls. Every aten call passes through here, so as little as possible is done."""
+class _Watch:
+    """Sees the costly calls that the calling thread makes inside of it."""
+
+    def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec]):
+        self.classes, self.wanted = classes, wanted
+        self.count = 0
+        self.number = 0  # of the next call, counted with those that are made inside of others
+        self.is_within = False  # inside a costly call: what it is made of is no call of the stage
+        inner = classes.inner.get(type(self))
+        self.inner: set[int] = set() if inner is None else inner
+        self.whole = _Whole(self) if inner is None else None
+
+    def __enter__(self) -> _Watch:
+        self.before = getattr(_now, "watch", None)
+        _now.watch = self
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        if self.whole is not None:
+            self.whole.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.whole is not None:
+            self.whole.__exit__(*error)
+        _now.watch = self.before
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, self.before is not None)
+
+    def call(self, func: Any, run: Callable[..., Any], args: Any, kwargs: Any, is_inner: bool) -> Any:
+        """One costly call, which `run` computes. `is_inner`: known to be made inside of a call that is not costly."""
+        if self.is_within:
+            return run(*args, **kwargs)
+        number = self.number
+        self.number += 1
+        if is_inner:
+            self.inner.add(number)
+        row = None
+        if number not in self.inner:
+            row = self.wanted.get(self.count)
+            self.count += 1
+        self.is_within = True
+        try:
+            if row is None:
+                return run(*args, **kwargs)
+            return self.chosen(row, func, run, _with_rows(func, args), kwargs)
+        finally:
+            self.is_within = False
+
+    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call of a class."""
+        raise NotImplementedError
+
+    def look(self, row: SavedSpec, func: Any, args: Any, kwargs: Any, out: Results) -> None:
+        """In the first forward of a kind, and of a class: see `SavedClasses.look`."""
+        if self.whole is not None or row.name not in self.classes.looks:
+            self.classes.look(row, func, look_of(func, args, kwargs, out), out)
+
+    def changes(self, func: Any, tensor: Tensor) -> None:
+        """A call writes a tensor."""
+
+    def finish(self) -> None:
+        """Call it after the forward, which must have run to its end. Raises `VerifyError`."""
+        self.classes.finish(self.count, [row for number, row in self.wanted.items() if number >= self.count])
+        self.classes.inner[type(self)] = self.inner
+
+
+class _Whole(TorchDispatchMode):
+    """Shows every aten call of a forward to its watch."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self.watch = watch
+        self.is_within = False  # inside a call that is not costly
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else the first call imports torch's compiler, and each is wrapped once more
 
-    def __init__(self, classes: SavedClasses, wanted: dict[int, SavedSpec]):
-        super().__init__()
-        self.classes, self.wanted = classes, wanted
-        self.count = 0
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in COSTLY:
+            return self.watch.call(func, func, args, kwargs, False)
+        for tensor in written(func, args, kwargs):
+            self.watch.changes(func, tensor)
+        self.is_within = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_within = False
 
-    def finish(self) -> None:
-        """Call it after the forward, which must have run to its end. Raises `VerifyError`."""
-        self.classes.finish(self.count, [row for number, row in self.wanted.items() if number >= self.count])
 
-
-class Keeping(_Counting):
+class Keeping(_Watch):
     """`tensors`: class name to the output that was kept; `aside` what else its call gave. Raises `VerifyError` if the
     stage changes one in place."""
 
@@ -138,40 +218,30 @@ class Keeping(_Counting):
         super().__init__(classes, wanted)
         self.tensors: dict[str, Tensor] = {}
         self.aside: dict[str, Aside] = {}
-        self.owner: dict[int, str] = {}  # address of a kept storage -> its class
+        self.owner: dict[int, str] = {}  # address of a kept storage -> its class, in a forward that is watched whole
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in COSTLY:
-            row = self.wanted.get(self.count)
-            self.count += 1
-            if row is not None:
-                return self.keep(row, func, _with_rows(func, args), kwargs or {})
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if func in COSTLY:
-            return out
-        if self.owner and written_arguments(func):
-            for tensor in written(func, args, kwargs or {}):
-                name = self.owner.get(tensor.untyped_storage().data_ptr())
-                if name is not None:
-                    raise VerifyError(
-                        f"{self.classes.stage} changes class {name!r} in place ({func}) after the call that made it; "
-                        "it cannot be kept"
-                    )
-        return out
-
-    def keep(self, row: SavedSpec, func: Any, args: Any, kwargs: Any) -> Any:
+    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before = _offset(func, args)
-        out = func(*args, **kwargs)
-        self.classes.look(row, func, look_of(func, args, kwargs, out), out)
+        out = run(*args, **kwargs)
+        self.look(row, func, args, kwargs, out)
         for name, part in zip(_part_names(row.name), parts_of(out)):
             self.tensors[name] = part
-            self.owner[part.untyped_storage().data_ptr()] = row.name
+            if self.whole is not None:
+                self.owner[part.untyped_storage().data_ptr()] = row.name
         if func in CUDA_ATTENTION:
             self.aside[row.name] = Aside(out[2:], _offset(func, args) - before)
         return out
 
+    def changes(self, func: Any, tensor: Tensor) -> None:
+        name = self.owner.get(tensor.untyped_storage().data_ptr())
+        if name is not None:
+            raise VerifyError(
+                f"{self.classes.stage} changes class {name!r} in place ({func}) after the call that made it; "
+                "it cannot be kept"
+            )
 
-class Taking(_Counting):
+
+class Taking(_Watch):
     """Hands out `tensors`, and what is `aside`, in place of computing them."""
 
     def __init__(
@@ -184,24 +254,40 @@ class Taking(_Counting):
         super().__init__(classes, wanted)
         self.tensors, self.aside = tensors, aside
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in COSTLY:
-            row = self.wanted.get(self.count)
-            self.count += 1
-            if row is not None:
-                return self.take(row, func, _with_rows(func, args), kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def take(self, row: SavedSpec, func: Any, args: Any, kwargs: Any) -> Any:
+    def chosen(self, row: SavedSpec, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parts = tuple(self.tensors[name] for name in _part_names(row.name) if name in self.tensors)
         kept = parts if len(func._schema.returns) > 1 else parts[0]
-        self.classes.look(row, func, look_of(func, args, kwargs, kept), kept)
+        self.look(row, func, args, kwargs, kept)
         aside = self.aside.get(row.name, Aside())
         if aside.drawn:
             _offset(func, args, aside.drawn)
         # of their own: autograd may make them part of the graph
         taken = tuple(v.detach() if isinstance(v, Tensor) else v for v in (*parts, *aside.results))
         return taken if isinstance(kept, tuple) else taken[0]
+
+
+# The key of libraries outside of torch, directly below the one of Python's modes. Nothing of torch has kernels there.
+_KEY = torch._C._dispatch_key_parse("Fake")
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_now = threading.local()  # `watch`: that of the thread, while the key is switched on
+
+
+def _costly_call(func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    watch = _now.watch
+    inner = watch.whole is not None and watch.whole.is_within
+    return watch.call(func, functools.partial(func.redispatch, keys & _BELOW), args, kwargs, inner)
+
+
+def _kernels() -> tuple[Library, Library]:
+    """The kernels at the key, as long as the libraries live: one for each costly call, none for all others."""
+    others, ours = Library("_", "IMPL"), Library("aten", "IMPL", "Fake")
+    others.fallback(fallthrough_kernel, "Fake")
+    for func in COSTLY:
+        ours.impl(func, functools.partial(_costly_call, func), with_keyset=True)
+    return others, ours
+
+
+_LIBRARIES = _kernels()
 
 
 def _with_rows(func: Any, args: Any) -> Any:

@@ -30,6 +30,8 @@ class Perceptron(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor]:
         h = nn.functional.dropout(self.norm(torch.tanh(self.layers[0](x))), 0.5, self.training)
         h = self.layers[1](h.unsqueeze(0)).squeeze(0)
+        if self.mode == "calls inside":
+            h = h + torch.cdist(h, h, compute_mode="use_mm_for_euclid_dist").mean()  # one call, with a product inside
         if self.mode == "in place":
             h.add_(1)
         if self.mode == "more calls with gradients" and torch.is_grad_enabled():
@@ -89,6 +91,31 @@ def test_kept_tensors_are_skipped_and_let_go_of() -> None:
         runner.backward(None, [x], [1.0], None, 0)
     assert fully.get_total_flops() - partly.get_total_flops() == sum(row.flops for row in CLASSES[:2])
     assert kept.tensors == {}
+
+
+def test_later_forwards_take_what_is_kept_and_show_no_other_call() -> None:
+    """Doubled values change the gradients: they were taken. Calls that are not costly have no Python to pass."""
+    runner, x = runner_of(), torch.randn(ROWS, WIDTH)
+    found = []
+    for factor in (1.0, 1.0, 2.0):
+        _, kept = runner.forward([x], 0, NAMES)
+        assert kept is not None
+        kept.tensors["layers.1"].mul_(factor)
+        found.append(runner.backward(kept, [x], [1.0], None, 0)[1]["layers.2.weight"])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+    with runner.classes.keeping(NAMES) as keeping:
+        assert keeping.whole is None and torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_calls_inside_of_others_have_no_number() -> None:
+    """`step` runs two micro-batches: the second one's calls are not watched whole."""
+    seen = []
+    for keep in (True, NAMES, NAMES[1:]):
+        seen.append(step(runner_of("calls inside"), keep))
+    assert all(torch.equal(seen[0][n], other[n]) for other in seen[1:] for n in seen[0])
+    runner = runner_of("calls inside")
+    step(runner, NAMES)
+    assert runner.classes.count == 3 and all(runner.classes.inner.values()), "cdist makes no product inside"
 
 
 def test_moved_tensors_keep_their_strides_and_places() -> None:
