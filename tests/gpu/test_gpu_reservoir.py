@@ -65,6 +65,7 @@ def compiled(model: Any, batch: Any, line: str, disk: str, **options: Any) -> pe
     )
 
 
+@pytest.mark.emulated_core
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("line", LINES)
 def test_losses_and_weights_are_eagers(line: str, precision: str, disk: str) -> None:

@@ -35,6 +35,7 @@ pytestmark = on_gpu
 WIDE = GptSize(layers=6, width=2048, heads=16, vocabulary=2048, length=512)  # long enough for a clock
 
 
+@pytest.mark.real_gpu
 def test_fetches_run_under_computation() -> None:
     size = SMALL if SETUP.device == "cpu" else WIDE
     data = batches(size, rows=8, count=1)
@@ -133,6 +134,7 @@ def test_a_batch_may_lie_on_the_device() -> None:
     assert found.losses == wanted.losses
 
 
+@pytest.mark.real_gpu
 def test_detected_figures_are_sane(tmp_path: Path) -> None:
     rows = list(machine(replace(SETUP, scratch=tmp_path)))
     assert [json.dumps(row) for row in rows if row["ok"] is False] == []

@@ -68,6 +68,7 @@ def eager(width: int, rows: int, optimizer_device: str) -> tuple[list[float], li
     return losses, [m.detach().cpu() for m in masters]
 
 
+@pytest.mark.emulated_core
 @pytest.mark.parametrize("fetched", [False, True], ids=["resident", "swapped"])
 def test_one_gpu_equals_eager_bit_for_bit(fetched: bool, tmp_path: Path) -> None:
     session = open_session(tmp_path, 256, 32, fetched=fetched, kept=not fetched)
@@ -80,6 +81,7 @@ def test_one_gpu_equals_eager_bit_for_bit(fetched: bool, tmp_path: Path) -> None
     session.close()
 
 
+@pytest.mark.real_gpu
 def test_fetches_run_under_computation(tmp_path: Path) -> None:
     session = open_session(tmp_path, 4096, 4096)
     for step in range(2):

@@ -254,6 +254,7 @@ def test_nvlinks_are_counted(active: int, major: int, rate: float | None, monkey
     assert detect.nvlink_bandwidth(0, major) == (rate if rate is None else pytest.approx(rate))
 
 
+@pytest.mark.real_gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_measuring_a_real_gpu() -> None:

@@ -1,0 +1,43 @@
+"""Every schedule on two GPUs, by workers of one process and by ranks of torchrun, trains as eager PyTorch does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from penstock.runtime.processes.local import worker_environment
+from penstock.tests.gpu.rehearsal import exact, on_gpu, only_on_gpu
+from penstock.tests.gpu.two_gpus import SCHEDULES, trained
+
+__all__ = ["exact"]  # a fixture
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [*on_gpu, only_on_gpu, two_gpus, pytest.mark.multi]
+
+
+@pytest.mark.emulated_core
+@pytest.mark.parametrize("strategy", SCHEDULES)
+def test_workers_on_two_gpus(strategy: str) -> None:
+    apart = trained(strategy)
+    assert apart.within("fp32"), apart
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("1f1b", "bf16"), ("mobius", "bf16"), ("gpipe", "fp16")])
+def test_workers_on_two_gpus_in_low_precision(strategy: str, precision: str) -> None:
+    apart = trained(strategy, precision)
+    assert apart.within(precision), apart
+
+
+@pytest.mark.emulated_core
+def test_ranks_of_torchrun_on_two_gpus() -> None:
+    """All schedules one after the other in the same two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "penstock.tests.gpu.two_gpus", *SCHEDULES]
+    done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["name"] for row in rows] == list(SCHEDULES)
+    assert all(row["within"] for row in rows), rows

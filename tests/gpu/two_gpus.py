@@ -1,0 +1,59 @@
+"""Training on two GPUs under each strategy against eager PyTorch on one; also a script for torchrun.
+
+torchrun --nproc-per-node=2 -m penstock.tests.gpu.two_gpus NAME ...      one line of JSON per name from rank 0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from typing import Any
+
+import penstock
+from penstock.bench.peers import parity
+from penstock.tests.gpu.rehearsal import DEVICE, batches, model_of
+
+RESIDENT, SWAPPED = "1GB", "1MB"
+# Strategy, with the memory of each GPU; "fp32", or the precision behind the slash.
+SCHEDULES = {
+    "gpipe": RESIDENT,
+    "1f1b": RESIDENT,
+    "interleaved": RESIDENT,
+    "zero-bubble": RESIDENT,
+    "looped-bfs": RESIDENT,
+    "mobius": SWAPPED,
+    "data-parallel": RESIDENT,
+    "zero3-offload": RESIDENT,
+    "mics": RESIDENT,
+}
+
+
+@cache
+def eager(precision: str) -> parity.Trained:
+    return parity.train_eager(model_of(), batches(), DEVICE, precision, max_grad_norm=1.0)
+
+
+def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
+    """Three steps of a job on two GPUs, compared with eager's. The norm is taken over both GPUs."""
+    model, data = model_of(), batches()
+    hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", memory=SCHEDULES[strategy])
+    options: dict[str, Any] = {"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, "max_grad_norm": 1.0}
+    options |= {"strategy": strategy, "precision": precision}
+    with penstock.compile(model, hardware, example_inputs=data[0], **options) as job:
+        assert bool(job.plan.decisions.fetch) == (SCHEDULES[strategy] == SWAPPED)
+        found = parity.train_job(job, data)
+    return parity.compare(found, eager(precision), parity.start_of(model))
+
+
+def main(names: list[str]) -> None:
+    parity.exact_arithmetic()
+    for name in names:
+        apart = trained(name)
+        if os.environ["RANK"] == "0":
+            print(json.dumps({"name": name, "within": apart.within("fp32"), "found": str(apart)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
