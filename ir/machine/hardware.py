@@ -21,7 +21,7 @@ from .call_mix import CallMix
 from .describe import describe_hardware
 from .links import Link, build_graph, build_links, find_path, unknown_memory
 from .overrides import overridden
-from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, OwnCopyBytes, Rate, Seconds
+from .part import DTYPES, Bytes, Dtype, Flops, Fraction, MachinePart, Rate, Seconds, SomeBytes
 from .presets import cpu_document, preset_document, preset_names
 from .rates import ConstantRates, RateTable, mix_seconds
 from .validation import close_names, explain_validation
@@ -90,7 +90,7 @@ class Host(MachinePart):
     """
 
     dram_bytes: Bytes
-    model_bytes: OwnCopyBytes = 0
+    model_bytes: SomeBytes = 0
     dram_usable_fraction: Fraction = 0.9
     dram_bandwidth: Rate
     cpu_cores: Annotated[int, Field(gt=0)]
@@ -114,12 +114,33 @@ class Network(MachinePart):
     latency_s: Seconds = 20e-6
 
 
+class Reserve(MachinePart):
+    """The bytes of a GPU's memory that are not a plan's, part by part.
+
+    `context_bytes` is what the driver takes for a process; `libraries_bytes` are workspaces of cuBLAS and other
+    libraries; `messages_bytes` are buffers of messages between GPUs; `display_bytes` is what other programs hold, such
+    as a display.
+    """
+
+    context_bytes: SomeBytes = 0
+    libraries_bytes: SomeBytes = 0
+    messages_bytes: SomeBytes = 0
+    display_bytes: SomeBytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.context_bytes + self.libraries_bytes + self.messages_bytes + self.display_bytes
+
+
 class Device(MachinePart):
     """A GPU, or a CPU worker process that stands for one with a memory budget of its own.
 
     `achieved_fraction` of the peak is what large matrix products reach; a single number counts for every dtype. `rates`
     says what calls of each size reach; without it, all run at these constant rates. `op_overhead_s` is the fixed cost
     of one torch call. `threads` matters to CPU devices only.
+
+    A plan may use `usable_fraction` of the memory, and never what belongs to the `reserve`. A device without a reserve
+    is part of a GPU, whose rest holds it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -128,6 +149,7 @@ class Device(MachinePart):
     root_complex: Annotated[int, Field(ge=0)] = 0
     memory_bytes: Bytes
     usable_fraction: Fraction = 0.94
+    reserve: Reserve | None = None
     peak_flops: Annotated[dict[Dtype, Flops], Field(min_length=1)]
     achieved_fraction: Annotated[dict[Dtype, Fraction], BeforeValidator(_for_every_dtype)]
     memory_bandwidth: Rate
@@ -137,12 +159,15 @@ class Device(MachinePart):
     op_overhead_s: Seconds = 8e-6
     rates: RateTable | None = None
     threads: Annotated[int, Field(gt=0)] = 1
-    model_bytes: OwnCopyBytes = 0
+    model_bytes: SomeBytes = 0
 
     @property
     def budget_bytes(self) -> int:
         """The bytes of the memory that a plan may use."""
-        return max(0, int(self.memory_bytes * self.usable_fraction) - self.model_bytes)
+        most_bytes = int(self.memory_bytes * self.usable_fraction)
+        if self.reserve is not None:
+            most_bytes = min(most_bytes, self.memory_bytes - self.reserve.num_bytes)
+        return max(0, most_bytes - self.model_bytes)
 
     def achieved_flops(self, dtype: str = "fp32") -> float:
         """FLOP/s of large matrix products in `dtype`, or in that of a precision. Raises HardwareError when the device

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HardwareError
+from ..units import parse_bytes
 from .rates import RateTable
 from .validation import close_names
 
@@ -48,6 +49,8 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
                 complex_ = {"bandwidth_up": value, "bandwidth_down": value}
                 host["root_complexes"] = [complex_] * len(host["root_complexes"])
         elif key in host_keys or key in device_keys:
+            if key == "memory_bytes":
+                _leave_reserve_outside(document["devices"], value)
             for part in document["hosts" if key in host_keys else "devices"]:
                 part[key] = value
                 if key in _CONSTANT_FOR:
@@ -61,6 +64,14 @@ def overridden(hardware: Hardware, overrides: dict[str, Any]) -> dict[str, Any]:
         changes = ", ".join(f"{word}={_short(value)}" for word, value in overrides.items())
         document["source"] = f"{document['source'].rstrip('. ')}; changed: {changes}"
     return document
+
+
+def _leave_reserve_outside(devices: list[dict[str, Any]], value: object) -> None:
+    """A plan that is held to part of a GPU's memory leaves a rest: where that holds the reserve, the part has none."""
+    for device in devices:
+        reserve = device["reserve"]
+        if reserve is not None and parse_bytes(value) + sum(reserve.values()) <= device["memory_bytes"]:
+            device["reserve"] = None
 
 
 def _short(value: object) -> str:

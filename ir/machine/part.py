@@ -14,7 +14,7 @@ DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 Bytes = Annotated[
     int, BeforeValidator(units.parse_bytes), Field(gt=0), PlainSerializer(units.spell_bytes, when_used="json")
 ]
-OwnCopyBytes = Annotated[
+SomeBytes = Annotated[
     int, BeforeValidator(units.parse_bytes), Field(ge=0), PlainSerializer(units.spell_bytes, when_used="json")
 ]
 Rate = Annotated[

@@ -9,6 +9,8 @@ What datasheets do not say is assumed by a few rules, the same for all machines:
 - All GPUs under one root complex share one x16 uplink, through a switch or split lanes.
 - DRAM reaches 80% of its channels' rate; AdamW on the CPU moves 28 bytes a parameter at 60% of that.
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
+- A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, and on a
+  gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
 - Known parts have tables of rates by size (`part_rates.py`). The papers' machines have none: the papers' tables are
   reproduced under one constant rate each, which their pages state.
 """
@@ -75,6 +77,29 @@ PARTS = {
         141e9 / 2**30, 67, 989, 4800, 5, 0.65, f"NVIDIA H200 SXM datasheet; {_ASSUMED}", 450, server="dgxh200"
     ),
 }  # fmt: skip
+
+
+MIB = 2**20
+MESSAGES_BYTES = 256 * MIB
+
+
+def stated_reserve(num_devices: int, display: bool) -> Document:
+    """What each GPU holds besides a plan's values where nobody has measured it.
+
+    A process's context with torch's kernels took 400 to 500 MiB on the cards of the last generations; torch gives
+    cuBLAS 8 MiB a stream and thread, 32 MiB on Hopper; NCCL's channels take up to 256 MiB where GPUs exchange values;
+    a desktop takes half a GiB.
+    """
+    return {
+        "context_bytes": 512 * MIB, "libraries_bytes": 64 * MIB,
+        "messages_bytes": MESSAGES_BYTES if num_devices > 1 else 0, "display_bytes": 512 * MIB if display else 0,
+    }  # fmt: skip
+
+
+def with_reserve(document: Document, display: bool) -> Document:
+    """The machine with the stated reserve in each of its GPUs."""
+    reserve = stated_reserve(len(document["devices"]), display)
+    return document | {"devices": [{**device, "reserve": reserve} for device in document["devices"]]}
 
 
 @dataclass(frozen=True)
@@ -235,7 +260,7 @@ def _cards(name: str, part: str, count: int, complexes: int, pcie: int | None) -
     )
     cores = 16 if count <= 2 else 32
     server = host(f"{64 * count}GB", channels_gb_s, cores, complexes, PCIE_X16[slot], ssds=[CONSUMER_SSD])
-    return machine(name, source, part, topology, server, pcie=slot)
+    return with_reserve(machine(name, source, part, topology, server, pcie=slot), display=True)
 
 
 def _server(name: str, part_name: str, count: int) -> Document:
@@ -253,7 +278,7 @@ def _server(name: str, part_name: str, count: int) -> Document:
     )  # fmt: skip
     topology = [count // complexes + (i < count % complexes) for i in range(complexes)]
     source = f"{server.source}, {count} of 8 GPUs with their share of the host; NVLink at 80% of its rate"
-    return machine(name, source, part_name, topology, one)
+    return with_reserve(machine(name, source, part_name, topology, one), display=False)
 
 
 def _laptop() -> Document:
@@ -262,7 +287,7 @@ def _laptop() -> Document:
     one = host("16GB", 76.8, 8, 1, PCIE_X16[4] / 2, ssds=[ssd], dram_usable_fraction=0.7)
     document = machine("laptop-16gb", source, "rtx4060-laptop", [1], one)
     document["devices"][0] |= {"h2d_bandwidth": PCIE_X16[4] / 2, "d2h_bandwidth": PCIE_X16[4] / 2}
-    return document
+    return with_reserve(document, display=True)
 
 
 _COMMON: dict[str, Callable[[], Document]] = {

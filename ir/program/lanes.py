@@ -169,7 +169,9 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
     for role, device in enumerate(own):
         smallest = min((hardware.devices[lane[role]] for lane in lanes), key=lambda d: d.budget_bytes)
         number, complex_ = place[device.host, device.root_complex]
-        memory = {name: getattr(smallest, name) for name in ("memory_bytes", "usable_fraction", "model_bytes")}
+        memory = {
+            name: getattr(smallest, name) for name in ("memory_bytes", "usable_fraction", "reserve", "model_bytes")
+        }
         devices.append(device.model_copy(update={"host": number, "root_complex": complex_, **memory}))
     return Hardware(
         name=hardware.name,

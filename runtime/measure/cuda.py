@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...ir.machine.presets import MESSAGES_BYTES
 from .cpu import MIB, adamw_params_per_s, copy_bandwidth
 from .disks import disk_rates
 from .table import BACKENDS, DTYPES, TableTiming, measured_table
@@ -70,6 +71,38 @@ def rate_table(device: int, overhead_s: float) -> dict[str, Any]:
     timing = TableTiming(here, lambda work: mean_s(work, device, SIZE_S), overhead_s, **TABLE_SIZES)
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     return measured_table(timing, [name for name in DTYPES if has_bf16 or name != "bf16"], tuple(BACKENDS))
+
+
+def measured_reserves(num_devices: int) -> list[dict[str, int]]:
+    """Per GPU the bytes of a context together with what other programs hold, of the libraries' workspaces, and of
+    messages' buffers.
+
+    To be called before anything is allocated. NCCL's buffers are those of a sum; exchanges of pairs may take more, so
+    that what is stated for messages counts where it is more.
+    """
+    devices = range(num_devices)
+    held_bytes = [total - free for free, total in map(torch.cuda.mem_get_info, devices)]
+    library_bytes = [_library_bytes(device) for device in devices]
+    messages_bytes = [0] * num_devices
+    if num_devices > 1:
+        ones = [torch.ones(1024, device=f"cuda:{device}") for device in devices]
+        before_bytes = [torch.cuda.mem_get_info(device)[0] for device in devices]
+        torch.cuda.nccl.all_reduce(ones)
+        after_bytes = [torch.cuda.mem_get_info(device)[0] for device in devices]
+        taken_bytes = [before - after for before, after in zip(before_bytes, after_bytes, strict=True)]
+        messages_bytes = [max(MESSAGES_BYTES, taken) for taken in taken_bytes]
+    parts = zip(held_bytes, library_bytes, messages_bytes, strict=True)
+    return [{"context_bytes": a, "libraries_bytes": b, "messages_bytes": c} for a, b, c in parts]
+
+
+def _library_bytes(device: int) -> int:
+    """What products leave allocated: workspaces of this thread and of autograd's."""
+    before_bytes = torch.cuda.memory_allocated(device)
+    rows = torch.ones(64, 64, device=f"cuda:{device}", requires_grad=True)
+    (rows @ rows).sum().backward()
+    rows.grad = None
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.memory_allocated(device) - before_bytes - rows.nbytes)
 
 
 def measure_device(device: int) -> dict[str, Any]:
@@ -129,6 +162,7 @@ def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) ->
     """Rates of every GPU, of each root complex's group together, of a pair of peers, of the host and its disks."""
     num_devices = sum(map(len, groups))
     report: dict[str, Any] = {
+        "reserves": measured_reserves(num_devices),
         "devices": [measure_device(device) for device in range(num_devices)],
         "down": [together_bandwidth(group, to_device=True) for group in groups],
         "up": [together_bandwidth(group, to_device=False) for group in groups],

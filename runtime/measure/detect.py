@@ -22,7 +22,7 @@ import torch
 
 from ...ir.errors import HardwareError
 from ...ir.machine.hardware import Hardware
-from ...ir.machine.presets import PCIE_X16, gpu
+from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
 from ..ssd.folder import free_space
 from .disks import disk_directories
 
@@ -208,7 +208,8 @@ def _gpu_document() -> dict[str, Any]:
         figures = _part_figures(part) if part else _unknown_part(each)
         devices.append(
             {"name": f"gpu{index}", "kind": "cuda", "root_complex": complexes.index(ports[index]),
-             "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link, **figures}
+             "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link,
+             "reserve": stated_reserve(count, display=part is None or PARTS[part].server is None), **figures}
         )  # fmt: skip
     widest = [max(d["h2d_bandwidth"] for d in devices if d["root_complex"] == c) for c in range(len(complexes))]
     # Bridges that join only pairs leave some devices without access to others: then there is no link between all.
@@ -357,13 +358,13 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
     for index, device in enumerate(devices):
         groups[device["root_complex"]].append(index)
     (report,) = run_children("cuda", [[json.dumps(groups), *directories]], host["cpu_cores"])
-    for device, rates in zip(devices, report["devices"], strict=True):
+    for device, rates, reserve in zip(devices, report["devices"], report["reserves"], strict=True):
         table = {"source": "measured", **rates["rates"]}
         device |= {
             "peak_flops": _highest(table), "rates": table,
             "achieved_fraction": 1.0, "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["h2d"],
             "d2h_bandwidth": rates["d2h"], "link_latency_s": rates["copy_latency_s"],
-            "op_overhead_s": rates["op_overhead_s"],
+            "op_overhead_s": rates["op_overhead_s"], "reserve": reserve,
         }  # fmt: skip
     host |= {
         "root_complexes": [

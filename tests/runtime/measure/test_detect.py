@@ -214,8 +214,9 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     table = {"products": products, "attention": [], "pointwise": {"100000000": 700e9}}
     figures = {"rates": table, "memory": 800e9, "h2d": 24e9, "d2h": 25e9}
     report = {
-        "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3, "down": [24.5e9, 12e9],
-        "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
+        "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3,
+        "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8, "messages_bytes": i} for i in range(3)],
+        "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
         "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
     }  # fmt: skip
 
@@ -230,6 +231,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert hardware.source.endswith("; all rates measured")
     device, host = hardware.devices[1], hardware.hosts[0]
     assert device.achieved_flops("bf16") == 61e12
+    assert device.reserve is not None and device.reserve.num_bytes == 9**9 + 8**8 + 1
     assert device.rates is not None and device.rates.products["fp16"] == ((4096.0, 60e12),)
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
