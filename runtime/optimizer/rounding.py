@@ -29,7 +29,11 @@ class Rounding:
 
     def store(self, name: str, full: Tensor, weight: Tensor, draw: tuple[int, ...]) -> None:
         """Round the fp32 `full` into `weight`. `draw`: the seed, the step, and the number of the update in it."""
-        round_into(weight, full, (*draw, self.names.get(name, name)), self.starts.get(name, 0))
+        self.store_piece(name, draw, full, weight, 0)
+
+    def store_piece(self, name: str, draw: tuple[int, ...], full: Tensor, weight: Tensor, begin: int) -> None:
+        """The same for a piece of what is here of the parameter, that begins at this element of it."""
+        round_into(weight, full, (*draw, self.names.get(name, name)), self.starts.get(name, 0) + begin)
 
 
 def round_into(weight: Tensor, full: Tensor, key: tuple[int | str, ...], start: int = 0) -> None:

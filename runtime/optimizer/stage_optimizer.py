@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from ...ir.errors import CheckpointError, PlanError
 from ...ir.precision import ROUNDED_ELEMENTS
 from .gradients import times_in_full
+from .importable import resolve
 from .leaves import leaves_of, rebuilt, row_leaves
 from .probe import Traits
 from .rounding import Rounding
@@ -27,13 +29,13 @@ from .saving import load_groups, load_schedule, saved_groups, saved_parts, saved
 from .snapshot import Snapshot, keep, put_back, room_bytes
 from .spec import OptimizerSpec
 from .state_shapes import StateRow
+from .tiles import CLASSES, InTiles, Tiled, tile_elements
 
 __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name, as in `state_shapes`, to tensor
 
-# Elements of gradients converted at once, by kind of device. A CPU converts all: conversion is bound by computation, so
-# its results leave the caches meanwhile; those of portions would leave them during the step, which is bound by memory.
+# Elements of gradients converted at once, where a step is not made in tiles; a CPU then converts all.
 PORTION_ELEMENTS = {"cuda": 1 << 26}
 
 
@@ -61,6 +63,17 @@ class Workspace:
         """End a step."""
         if self.device.type != "cpu":
             self._flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step is made of; see `StageOptimizer.step`. `converted`: the names of gradients that are converted."""
+
+    grads: Mapping[str, Tensor]
+    converted: Collection[str]
+    factor: Tensor | None
+    weights: Mapping[str, Tensor]
+    draw: tuple[int, ...]
 
 
 class StageOptimizer:
@@ -137,26 +150,62 @@ class StageOptimizer:
         given = {name: grad for name in self.params if (grad := grads.get(name)) is not None}
         copy = preserve and not self.traits.keeps_grads
         converted = {name for name, grad in given.items() if copy or self._is_foreign(grad, name, factor)}
+        job = _Step(given, converted, factor, weights or {}, draw)
+        small = bool(converted or weights or self.rounding)
+        tiled = [name for name in given if self._is_tiled(name, given[name])] if small else []
+        others = [name for name in given if name not in set(tiled)]
         with self._options_of(part):
-            for names in self._portions(list(given), bool(converted or weights or self.rounding)):
-                if self.rounding is not None:
-                    for name in names:
-                        self.params[name].data = self.lasting[name].to(torch.float32)
-                self._convert(given, [name for name in names if name in converted], factor)
-                for name in names:
-                    if name not in converted:
-                        self.params[name].grad = given[name]
-                self._step_these(names)
-                for name in names:
-                    self.params[name].grad = None
-                    if weights is not None and name in weights:
-                        weights[name].copy_(self.params[name].detach())
-                    if self.rounding is not None:
-                        self.rounding.store(name, self.params[name].detach(), self.lasting[name], draw)
-                        self.params[name].data = _stand_in(self.lasting[name])
+            for names in self._portions(tiled, False) if tiled else ():
+                self._step_in_tiles(names, job)
+            for names in self._portions(others, small) if others or not tiled else ():
+                self._step_whole(names, job)
         self.workspace.settle()
         if self.scheduler is not None and part != "shared":
             self.scheduler.step()
+
+    def _step_whole(self, names: list[str], job: _Step) -> None:
+        """Step these parameters in one call: three passes over memory if anything is converted."""
+        if self.rounding is not None:
+            for name in names:
+                self.params[name].data = self.lasting[name].to(torch.float32)
+        self._convert(job.grads, [name for name in names if name in job.converted], job.factor)
+        for name in names:
+            if name not in job.converted:
+                self.params[name].grad = job.grads[name]
+        self._step_these(names)
+        for name in names:
+            self.params[name].grad = None
+            if name in job.weights:
+                job.weights[name].copy_(self.params[name].detach())
+            if self.rounding is not None:
+                self.rounding.store(name, self.params[name].detach(), self.lasting[name], job.draw)
+                self.params[name].data = _stand_in(self.lasting[name])
+
+    def _step_in_tiles(self, names: list[str], job: _Step) -> None:
+        """Step these parameters in one pass over memory: see `tiles`."""
+        work = {}
+        for name in names:
+            param, low = self.params[name], job.weights.get(name)
+            store = None if self.rounding is None else partial(self.rounding.store_piece, name, job.draw)
+            work[id(param)] = Tiled(
+                self.lasting[name].view(-1), job.grads[name].view(-1), name in job.converted,
+                None if low is None else low.view(-1), store,
+            )  # fmt: skip
+            param.grad = _stand_in(param, param.dtype)  # the real ones are read by tile
+        with InTiles(work, job.factor, self.workspace.row):
+            self._step_these(names)
+        for name in names:
+            self.params[name].grad = None
+
+    def _is_tiled(self, name: str, grad: Tensor) -> bool:
+        """Whether a fused kernel steps this parameter, and all tensors of it are rows of elements in one order."""
+        assert self.optimizer is not None
+        index = self.spec.group_of(name)
+        if self.device.type != "cpu" or not self.optimizer.param_groups[index].get("fused"):
+            return False
+        row = self.optimizer.state.get(self.params[name], {})
+        own = (self.lasting[name], grad, *(value for value in row.values() if isinstance(value, Tensor)))
+        return resolve(self.spec.class_of(index)[0]) in CLASSES and all(t.is_contiguous() for t in own)
 
     def _check_part(self, part: str) -> None:
         if part and not self.traits.divisible:
@@ -322,7 +371,8 @@ class StageOptimizer:
         most = PORTION_ELEMENTS.get(self.device.type) if self.rounding is None else ROUNDED_ELEMENTS
         if most is None or not self.traits.divisible:
             return sum(sizes)
-        return min(sum(sizes), 4 * most + max(sizes, default=0))
+        whole = min(sum(sizes), 4 * most + max(sizes, default=0))
+        return max(whole, min(sum(sizes), 4 * tile_elements())) if self.device.type == "cpu" else whole
 
     # --- undoing a step
 
@@ -437,9 +487,9 @@ class StageOptimizer:
         return value.detach().to("cpu" if counts else self.device, like.dtype, copy=True)
 
 
-def _stand_in(weight: Tensor) -> Tensor:
-    """An fp32 tensor of this shape without memory, for between steps."""
-    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+def _stand_in(weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of this shape without memory, for between steps."""
+    return torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape)
 
 
 def _alike(value: Any, known: Any) -> bool:

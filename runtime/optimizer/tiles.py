@@ -1,0 +1,162 @@
+"""One pass over memory: a step of torch's fused kernels in tiles that stay in a CPU's caches.
+
+The torch optimizer's own `step` runs, with its options, counts and states. When it calls a fused kernel on whole
+tensors, that call is made tile by tile instead, and with each call all else that a tile's elements need: their
+gradients are converted and multiplied, weights that have no masters become fp32, and the new weights are written in
+their own precision. Each element is updated as in the whole tensor, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .gradients import times_in_full
+
+# Their steps read gradients and parameters in a fused kernel only.
+CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
+)  # fmt: skip
+_KERNELS = (
+    torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_,
+    torch.ops.aten._fused_adagrad_,
+)  # fmt: skip
+_STEPS = "state_steps"  # the argument of the kernels that has one number for each parameter
+ELEMENTS_PER_THREAD = 1 << 18  # of a tile; measured: smaller ones lose time in calls, larger ones leave the caches
+LANES = 64  # pieces begin at multiples of it, so that vectors and single elements are those of the whole tensor
+
+Tile = tuple[tuple[int, int, int], ...]  # of each piece: the number of its tensor, its first element, its size
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A parameter that is stepped in tiles, all tensors flat. `converted`: its gradient is converted, or multiplied;
+    `weight` follows it. With a `store` it is made of the weights `param` for its step alone: the function takes its new
+    values, the piece of `param` to write them to, and the index of the first one."""
+
+    param: Tensor
+    grad: Tensor
+    converted: bool
+    weight: Tensor | None = None
+    store: Callable[[Tensor, Tensor, int], None] | None = None
+
+
+def tile_elements() -> int:
+    """The size of a tile for the calling thread's number of threads."""
+    return ELEMENTS_PER_THREAD * torch.get_num_threads()
+
+
+@lru_cache(maxsize=256)
+def cut(sizes: tuple[int, ...], most: int) -> tuple[Tile, ...]:
+    """Tensors of these sizes in tiles of at most `most` elements, which is at least `LANES`."""
+    tiles: list[list[tuple[int, int, int]]] = [[]]
+    room = most
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            left = size - begin
+            take = left if left <= room else room - room % LANES
+            if take:
+                tiles[-1].append((index, begin, take))
+                begin, room = begin + take, room - take
+            else:
+                tiles.append([])
+                room = most
+    return tuple(tuple(tile) for tile in tiles if tile)
+
+
+class InTiles(TorchDispatchMode):
+    """While it is on, a fused kernel's call on parameters of `work`, by id, is made in tiles. `factor`: see
+    `StageOptimizer.step`; `scratch` lends a buffer of at least so many bytes, with any contents."""
+
+    def __init__(self, work: Mapping[int, Tiled], factor: Tensor | None, scratch: Callable[[int], Tensor]):
+        super().__init__()
+        self.work, self.factor, self.scratch = work, factor, scratch
+        self.single = None if factor is None else factor.to("cpu", torch.float32)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) in _KERNELS:
+            return self._step(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _step(self, kernel: Any, lists: Sequence[Sequence[Tensor]], options: Mapping[str, Any]) -> None:
+        params, _, *states = lists
+        work = [self.work[id(param)] for param in params]
+        whole = [argument.name == _STEPS for argument in kernel._schema.arguments[2 : len(lists)]]
+        flats = [own if single else [t.view(-1) for t in own] for own, single in zip(states, whole)]
+        sizes, most = tuple(w.param.numel() for w in work), tile_elements()
+        room = _Room(self.scratch, params[0].dtype, min(most, sum(sizes)), work)
+        for tile in cut(sizes, most):
+            rows = [
+                [own[i] if single else own[i].narrow(0, begin, size) for i, begin, size in tile] if own else []
+                for own, single in zip(flats, whole)
+            ]
+            lasting = [work[i].param.narrow(0, begin, size) for i, begin, size in tile]
+            full = room.stepped(lasting) if room.has_params else lasting
+            kernel(full, self._gradients(work, tile, room), *rows, **options)
+            _write(work, tile, full, lasting)
+
+    def _gradients(self, work: Sequence[Tiled], tile: Tile, room: _Room) -> list[Tensor]:
+        given = [work[i].grad.narrow(0, begin, size) for i, begin, size in tile]
+        chosen = [at for at, (i, _, _) in enumerate(tile) if work[i].converted]
+        if not chosen:
+            return given
+        sources = [given[at] for at in chosen]
+        made = room.gradients(sources)
+        self._convert(made, sources)
+        for at, grad in zip(chosen, made):
+            given[at] = grad
+        return given
+
+    def _convert(self, made: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        if self.factor is None or self.single is None:
+            torch._foreach_copy_(made, grads)
+            return
+        for full, grad in zip(made, grads):
+            if torch.float64 in (full.dtype, grad.dtype):
+                full.copy_(times_in_full(grad, self.factor))
+            elif grad.dtype == full.dtype:
+                torch.mul(grad, self.single, out=full)
+            else:
+                full.copy_(grad).mul_(self.single)
+
+
+class _Room:
+    """Places for the gradients of a tile, and, where no masters exist, for its parameters."""
+
+    def __init__(self, scratch: Callable[[int], Tensor], dtype: torch.dtype, elements: int, work: Sequence[Tiled]):
+        self.has_params = any(w.store is not None for w in work)
+        parts = int(any(w.converted for w in work)), int(self.has_params)
+        flat = scratch(elements * dtype.itemsize * sum(parts))[: elements * dtype.itemsize * sum(parts)].view(dtype)
+        self._grads, self._params = flat.split([elements * part for part in parts])
+
+    def gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Places of these sizes."""
+        return _places(self._grads, like)
+
+    def stepped(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights in the precision of the step."""
+        full = _places(self._params, weights)
+        torch._foreach_copy_(full, weights)
+        return full
+
+
+def _places(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [t.numel() for t in like]
+    return list(flat.narrow(0, 0, sum(sizes)).split(sizes))
+
+
+def _write(work: Sequence[Tiled], tile: Tile, full: Sequence[Tensor], lasting: Sequence[Tensor]) -> None:
+    """Write new values to what follows them."""
+    for (i, begin, size), new, low in zip(tile, full, lasting):
+        weight, store = work[i].weight, work[i].store
+        if weight is not None:
+            weight.narrow(0, begin, size).copy_(new)
+        if store is not None:
+            store(new, low, begin)
