@@ -114,7 +114,7 @@ class InTiles(TorchDispatchMode):
             given[at] = grad
         return given
 
-    def _convert(self, made: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def _convert(self, made: list[Tensor], grads: list[Tensor]) -> None:
         if self.factor is None or self.single is None:
             torch._foreach_copy_(made, grads)
             return
@@ -140,7 +140,7 @@ class _Room:
         """Places of these sizes."""
         return _places(self._grads, like)
 
-    def stepped(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def stepped(self, weights: list[Tensor]) -> list[Tensor]:
         """The weights in the precision of the step."""
         full = _places(self._params, weights)
         torch._foreach_copy_(full, weights)
