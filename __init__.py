@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .compiler.plan import Plan
     from .ir import errors
     from .ir.machine.hardware import Hardware
-    from .runtime.optimizer.matrices import hidden_matrices
+    from .runtime.optimizer.param_groups import hidden_matrices
     from .runtime.simulate import Timeline
 
 __all__ = [
@@ -43,7 +43,7 @@ _HOMES = {
     "StepReport": ".compiler.job.job",
     "Timeline": ".runtime.simulate",
     "compile": ".compiler.api",
-    "hidden_matrices": ".runtime.optimizer.matrices",
+    "hidden_matrices": ".runtime.optimizer.param_groups",
     "load": ".compiler.load",
 }
 

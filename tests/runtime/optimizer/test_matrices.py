@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.runtime.optimizer.matrices import hidden_matrices
+from penstock.runtime.optimizer.param_groups import hidden_matrices
 from penstock.tests.zoo import zoo
 
 
