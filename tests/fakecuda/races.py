@@ -1,0 +1,128 @@
+"""Removes one synchronisation at a time from a copy of the code, and counts how many of these races the tests notice.
+
+    tests/fakecuda/fakecuda-run .venv/bin/python tests/fakecuda/races.py [--seeds 3] [--only NAME] > ROWS
+
+A race is caught when a test fails or hangs under some seed, with delays and poison. One JSON line per race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = "tests/gpu/test_gpu_parity.py::test_losses_and_weights_are_eagers[swapped-fp32]"
+CLIPPED = "tests/gpu/test_gpu_parity.py::test_clipping[swapped]"
+PAIR = "tests/gpu/test_gpu_schedules.py::test_workers_on_two_gpus[1f1b]"
+SHARDS = "tests/gpu/test_gpu_schedules.py::test_workers_on_two_gpus[zero3-offload]"
+LIMIT_S = 240
+STREAMS, PEERS = "runtime/device/streams.py", "runtime/device/peers.py"
+
+
+class Race(NamedTuple):
+    """`old` stands once in `path`; with `new` in its place the wait is gone."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+RACES = (
+    Race("a stream waits for another's event", STREAMS, "self.stream.wait_event(other.end)", "pass", (ALONE,)),
+    Race("record_stream", STREAMS, "tensor.record_stream(self.stream)", "pass", (ALONE, PAIR)),
+    Race(
+        "a stream's first work waits for the caller's", STREAMS,
+        "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", (ALONE, CLIPPED),
+    ),
+    Race(
+        "a thread waits for gradients from the GPU", STREAMS,
+        "other.wait()\n                if other.failed:\n                    return False", "pass", (ALONE,),
+    ),
+    Race(
+        "a fetch waits for the optimizer's thread", STREAMS,
+        "other.wait()\n                if other.failed:\n                    raise",
+        "if other.failed:\n                    raise", (ALONE,),
+    ),
+    Race(
+        "a step's end waits for the streams", STREAMS, "            self.last.wait()", "            pass",
+        (ALONE, CLIPPED),
+    ),
+    Race(
+        "the stream waits for a received message", PEERS, ".recv([into], 0, 0).wait()", ".recv([into], 0, 0)", (PAIR,)
+    ),
+    Race(
+        "the stream waits for a sent message", PEERS, ".send([value], 1, 0).wait()", ".send([value], 1, 0)", (PAIR,)
+    ),
+    Race(
+        "the stream waits for a sum", PEERS, "groups[group].allreduce([value], dist.AllreduceOptions()).wait()",
+        "groups[group].allreduce([value], dist.AllreduceOptions())", (PAIR, SHARDS),
+    ),
+    Race(
+        "the stream waits for gathered shards", "runtime/device/exchange.py",
+        "group._allgather_base(rows.view(-1), rows[seats.index]).wait()",
+        "group._allgather_base(rows.view(-1), rows[seats.index])", (SHARDS,),
+    ),
+    Race(
+        "a place in an arena waits for the one before", "ir/program/order.py",
+        "[task for first, last, task in self.given_back if first < end and start < last]", "list[int]()", (ALONE,),
+    ),
+)  # fmt: skip
+
+
+def copied(race: Race, folder: Path) -> Path:
+    """A folder for PYTHONPATH in which `penstock` is a copy of the code without the wait."""
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "out", "*.egg-info", "__pycache__")
+    copy = shutil.copytree(ROOT, folder / "penstock", ignore=unwanted)
+    text = (copy / race.path).read_text("utf-8")
+    assert text.count(race.old) == 1, f"{race.name}: {race.old!r} stands {text.count(race.old)} times in {race.path}"
+    (copy / race.path).write_text(text.replace(race.old, race.new), "utf-8")
+    return copy
+
+
+def caught_by(race: Race, seeds: int, delay_us: int) -> dict[str, object]:
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(race, Path(folder))
+        for seed in range(1, seeds + 1):
+            own = {"FAKECUDA_SEED": str(seed), "FAKECUDA_DELAY_US": str(delay_us), "FAKECUDA_POISON": "1"}
+            paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+            for test in race.tests:
+                command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", test]
+                command += [f"--timeout={LIMIT_S}", f"--basetemp={folder}/tmp"]
+                environment = {**os.environ, **own, "PYTHONPATH": paths}
+                done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+                if done.returncode == 1:
+                    said = [line for line in done.stdout.splitlines() if line.startswith("E  ")]
+                    row = {"caught": True, "seed": seed, "test": test, "said": " ".join(said[:1])[:200]}
+                    return {"race": race.name, **row, "seconds": round(time.monotonic() - begin)}
+                assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {"race": race.name, "caught": False, "seeds": seeds, "seconds": round(time.monotonic() - begin)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--delay-us", type=int, default=3000)
+    parser.add_argument("--only")
+    asked = parser.parse_args()
+    for race in RACES:
+        if asked.only is None or asked.only in race.name:
+            row = {"bench": "races", **caught_by(race, asked.seeds, asked.delay_us)}
+            row |= {"date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()), "command": " ".join(sys.argv)}
+            row |= {"machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+            print(json.dumps(row | {"load": round(os.getloadavg()[0], 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
