@@ -52,6 +52,9 @@ class Issuing:
         self.loss_scale = state.gradient_scale
         self.squares: Box | None = None  # the gradients' sum of squares, once an op has used it
         self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run
+        self.live_before = {memory: account.live_bytes for memory, account in state.memory.accounts.items()}
+        self.accounted = plan.counted is None or plan.counted[0] != self.live_before  # else it would find the same
+        self.pinned: dict[str, Tensor] = {}  # inputs of the batch, as they are copied to a GPU
         self._events: list[Event | None] = [None] * len(plan.ops)
         self._cursor = 0
 
@@ -61,11 +64,18 @@ class Issuing:
         return self._cursor == len(self.issues)
 
     def _next(self, op: str) -> Issue:
-        """The next op of the text, after the accounts were changed by the values that it takes over and makes."""
+        """The next op of the text, after the accounts were changed by the values that it takes over and makes. They are
+        the same in each run from the same start."""
         issue = self.issues[self._cursor]
         assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
         self.all_streams.raise_fault()
         self._cursor += 1
+        if self.accounted:
+            self.account(issue)
+        return issue
+
+    def account(self, issue: Issue) -> None:
+        """Change the accounts by the values that an op takes over and makes."""
         accounts = self.state.memory.accounts
         for memory, name in issue.gives:
             accounts[memory].give(name)
@@ -77,7 +87,6 @@ class Issuing:
                 accounts[issue.workspace_memory].give("workspace")
         except BudgetExceeded as error:
             raise Fault(issue, error) from error
-        return issue
 
     def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
         """Issue `run`, which reads the boxes and gives the op's results; return their handles.

@@ -92,6 +92,7 @@ class Issues:
     persistent: Persistent
     homes: dict[str, StageHome]  # per stage that runs here, the memories in which it persists
     streams: set[str] = field(default_factory=set)
+    counted: tuple[dict[str, int], dict[str, int]] | None = None  # of a run, per memory: bytes before it, and its peak
 
     @property
     def batch_names(self) -> list[str]:

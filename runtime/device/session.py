@@ -144,10 +144,16 @@ class DeviceSession:
             self.streams.finish(runtime.streams.values())
         except Fault as fault:
             self.broken = self.streams.first_fault(fault)
+            if not runtime.accounted and self.broken.label is not None:
+                for issue in plan.ops[: self.broken.label.index + 1]:  # so that the error can say what was live
+                    runtime.account(issue)
             raise self._located(self.broken) from self.broken.error
         except BaseException as error:
             self.broken = Fault(None, error)
             raise
+        if runtime.accounted:
+            peaks = {memory: account.peak_bytes for memory, account in self.state.memory.accounts.items()}
+            plan.counted = runtime.live_before, peaks
         return results, self._report(runtime, plan, time.perf_counter() - start_s)
 
     @property
@@ -189,11 +195,13 @@ class DeviceSession:
                 busy_s += end_s - start_s
             busy_share[stream.name] = busy_s / seconds
         norm, skipped = self._gradient_norm(runtime)
+        accounts = self.state.memory.accounts
+        assert plan.counted is not None
         return {
             "seconds": seconds,
             "busy_share": busy_share,
             "moved_bytes": self._moved_bytes(plan),
-            "peak_bytes": {account.memory: account.peak_bytes for account in self.state.memory.accounts.values()},
+            "peak_bytes": {accounts[memory].memory: peak for memory, peak in plan.counted[1].items()},
             "gradient_norm": norm,
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
@@ -222,6 +230,7 @@ class DeviceSession:
 
     def _charge_kept(self, plan: Issues) -> None:
         """From the second step on, what forward leaves for backward is charged by its measured bytes."""
+        plan.counted = None
         for issue in plan.ops:
             if issue.op == "forward" and issue.keeps:
                 measured = self.state.stores[issue.stages[0]].runner.kept_bytes

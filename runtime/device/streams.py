@@ -240,6 +240,7 @@ class CudaStream(Stream):
         self.stream = torch.cuda.Stream(device)
         self.last: CudaEvent | None = None
         self.timed: list[tuple[Any, CudaEvent]] = []
+        self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
         self.origin = torch.cuda.Event(enable_timing=True)
         self.origin_s = 0.0
 
@@ -251,7 +252,7 @@ class CudaStream(Stream):
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the caller's batch, or a new arena
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
-        event = CudaEvent(self)
+        event = self.spare.pop() if self.spare else CudaEvent(self)
         for other in waits:
             if isinstance(other, HostEvent):
                 other.wait()
@@ -260,13 +261,16 @@ class CudaStream(Stream):
             elif other.stream is not self:
                 self.stream.wait_event(other.end)
         self.board[self.slot] = label.line
-        with torch.cuda.stream(self.stream):
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self.stream)  # `with torch.cuda.stream(...)` asks for the device's number twice more
+        try:
             event.start.record(self.stream)
-            try:
-                task()
-            except Exception as error:
-                raise Fault(label, error) from error
+            task()
             event.end.record(self.stream)
+        except Exception as error:
+            raise Fault(label, error) from error
+        finally:
+            torch.cuda.set_stream(before)
         self.timed.append((label, event))
         self.last = event
         return event
@@ -284,6 +288,7 @@ class CudaStream(Stream):
             start_s = self.origin_s + self.origin.elapsed_time(event.start) / 1e3
             end_s = start_s + event.start.elapsed_time(event.end) / 1e3
             self.spans.append((label, start_s, end_s))
+        self.spare += [event for _, event in self.timed]
         self.timed = []
         notices.put(self)
 

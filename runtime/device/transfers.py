@@ -34,13 +34,14 @@ class Transfers(Issuing):
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue = self._next("load")
         rows = self.interface.batch[name].shape[0]
-        piece = batch[name][micro_batch * rows : (micro_batch + 1) * rows]  # `batch` holds the rows of this lane
+        first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
-            return Handle(Box(None, piece.cpu()))
+            return Handle(Box(None, batch[name][first:last].cpu()))
 
         def run() -> list[Any]:
-            host = piece if piece.is_cuda else piece.pin_memory()
-            return [host.to(self.device, copy=True, non_blocking=True)]
+            if name not in self.pinned:  # all rows at once: page-locked memory is dear to ask for
+                self.pinned[name] = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
+            return [self.pinned[name][first:last].to(self.device, copy=True, non_blocking=True)]
 
         return self._launch(issue, [], run)[0]
 
@@ -65,9 +66,10 @@ class Transfers(Issuing):
         store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
         offset_bytes, first, last = issue.pieces[-1]
         start, end = store.layout.start_of(first), store.layout.start_of(last)
-        place = self.state.memory.device_arena.range(offset_bytes, end - start)
+        arena = self.state.memory.device_arena
+        place = arena.once((offset_bytes, end - start), lambda: arena.range(offset_bytes, end - start))
         # Nothing is computed with a shard: it is passed on as it is.
-        value = place if group is not None else self.state.memory.device_arena.views(stage, store.layout, issue.pieces)
+        value = place if group is not None else arena.views(stage, store.layout, issue.pieces)
 
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)
@@ -155,7 +157,10 @@ class Transfers(Issuing):
                     places[name].copy_(grad, non_blocking=True)
             return Grads({name: places[name] for name in given.tensors}, given.factor, flats=copies)
         if isinstance(given, Grads):
-            places = grads_layout(self.stores[issue.stage].part).views(flat)
+            part = self.stores[issue.stage].part
+            places = self.state.memory.dram_arena.once(
+                (issue.stage, issue.place), lambda: grads_layout(part).views(flat)
+            )
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
             return Grads(tensors, given.factor)
         if isinstance(given, Kept):

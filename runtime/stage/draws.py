@@ -58,6 +58,7 @@ class Draws:
             draw_from(module, self)
         self._seed = 0
         self._counts: dict[str, int] = {}
+        self._draws_nothing = False  # a checked run has drawn nothing, and no other will: a stage has no branches
 
     @contextmanager
     def seeded(self, seed: int, check: bool = False) -> Iterator[None]:
@@ -65,8 +66,11 @@ class Draws:
 
         `check` raises `VerifyError` if the run draws and no line of the stage says where.
         """
-        before = [generator.get_state() for generator in self.generators]
         self._seed, self._counts = seed, {}
+        if self._draws_nothing:
+            yield
+            return
+        before = [generator.get_state() for generator in self.generators]
         for generator in self.generators:
             generator.manual_seed(seed)
         begun = [generator.get_state() for generator in self.generators] if check and self._must_say else []
@@ -74,6 +78,7 @@ class Draws:
             yield
             if begun and not self._counts:
                 self._check(begun)
+                self._draws_nothing = True
         finally:
             for generator, state in zip(self.generators, before):
                 generator.set_state(state)

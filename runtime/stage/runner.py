@@ -99,6 +99,8 @@ class StageRunner:
             module.device = self.device
         self.draws = Draws(spec.name, module, self.device)
         self._params = _own_parameters(spec, module, self.device)
+        self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
+        self._changes = [param for param in spec.params if param.change]
         self._buffers = _named_buffers(module)
         self._changing: list[str] | None = None  # buffers that a forward changes, known after the first
         self._training = {m: m.training for m in module.modules()}
@@ -198,7 +200,7 @@ class StageRunner:
         by parameter; each goes there as soon as it is complete.
         """
         if kept is None or kept.is_partial:
-            kept = self._rematerialised(kept, inputs, seed)
+            kept = self._rematerialised(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
@@ -215,9 +217,9 @@ class StageRunner:
         """Gradients of the inputs alone, and what `backward_weight` needs for those of the parameters. If `kept` is
         None or partial, forward runs again first, as for `backward`."""
         if kept is None or kept.is_partial:
-            kept = self._rematerialised(kept, inputs, seed)
+            kept = self._rematerialised(kept, inputs, seed, self.weights_move)
         edges, values = self._entries(kept, douts)
-        rest = input_half(edges, values, kept.leaves, self._trained())
+        rest = input_half(edges, values, kept.leaves, self._trained)
         noted = {_storage(t): t.untyped_storage().nbytes() for t in rest.tensors()}
         rest.num_bytes = (self.kept_bytes or 0) + sum(x.nbytes for x in inputs) + sum(noted.values())
         dinputs = _dinputs(kept, {*map(_storage, (*inputs, *values)), *noted})
@@ -232,7 +234,7 @@ class StageRunner:
         """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they shall lie."""
         grads = {} if grads is None else grads
         with self._adding_to(grads, {_storage(t) for t in rest.tensors()}, places):
-            weight_half(rest, self._trained())
+            weight_half(rest, self._trained)
         return grads
 
     def evaluate(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
@@ -245,9 +247,6 @@ class StageRunner:
             return self._detached(outputs, inputs)
 
     # --- inside
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._params.items() if p.requires_grad}
 
     def _entries(self, kept: Kept, douts: Sequence[Tensor | float | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         """The edges at which gradients enter the graph, and these gradients."""
@@ -265,7 +264,7 @@ class StageRunner:
         self, grads: dict[str, Tensor], taken: set[int], places: Mapping[str, Tensor] | None = None
     ) -> Iterator[None]:
         """Let the parameters' gradients add up in `grads`, each at its place or in memory of its own."""
-        trained = self._trained()
+        trained = self._trained
         for name, param in trained.items():
             param.grad = grads.get(name)
         try:
@@ -289,7 +288,7 @@ class StageRunner:
             grads[name] = places[name].copy_(param.grad)
             param.grad = None
 
-        new = {name: param for name, param in self._trained().items() if name in places and name not in grads}
+        new = {name: param for name, param in self._trained.items() if name in places and name not in grads}
         hooks = [param.register_post_accumulate_grad_hook(partial(move, name)) for name, param in new.items()]
         try:
             yield
@@ -297,10 +296,10 @@ class StageRunner:
             for hook in hooks:
                 hook.remove()
 
-    def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int) -> Kept:
+    def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool) -> Kept:
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
         with self._spare_buffers():
-            outputs, leaves = self._run(inputs, seed, True, taking or nullcontext())
+            outputs, leaves = self._run(inputs, seed, True, taking or nullcontext(), weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()
             partial.drop()
@@ -313,18 +312,25 @@ class StageRunner:
         keep: bool,
         calls: AbstractContextManager[Any],
         first: bool = False,
+        weights_move: bool | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module."""
+        """The training outputs, and the inputs as leaves of their graph. `calls` is entered around the module.
+        `weights_move`: whether the weights may lie elsewhere once the graph is used; None for what the runner knows."""
         self._change_params()
         self._set_mode(evaluating=False)
         leaves = [_laid_out(x, want).detach() for x, want in zip(inputs, self.spec.inputs, strict=True)]
-        versions = [leaf._version for leaf in leaves]
+        versions = [leaf._version for leaf in leaves] if first else []
         if keep:
             for leaf, want in zip(leaves, self.spec.inputs, strict=True):
                 leaf.requires_grad_(want.requires_grad)
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
-        hooks = self._hooks(storages) if keep and (measure or self._saves_apart) else nullcontext()
+        moves = self.weights_move if weights_move is None else weights_move
+        hooks = (
+            self._hooks(storages if measure else None)
+            if keep and (measure or moves or self.spec.pointwise_again)
+            else nullcontext()
+        )
         autocast = self.precision.autocast(self.device)
         with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
@@ -337,12 +343,8 @@ class StageRunner:
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
 
-    @property
-    def _saves_apart(self) -> bool:
-        return self.weights_move or self.spec.pointwise_again
-
-    def _hooks(self, storages: dict[int, int]) -> AbstractContextManager[Any]:
-        """Note each storage that autograd saves; save weights by name and place, so that they may move meanwhile."""
+    def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
+        """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
 
         def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
             address = saved.data_ptr()
@@ -350,7 +352,8 @@ class StageRunner:
             if row >= 0 and address < self._spans[row][0] and _storage(saved) in self._held:
                 offset_bytes = address - self._starts[row]
                 return self._spans[row][1], saved.dtype, offset_bytes, saved.shape, saved.stride()
-            storages[_storage(saved)] = saved.untyped_storage().nbytes()
+            if storages is not None:
+                storages[_storage(saved)] = saved.untyped_storage().nbytes()
             return saved.detach()  # a saved result would else hold the very graph that saves it
 
         def unpack(packed: Any) -> Tensor:
@@ -369,7 +372,8 @@ class StageRunner:
 
     def _change_params(self) -> None:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
-        change_params(self.spec.params, {name: param.data for name, param in self._params.items()})
+        if self._changes:
+            change_params(self._changes, {name: param.data for name, param in self._params.items()})
 
     @contextmanager
     def _spare_buffers(self) -> Iterator[None]:
