@@ -181,14 +181,17 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         whole_ns.append(clock.span_ns(lambda: session.step(fed)))
         session.file.functions["step"] = function
         plain_ns.append(clock.span_ns(lambda: session.step(fed)))
-    direct = {stage: launches_ns(store.runner, clock) for stage, store in session.state.stores.items()}
+    on_gpu = session.device.type == "cuda"  # a CPU device's launches are another thread's
+    direct = (
+        {stage: launches_ns(store.runner, clock) for stage, store in session.state.stores.items()} if on_gpu else {}
+    )
     net: dict[str, list[float]] = {}
     gross: dict[str, list[float]] = {}
     for row, node in zip(zip(*runs, strict=True), job.programs[0].ops(), strict=True):
         kind, stage, _ = row[0]
         taken_ns = statistics.median(ns for _, _, ns in row)
         gross.setdefault(kind, []).append(taken_ns / 1e3)
-        if kind in COMPUTED and session.device.type == "cuda":  # a CPU device's launches are another thread's
+        if kind in COMPUTED and on_gpu:
             taken_ns -= sum(direct[stage][part] for part in launched(node))
         net.setdefault(kind, []).append(taken_ns / 1e3)
     after_ns = statistics.median(whole_ns) - statistics.median(sum(ns for _, _, ns in run) for run in runs)
@@ -222,17 +225,19 @@ def launches_ns(runner: StageRunner, clock: Clock) -> dict[str, float]:
     for given, want in zip(inputs, runner.spec.inputs):
         given.requires_grad_(want.requires_grad)
     taken: dict[str, list[int]] = {"forward with a graph": [], "backward": [], "forward": []}
-    outputs: list[Tensor] = []
-    for _ in range(9):
-        taken["forward with a graph"].append(clock.span_ns(lambda: outputs.extend(runner.module(*inputs))))
-        roots = [out for out in outputs if out.requires_grad]
-        ones = [torch.ones_like(root) for root in roots]
-        taken["backward"].append(clock.span_ns(lambda: torch.autograd.backward(roots, ones)))  # noqa: B023
-        outputs.clear()
-        with torch.no_grad():
-            taken["forward"].append(clock.span_ns(lambda: runner.module(*inputs)))
-        for tensor in (*inputs, *runner.parameters.values()):
-            tensor.grad = None
+    graphs: list[Sequence[Tensor]] = []
+    with torch.cuda.stream(torch.cuda.Stream(runner.device)):
+        for _ in range(3):  # as in a step: all forwards, then all backwards, in which gradients add up
+            for _ in range(MICRO_BATCHES):
+                taken["forward with a graph"].append(clock.span_ns(lambda: graphs.append(runner.module(*inputs))))
+                with torch.no_grad():
+                    taken["forward"].append(clock.span_ns(lambda: runner.module(*inputs)))
+            while graphs:
+                roots = [out for out in graphs.pop() if out.requires_grad]
+                ones = [torch.ones_like(root) for root in roots]
+                taken["backward"].append(clock.span_ns(lambda: torch.autograd.backward(roots, ones)))  # noqa: B023
+    for tensor in (*inputs, *runner.parameters.values()):
+        tensor.grad = None
     return {part: statistics.median(row) for part, row in taken.items()}
 
 

@@ -7,6 +7,7 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unle
 from __future__ import annotations
 
 from collections.abc import Collection, MutableSequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -84,6 +85,12 @@ class Streams:
         if gpu is not None and key == ops.CPU:
             cores = optimizer_cores(available_cores(), self.place, len(self.beside))
         return ThreadStream(key, self._notices, self.board, slot, len(cores) or num_threads, gpu, cores)
+
+    def as_before(self) -> AbstractContextManager[Any]:
+        """Leave the calling thread's CUDA stream as it is now: each op that is issued sets its own."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(self.device))
 
     def finish(self, used: Collection[Stream]) -> None:
         """Wait until all of these streams are done. Raises the `Fault` of one that has failed."""

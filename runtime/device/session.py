@@ -139,7 +139,8 @@ class DeviceSession:
         for stream in runtime.streams.values():
             stream.begin()
         try:
-            results = self.file.functions[function](runtime, dict(batch))
+            with self.streams.as_before():
+                results = self.file.functions[function](runtime, dict(batch))
             assert runtime.complete, "the file's function and its parsed text differ"
             self.streams.finish(runtime.streams.values())
         except Fault as fault:

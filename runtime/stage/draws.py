@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 
 import torch
 
@@ -18,6 +19,7 @@ from ...ir.errors import VerifyError
 from ..modules import Stage, draw_from, draw_numbers
 
 
+@lru_cache(4096)
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
     """The seed of a micro-batch of one step, counted in the whole batch."""
     return _hash(f"{seed}/{step}/{micro_batch}")
@@ -60,16 +62,16 @@ class Draws:
         self._counts: dict[str, int] = {}
         self._draws_nothing = False  # a checked run has drawn nothing, and no other will: a stage has no branches
 
-    @contextmanager
-    def seeded(self, seed: int, check: bool = False) -> Iterator[None]:
+    def seeded(self, seed: int, check: bool = False) -> AbstractContextManager[None]:
         """For one run of the stage on the micro-batch of this seed.
 
         `check` raises `VerifyError` if the run draws and no line of the stage says where.
         """
+        return nullcontext() if self._draws_nothing else self._seeded(seed, check)
+
+    @contextmanager
+    def _seeded(self, seed: int, check: bool) -> Iterator[None]:
         self._seed, self._counts = seed, {}
-        if self._draws_nothing:
-            yield
-            return
         before = [generator.get_state() for generator in self.generators]
         for generator in self.generators:
             generator.manual_seed(seed)

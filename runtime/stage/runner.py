@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
@@ -204,9 +204,12 @@ class StageRunner:
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
-        with self._adding_to(grads, taken, places), self._moving_to(grads, places or {}):
+        with self._adding_to(grads, taken, places), self._moving_to(grads, places) if places else nullcontext():
             if edges:
-                torch.autograd.backward(edges, values)
+                # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
+                _engine_run_backward(
+                    tuple(edges), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         dinputs = _dinputs(kept, taken)
         kept.drop()
         return dinputs, grads
@@ -298,7 +301,7 @@ class StageRunner:
 
     def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool) -> Kept:
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
-        with self._spare_buffers():
+        with self._spare_buffers() if self._buffers else nullcontext():
             outputs, leaves = self._run(inputs, seed, True, taking or nullcontext(), weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()

@@ -106,10 +106,14 @@ class FakeCuda:
     def current_stream(self, device: Any = None) -> FakeStream:
         return getattr(self.current, "stream", self.default)
 
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current.stream = stream
+        merge(stream.clock, self.host_clock())  # a launch comes after all that its thread has seen
+
     @contextmanager
     def use_stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current.stream = self.current_stream(), stream
-        merge(stream.clock, self.host_clock())  # a launch comes after all that its thread has seen
+        before = self.current_stream()
+        self.set_stream(stream)
         try:
             yield
         finally:
@@ -195,6 +199,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "Stream": Stream,
         "Event": Event,
         "stream": cuda.use_stream,
+        "set_stream": cuda.set_stream,
         "current_stream": cuda.current_stream,
         "current_device": lambda: 0,
         "set_device": lambda device: None,

@@ -157,8 +157,9 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
     found: list[torch.Tensor] = []
     with torch.cuda.stream(copy.stream):
         torch.cuda._sleep(50_000_000)
-    arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
-    total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
+    with torch.cuda.stream(torch.cuda.current_stream()):  # each op sets its own
+        arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
+        total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
     assert not total.done  # issuing did not wait for the sleeping copy stream
     for stream in (copy, compute):
         assert finish(stream, notices) is stream
