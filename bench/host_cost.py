@@ -42,9 +42,9 @@ KEEPING = (
     "drop-masks, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
     "choose-activations{swap=true, tier=none, to=dram, share=0.5}, insert-fetch{swap=true}, insert-optimizer"
 )
-REAL = {  # plan: model, preset, rows
-    "llama2-7b on one rtx4090": ("llama2-7b", "rtx4090x1", 8),
-    "llama2-70b on eight rtx4090": ("llama2-70b", "rtx4090x8-2rc", 16),
+REAL = {  # plan: model, preset, rows, strategy
+    "llama2-7b on one rtx4090": ("llama2-7b", "rtx4090x1", 8, "auto"),
+    "llama2-70b on eight rtx4090": ("llama2-70b", "rtx4090x8-2rc", 16, "min-stage"),
 }
 COUNTS = Path(__file__).resolve().parent / "results" / "host_cost_plans.json"
 COMPUTED = ("forward", "backward")
@@ -54,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default="after", help="which state of the code this is")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", help="this plan alone, such as swapped")
     parser.add_argument("--plans", action="store_true")
     args = parser.parse_args()
     if args.plans:
@@ -68,6 +69,8 @@ def main() -> None:
         "swapped, classes kept": lambda: compiled(setup, gpt(SIZE), batch, strategy=KEEPING, **options),
     }
     for plan, make in jobs.items():
+        if args.only not in (None, plan):
+            continue
         with make() as job:
             found = measure(job, batch)
         emulated = os.environ.get("FAKECUDA_COMPUTE") == "0"
@@ -84,7 +87,7 @@ class LittleDram(Setup):
         return super().hardware(memory).with_(dram="2GB")
 
 
-def real_counts(model: str, preset: str, num_rows: int) -> list[dict[str, int]]:
+def real_counts(model: str, preset: str, num_rows: int, strategy: str) -> list[dict[str, int]]:
     """The instructions of each device's step, by kind."""
     named = find_model(model)
     machine = penstock.Hardware.preset(preset, dram="1024GB")
@@ -95,7 +98,7 @@ def real_counts(model: str, preset: str, num_rows: int) -> list[dict[str, int]]:
         example_inputs=inputs,
         precision="bf16-true",
         micro_batches=num_rows,
-        strategy="mobius",
+        strategy=strategy,
     )
     return [dict(Counter(op_of(node).name for node in program.ops())) for program in job.programs]
 
