@@ -15,6 +15,10 @@ import ctypes
 import os
 from collections.abc import Sequence
 
+import torch
+
+from ..nodes import NODES, Nodes, gpu_address
+
 FOR_ISSUING = 2  # cores: one for the thread that issues, one for disks and messages
 FEWEST_TO_SPLIT = 4  # a share below this keeps one core free, a single one none
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in glibc's malloc.h
@@ -33,6 +37,20 @@ def optimizer_cores(cores: Sequence[int], place: int, count: int) -> list[int]:
     share = list(cores[place * len(cores) // count : (place + 1) * len(cores) // count]) or [cores[place % len(cores)]]
     free = FOR_ISSUING if len(share) >= FEWEST_TO_SPLIT else min(1, len(share) - 1)
     return share[free:]
+
+
+def node_of(device: torch.device, nodes: Nodes = NODES) -> int | None:
+    """The node of DRAM and cores that is near a GPU; None for a CPU device, and where all is equally near."""
+    if device.type != "cuda" or len(nodes.with_memory) < 2:
+        return None
+    return nodes.of_gpu(gpu_address(torch.cuda.get_device_properties(device)))
+
+
+def near_cores(node: int, place: int, count: int, nodes: Nodes = NODES) -> tuple[list[int], int, int]:
+    """The cores of a GPU's node that this process may use; and the GPU's place among those of the node, and their
+    count, for `optimizer_cores`: the `count` GPUs of a host are spread over its nodes evenly, in order."""
+    on_node = -(-count // len(nodes.with_memory))
+    return nodes.cores(node, available_cores()), place % on_node, on_node
 
 
 def use_cores(cores: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...ir import ops
-from .host import available_cores, optimizer_cores
+from .host import available_cores, near_cores, node_of, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
 from .setup import DeviceSetup
@@ -82,9 +82,14 @@ class Streams:
         num_threads = self.num_threads if key in (ops.COMPUTE, ops.CPU) else 1
         gpu = self.device if self.spec.kind == "cuda" else None
         cores: list[int] = []
+        node = None if gpu is None else node_of(gpu)
         if gpu is not None and key == ops.CPU:
-            cores = optimizer_cores(available_cores(), self.place, len(self.beside))
-        return ThreadStream(key, self._notices, self.board, slot, len(cores) or num_threads, gpu, cores)
+            near = near_cores(node, self.place, len(self.beside)) if node is not None else None
+            cores = optimizer_cores(*near or (available_cores(), self.place, len(self.beside)))
+            return ThreadStream(key, self._notices, self.board, slot, len(cores), gpu, cores)
+        if node is not None:  # disks and messages, which the kernel may move to any core of the node
+            cores = near_cores(node, self.place, len(self.beside))[0]
+        return ThreadStream(key, self._notices, self.board, slot, num_threads, gpu, cores)
 
     def as_before(self) -> AbstractContextManager[Any]:
         """Leave the calling thread's CUDA stream as it is now: each op that is issued sets its own."""

@@ -21,6 +21,7 @@ from ..stage.arena import Arena, pages
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore
 from .file import DeviceFile
+from .host import node_of
 from .prepare import Issues
 from .setup import DeviceSetup
 
@@ -48,7 +49,8 @@ class SessionMemory:
         }
         host_device = torch.device("cpu") if host_device is None else host_device
         self.device_arena = Arena(device)
-        self.dram_arena = Arena(host_device, on_pages=True, pinned=device.type == "cuda")
+        self.node = node_of(device)
+        self.dram_arena = Arena(host_device, on_pages=True, pinned=device.type == "cuda", node=self.node)
         self.folder: SsdFolder | None = None
         self.ssd_arena: SsdFile | None = None
         self._share_before: float | None = None  # the share of the GPU's memory that torch's allocator could take
@@ -98,7 +100,7 @@ class SessionMemory:
     def staging(self, num_bytes: int) -> Tensor:
         """The first part of DRAM's arena, in which nothing lies between steps."""
         if num_bytes > self.dram_arena.bytes:
-            return pages(num_bytes)
+            return pages(num_bytes, node=self.node)
         return self.dram_arena.range(0, num_bytes)
 
     def hold_allocator(self) -> None:
@@ -183,6 +185,7 @@ class DeviceState:
             staging=self.memory.staging,
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
+            node=self.memory.node,
         )
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:

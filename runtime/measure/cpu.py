@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..device.host import keep_freed_memory
 from ..device.streams import SWITCH_S
+from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from .disks import disk_rates
 from .links import fetch_latency_s, message_rates
 from .table import DTYPES, TableTiming, measured_table
@@ -74,12 +75,13 @@ def call_overhead_s(layers: int = 20) -> float:
     return steady_s(block, slice_s=0.2) / (3 * calls)
 
 
-def adamw_params_per_s(num_params: int = 8 * MIB) -> float:
-    """Parameters per second of torch's fused AdamW on fp32 states."""
-    param = torch.nn.Parameter(torch.randn(num_params))
-    param.grad = torch.randn(num_params)
-    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
-    return num_params / steady_s(optimizer.step)
+def adamw_params_per_s(num_params: int = 8 * MIB, dtype: torch.dtype = torch.float32) -> float:
+    """Parameters per second of a stage's AdamW on fp32 states, as a device steps it. `dtype`: that of gradients, and of
+    weights beside fp32 masters."""
+    masters, grad = {"weight": torch.randn(num_params)}, torch.randn(num_params).to(dtype)
+    weights = None if dtype == torch.float32 else {"weight": torch.empty(num_params, dtype=dtype)}
+    part = StageOptimizer(OptimizerSpec("torch.optim:AdamW", {"lr": 1e-4}), masters)
+    return num_params / steady_s(lambda: part.step({"weight": grad}, weights=weights))
 
 
 def rate_table(overhead_s: float) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) ->
         "devices": [measure_device(device) for device in range(num_devices)],
         "down": [together_bandwidth(group, to_device=True) for group in groups],
         "up": [together_bandwidth(group, to_device=False) for group in groups],
-        "host": {"adamw": adamw_params_per_s(64 * MIB), "copy": copy_bandwidth(256 * MIB)},
+        "host": {"adamw": adamw_params_per_s(64 * MIB, torch.bfloat16), "copy": copy_bandwidth(256 * MIB)},
     }
     if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
         report["peer"] = peer_rates(0, 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.program import PAGE, ParamSpec, StageSpec, aligned
+from ..nodes import HUGE_PAGE_BYTES, NODES, mapped
 
 T = TypeVar("T")
 Pieces = tuple[tuple[int, int, int], ...]  # offset in the arena, first and last + 1 of the parameters that lie there
@@ -84,29 +85,40 @@ def masters_layout(spec: StageSpec) -> BufferLayout:
     return BufferLayout.of((p for p in spec.params if p.requires_grad), torch.float32, alignment=64)
 
 
-def pages(num_bytes: int, pinned: bool = False) -> Tensor:
-    """A flat buffer of zeros on the host that begins and ends at a page, as disks need it."""
+def pages(num_bytes: int, pinned: bool = False, node: int | None = None) -> Tensor:
+    """A flat buffer of zeros on the host that begins and ends at a page, as disks need it. `node`: see `nodes`."""
     num_bytes = aligned(num_bytes, PAGE)
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    return page_locked(num_bytes) if pinned else torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    return page_locked(num_bytes, node) if pinned else _placed(mapped(num_bytes), node)
 
 
-def allocate(num_bytes: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """An uninitialised flat buffer; `pinned` asks for page-locked host memory."""
+def allocate(num_bytes: int, device: torch.device, pinned: bool = False, node: int | None = None) -> Tensor:
+    """An uninitialised flat buffer; `pinned` asks for page-locked host memory, `node` for that of a node."""
     if pinned and num_bytes:
-        return page_locked(num_bytes)
+        return page_locked(num_bytes, node)
+    if device.type == "cpu" and num_bytes >= HUGE_PAGE_BYTES:
+        return _placed(mapped(num_bytes), node)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def page_locked(num_bytes: int) -> Tensor:
+def _placed(pages: mmap.mmap, node: int | None) -> Tensor:
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    NODES.place(flat.data_ptr(), flat.numel(), node)
+    return flat
+
+
+def page_locked(num_bytes: int, node: int | None = None) -> Tensor:
     """Host memory that a GPU copies from and to by itself, unlocked when the last tensor in it is gone.
 
-    torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see.
+    torch's own pinned allocator rounds up to the next power of two, which no account of DRAM would see. All threads
+    take the pages, each a piece, before they are locked; the driver would take them with one. They are locked as one
+    range: a copy must lie in memory of one registration.
     """
-    pages = mmap.mmap(-1, num_bytes)  # whole pages, shared with no other buffer
+    pages = mapped(num_bytes)  # whole pages, shared with no other buffer
     pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
-    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    flat = _placed(pages, node)
+    flat.zero_()
     cudart: Any = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(flat.data_ptr(), num_bytes, 0))
     lock = weakref.finalize(flat.untyped_storage(), _unlock, cudart, flat.data_ptr(), pages)
@@ -121,14 +133,14 @@ def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
 
 class Arena:
     """One preallocated block of a memory in which values have planned places: fetched weights on a device, read and
-    offloaded values in DRAM (`on_pages`, and pinned if a GPU copies from it).
+    offloaded values in DRAM (`on_pages`, and pinned, on the GPU's `node`, if a GPU copies from it).
 
     A place is written again only after the events of all readers of its old value: the op that takes the place waits
     for them (`ir/program/order.py`).
     """
 
-    def __init__(self, device: torch.device, on_pages: bool = False, pinned: bool = False):
-        self.device, self.on_pages, self.pinned = device, on_pages, pinned
+    def __init__(self, device: torch.device, on_pages: bool = False, pinned: bool = False, node: int | None = None):
+        self.device, self.on_pages, self.pinned, self.node = device, on_pages, pinned, node
         self.flat = allocate(0, device)
         self._views: dict[tuple[str, Pieces], dict[str, Tensor]] = {}
         self._prepared: dict[Hashable, Any] = {}
@@ -144,7 +156,7 @@ class Arena:
             self._prepared.clear()
             self.flat = allocate(0, self.device)  # give back the old block before the new one is taken
             on_pages = self.on_pages and self.device.type == "cpu"
-            self.flat = pages(num_bytes, self.pinned) if on_pages else allocate(num_bytes, self.device)
+            self.flat = pages(num_bytes, self.pinned, self.node) if on_pages else allocate(num_bytes, self.device)
 
     def range(self, offset_bytes: int, num_bytes: int) -> Tensor:
         return self.flat[offset_bytes : offset_bytes + num_bytes]

@@ -40,7 +40,7 @@ class StageStore:
     precision. `optimizer` is None if the stage is not trained here. `flat_stage`: how the
     stage is spread, if only a shard of it is kept here; `load` takes whole tensors, `state` gives pieces. Files go to
     `folder`; `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded
-    nor saved.
+    nor saved. `node`: where DRAM near the device is, see `nodes`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class StageStore:
         staging: Callable[[int], Tensor] | None = None,
         workspace: Workspace | None = None,
         constants: Mapping[str, Tensor] | None = None,
+        node: int | None = None,
     ):
         self.spec, self.home, self.flat_stage = spec, home, flat_stage
         self._constants = dict(constants or {})
@@ -68,7 +69,9 @@ class StageStore:
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = staging
         self.layout = weights_layout(spec) if flat_stage is None else flat_stage.own
-        self.flat = allocate(0 if home.weights == ops.SSD else self.layout.total_bytes, self._where, self._pinned)
+        self.node = node
+        num_bytes = 0 if home.weights == ops.SSD else self.layout.total_bytes
+        self.flat = allocate(num_bytes, self._where, self._pinned, node)
         self.weights = {} if home.weights == ops.SSD else self.layout.views(self.flat)
         self.file: StageFile | None = None
         if ops.SSD in (home.weights, home.states):
@@ -99,7 +102,8 @@ class StageStore:
         if not separate:
             return {name: self.weights[name] for name in self._trained if name in self.weights}
         layout = masters_layout(self.part)
-        views = layout.views(allocate(layout.total_bytes, self._where))  # not pinned: no GPU ever reads masters in DRAM
+        flat = allocate(layout.total_bytes, self._where, node=self.node)  # not pinned: no GPU reads masters in DRAM
+        views = layout.views(flat)
         return {name: view for name, view in views.items() if name in self._trained}
 
     # --- the update

@@ -264,3 +264,20 @@ def test_measuring_a_real_gpu() -> None:
     assert all(device.kind == "cuda" for device in hardware.devices)
     assert hardware.bandwidth("dram0", "gpu0") > 1e9
     assert hardware.devices[0].achieved_flops("fp32") > 1e12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rate_of_the_optimizer_is_that_of_the_code_that_steps_stages(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[torch.dtype, bool]] = []
+    whole = measure.StageOptimizer.step
+
+    def step(self: measure.StageOptimizer, grads: dict[str, torch.Tensor], **options: Any) -> None:
+        given.append((grads["weight"].dtype, options["weights"] is not None))
+        whole(self, grads, **options)
+
+    monkeypatch.setattr(measure.StageOptimizer, "step", step)
+    monkeypatch.setattr(measure, "steady_s", lambda work: work() or 1.0)
+    assert measure.adamw_params_per_s(1 << 10, dtype) == 1 << 10
+    assert set(given) == {(dtype, dtype == torch.bfloat16)}
