@@ -68,6 +68,8 @@ def uses_ssd(hardware: Hardware, programs: Sequence[Program], host: int) -> bool
 def _require_gpus(hardware: Hardware, num_devices: int) -> None:
     per_host = Counter(device.host for device in hardware.devices[:num_devices] if device.kind == "cuda")
     wanted, present = max(per_host.values(), default=0), torch.cuda.device_count()
+    if TorchrunDriver.is_present():
+        wanted = min(wanted, 1)  # a rank may see its own GPU only
     if wanted > present:
         raise HardwareError(
             f"{hardware.name}: the plan needs {wanted} GPUs on a host, torch {torch.__version__} sees {present} "

@@ -81,14 +81,14 @@ def _pass_round(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Se
 
 def _trade(group: Any, index: int, ring: Sequence[int], blocks: Sequence[Sequence[Tensor]]) -> None:
     """Each member of the ring sends its block to every other member, in one batch on the current CUDA stream."""
-    own, device = ring.index(index), blocks[0][0].device
-    group._start_coalescing(device)
+    own = ring.index(index)
+    group._start_coalescing()
     for other, block in zip(ring, blocks):
         if other != index:
             for mine, theirs in zip(blocks[own], block):
                 group.send([mine], other, 0)
                 group.recv([theirs], other, 0)
-    group._end_coalescing(device).wait()
+    group._end_coalescing().wait()
 
 
 def sum_rows(

@@ -205,7 +205,7 @@ class PeerLink:
         return pair
 
     def _nccl(self, name: str, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
         options._timeout = self._timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
 

@@ -18,6 +18,7 @@ from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
 from ..simulate import Span
+from .accelerator import current
 from .file import DeviceFile
 from .named_streams import Streams
 from .pacing import Pacing, route_of
@@ -76,7 +77,7 @@ class DeviceSession:
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return torch.device("cuda", self.setup.share.gpu) if on_gpu else torch.device("cpu")
 
     def _plan(self, name: str, program: Program) -> Issues:
         plan = plan_issues(program, self.spec.budget_bytes, self.setup.dram_budget_bytes, self.streams.name_of)
@@ -139,10 +140,11 @@ class DeviceSession:
         for stream in runtime.streams.values():
             stream.begin()
         try:
-            with self.streams.as_before():
-                results = self.file.functions[function](runtime, dict(batch))
-            assert runtime.complete, "the file's function and its parsed text differ"
-            self.streams.finish(runtime.streams.values())
+            with current(self.device):
+                with self.streams.as_before():
+                    results = self.file.functions[function](runtime, dict(batch))
+                assert runtime.complete, "the file's function and its parsed text differ"
+                self.streams.finish(runtime.streams.values())
         except Fault as fault:
             self.broken = self.streams.first_fault(fault)
             if not runtime.accounted and self.broken.label is not None:

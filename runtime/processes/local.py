@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
 from .. import scratch
+from ..device.accelerator import MOST_QUEUES, QUEUES
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
@@ -306,15 +307,12 @@ class LocalWorkers(Driver):
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """This process's environment and import paths, and settings that keep idle threads from spinning.
-
-    On GPUs every stream gets a hardware queue of its own: in a shared queue, a receive that waits for its peer would
-    block later computation that the peer waits for.
-    """
+    """This process's environment and import paths, settings that keep idle threads from spinning, and a hardware queue
+    for every stream of a GPU (see `accelerator`)."""
     paths = [path or os.getcwd() for path in sys.path]
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         **os.environ,
+        QUEUES: str(MOST_QUEUES),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONSAFEPATH": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
+from ..device.accelerator import gpu_of_rank, take_queues
 from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult
@@ -87,13 +88,15 @@ class TorchrunDriver(Driver):
 
     def _set_up(self) -> None:
         """Build the session of this rank's device, connected to all others; an error of any rank stops all of them."""
-        local = int(os.environ.get("LOCAL_RANK", "0"))
         hostname = None if INTERFACE_SETTING in os.environ else self.ranks.hostname
         failure: dict[str, Any] | None = None
         with self._together():
             try:
                 own = self.setup.for_device(self.rank)
-                share = replace(own.share, gpu=local, hostname=hostname)
+                share = replace(own.share, hostname=hostname)
+                if own.spec.kind == "cuda":
+                    take_queues()
+                    share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
                 self._session = build_session(replace(own, share=share), self.ranks.store)
             except Exception as error:
                 failure = error_to_data(error)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...ir.errors import error_to_data
 from ...ir.program import bound_interface
+from ..device.accelerator import current
 from ..device.host import keep_freed_memory
 from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import PeerLink, group_members
@@ -55,27 +56,30 @@ def build_session(
     device, rehearsed = torch.device("cpu"), setup.paces.waits_s is not None
     if setup.spec.kind == "cuda" and not rehearsed:
         device = torch.device("cuda", setup.share.gpu)
-        torch.cuda.set_device(device)
     else:
         keep_freed_memory()
     if setup.share.num_threads is not None:
         torch.get_num_threads()  # otherwise its first use would overwrite the number that is set next
         torch.set_num_threads(setup.share.num_threads)
-    link, interface = None, setup.interface
-    if interface.world_size > 1:
-        assert store is not None
-        sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
-        link = PeerLink(
-            store,
-            setup.index,
-            interface.world_size,
-            group_members((bound_interface(interface) if interface.lanes else interface).groups),
-            device,
-            timeout_s=setup.timeout_s,
-            hostname=setup.share.hostname,
-            hosts=[device.host for device in setup.hardware.devices],
-        )
-    return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board)
+    with current(device):
+        link = None if setup.interface.world_size == 1 else _linked(setup, store, device)
+        return (RehearsedSession if rehearsed else DeviceSession)(setup, setup.open_file(), link, board)
+
+
+def _linked(setup: DeviceSetup, store: dist.Store | None, device: torch.device) -> PeerLink:
+    assert store is not None
+    sys.setswitchinterval(SWITCH_S)  # in the process of a torchrun's rank, too
+    interface = setup.interface
+    return PeerLink(
+        store,
+        setup.index,
+        interface.world_size,
+        group_members((bound_interface(interface) if interface.lanes else interface).groups),
+        device,
+        timeout_s=setup.timeout_s,
+        hostname=setup.share.hostname,
+        hosts=[device.host for device in setup.hardware.devices],
+    )
 
 
 def serve(channel: socket.socket, board: MutableSequence[int]) -> None:
