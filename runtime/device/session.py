@@ -17,8 +17,8 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
+from ..accelerator import current
 from ..simulate import Span
-from .accelerator import current
 from .file import DeviceFile
 from .named_streams import Streams
 from .pacing import Pacing, route_of

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
 from .. import scratch
-from ..device.accelerator import MOST_QUEUES, QUEUES
+from ..accelerator import MOST_QUEUES, QUEUES
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
-from ..device.accelerator import gpu_of_rank, take_queues
+from ..accelerator import gpu_of_rank, take_queues
 from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult

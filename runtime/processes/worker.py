@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...ir.errors import error_to_data
 from ...ir.program import bound_interface
-from ..device.accelerator import current
+from ..accelerator import current
 from ..device.host import keep_freed_memory
 from ..device.named_streams import STREAM_SLOTS
 from ..device.peers import PeerLink, group_members

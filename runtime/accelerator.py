@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...ir.errors import HardwareError
+from ..ir.errors import HardwareError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = 32

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import HardwareError
-from penstock.runtime.device import accelerator
+from penstock.runtime import accelerator
 from penstock.runtime.processes.local import worker_environment
 
 
