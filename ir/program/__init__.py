@@ -5,6 +5,7 @@ from __future__ import annotations
 from .first_fit import FirstFit
 from .flat import Segment
 from .hooks import Earlier, HookCall, elementwise
+from .host_order import add_host_waits
 from .interface import Interface, shard_key
 from .lanes import (
     WORLD,
@@ -41,6 +42,7 @@ from .memory import (
 )
 from .order import Memory, Order, Task, build_order, find_cycle, lack_of, memory_change
 from .parts import whole_params, wrong_parts
+from .pools import Pools
 from .program import (
     Program,
     donated,
@@ -84,6 +86,7 @@ __all__ = [
     "Order",
     "ParamSpec",
     "Persistent",
+    "Pools",
     "Program",
     "RowPart",
     "SavedSpec",
@@ -92,6 +95,7 @@ __all__ = [
     "StageSpec",
     "Task",
     "TensorSpec",
+    "add_host_waits",
     "aligned",
     "are_alike",
     "bind",

@@ -8,7 +8,8 @@ A task starts when the following have ended:
 - for an op that takes a place in an arena, the frees of what lay there; for any op that takes memory, the first N
   releases of its own text, where N is the smallest number with which it fits the budget even if no later release has
   happened and everything before it in the text has started. So memory never overflows, whichever stream runs ahead,
-  and an op never waits for anything after it in its text.
+  and an op never waits for anything after it in its text. On a GPU the same holds for each pool of its memory and the
+  pool's part of the budget (`pools.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import fx
 from .. import ops
 from ..calls import op_of
 from .memory import MemoryProfile, place_bytes, places_of, plan_arena, takes_place
+from .pools import Pools
 from .program import Program, donated, operands, producer_of, values_of, work_of
 
 
@@ -45,17 +47,24 @@ class Order:
 @dataclass(frozen=True)
 class Memory:
     """The memories of one device's program: its profile, its device's budget, and its part of the host's DRAM if that
-    is limited."""
+    is limited. `pooled`: each stream of the device has memory of its own, as on a GPU."""
 
     profile: MemoryProfile
     budget_bytes: int
     dram_budget_bytes: int | None = None
+    pooled: bool = False
 
-    def waits(self) -> list[_BudgetWaits]:
+    def waits(self, program: Program, work_of: Mapping[fx.Node, ops.Work]) -> list[_BudgetWaits]:
         lasting = {
             memory: self.profile.persistent.total(memory) + self.profile.arenas[memory] for memory in ops.MEMORIES
         }
-        found = [_BudgetWaits(ops.DEVICE, self.budget_bytes - lasting[ops.DEVICE])]
+        spare_bytes = self.budget_bytes - lasting[ops.DEVICE]
+        found: list[_BudgetWaits] = []
+        if self.pooled:
+            pools = Pools(program, work_of)
+            found += [_PoolWaits(pools, pool, most) for pool, most in pools.shares(spare_bytes).items()]
+        else:
+            found += [_BudgetWaits(ops.DEVICE, spare_bytes)]
         if self.dram_budget_bytes is not None:
             found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - lasting[ops.DRAM]))
         return found
@@ -143,7 +152,7 @@ class _Device:
 
     def connect(self, memory: Memory | None) -> None:
         arenas = [_ArenaWaits(self.program, memory) for memory in ops.MEMORIES]
-        budgets = [] if memory is None else memory.waits()
+        budgets = [] if memory is None else memory.waits(self.program, self.work_of)
         for node in self.program.ops():
             index, work = self.task_of[node], self.work_of[node]
             self.wait_for_values(node, index)
@@ -248,8 +257,11 @@ class _BudgetWaits:
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
 
+    def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
+        return memory_change(node, work, self.memory)
+
     def visit(self, node: fx.Node, index: int, work: ops.Work) -> list[int]:
-        taken, given = memory_change(node, work, self.memory)
+        taken, given = self.change(node, work)
         self.spare_bytes -= taken
         found: list[int] = []
         if taken:
@@ -262,6 +274,18 @@ class _BudgetWaits:
             self.releases.append(index)
             self.released_bytes.append(self.released_bytes[-1] + given)
         return found
+
+
+class _PoolWaits(_BudgetWaits):
+    """The same for one pool of a device's memory."""
+
+    def __init__(self, pools: Pools, pool: str, spare_bytes: int):
+        super().__init__(ops.DEVICE, spare_bytes)
+        self.changes, self.pool = pools.changes, pool
+
+    def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
+        change = self.changes[node]
+        return change.taken[self.pool], change.given[self.pool]
 
 
 def memory_change(node: fx.Node, work: ops.Work, memory: str) -> tuple[int, int]:

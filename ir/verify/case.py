@@ -51,7 +51,7 @@ class Case:
             peaks = [self.profiles[d].peak_bytes[ops.DRAM] for d in same]
             left = self.hardware.dram_budget_bytes(owner.host) - sum(peaks)
             dram_bytes = profile.peak_bytes[ops.DRAM] + left // len(peaks)
-            found[device] = Memory(profile, owner.budget_bytes, dram_bytes)
+            found[device] = Memory(profile, owner.budget_bytes, dram_bytes, owner.kind == "cuda")
         return found
 
 

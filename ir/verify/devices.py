@@ -12,6 +12,7 @@ from ..errors import VerifyError
 from ..program import (
     MemoryProfile,
     Program,
+    add_host_waits,
     build_order,
     describe,
     find_cycle,
@@ -108,8 +109,14 @@ def _meeting(program: Program, node: fx.Node) -> str:
 
 
 def check_deadlock(case: Case) -> None:
-    """Every op can start: no ring of ops that wait for each other over operands, streams, messages and memory."""
+    """Every op can start: no ring of ops that wait for each other over operands, streams, messages, memory, and the
+    hosts that issue the ops of GPUs."""
     order = build_order(case.programs, case.memories)
+    if case.hardware is not None:
+        owners = {program.device: case.hardware.devices[program.device] for program in case.programs}
+        gpus = [device for device, owner in owners.items() if owner.kind == "cuda"]
+        ordered = [device for device in gpus if case.hardware.hosts[owners[device].host].ordered_fetches]
+        add_host_waits(order, case.programs, gpus, ordered)
     ring = find_cycle(order)
     if ring is None:
         return

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
+from ...ir import ops
 from ...ir.errors import BudgetExceeded
-from ..optimizer.gradients import Grads
-from ..stage.runner import Kept
+from .loans import Box, Loans, storages_in
 from .named_streams import Streams
 from .pacing import Pacing
 from .peers import PeerLink
 from .prepare import Issue, Issues
 from .state import DeviceState
-from .streams import CudaStream, Event, Fault, Stream
-
-
-class Box:
-    """A value that may not exist yet. All its users hold the box; the memory is free once the last of them lets go."""
-
-    __slots__ = ("stream", "value")
-
-    def __init__(self, stream: Stream | None = None, value: Any = None):
-        self.stream = stream
-        self.value = value
+from .streams import Event, Fault
 
 
 class Handle:
@@ -57,11 +45,18 @@ class Issuing:
         self.pinned: dict[str, Tensor] = {}  # inputs of the batch, as they are copied to a GPU
         self._events: list[Event | None] = [None] * len(plan.ops)
         self._cursor = 0
+        # On a CPU device memory is given back when nobody holds it, whatever thread did.
+        self.loans = Loans() if streams.spec.kind == "cuda" else None
 
     @property
     def complete(self) -> bool:
         """Whether every op has been issued."""
         return self._cursor == len(self.issues)
+
+    def end(self) -> None:
+        """Let go of the values of this run that no result holds. Called when all streams are done."""
+        if self.loans is not None:
+            self.loans.end()
 
     def _next(self, op: str) -> Issue:
         """The next op of the text, after the accounts were changed by the values that it takes over and makes. They are
@@ -88,44 +83,42 @@ class Issuing:
         except BudgetExceeded as error:
             raise Fault(issue, error) from error
 
-    def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
+    def _launch(
+        self,
+        issue: Issue,
+        reads: Sequence[Box],
+        run: Callable[[], Sequence[Any]],
+        over: Sequence[Box] = (),
+        part_of: Sequence[Box] = (),
+    ) -> list[Handle]:
         """Issue `run`, which reads the boxes and gives the op's results; return their handles.
 
-        Weights are not among the boxes, because their memory is not given back during a step.
+        Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
+        memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream = self.streams[issue.stream]
-        made = [Box(stream) for _ in issue.results]
+        stream, events, loans = self.streams[issue.stream], self._events, self.loans
+        made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
 
         def task() -> None:
-            if isinstance(stream, CudaStream):  # in the task: what a thread makes does not exist before
-                for box in reads:
-                    if box.stream is not None and box.stream is not stream:
-                        stream.hold(tensors_in(box.value))
             for box, value in zip(made, run(), strict=True):
                 box.value = value
 
-        events = self._events
-        if isinstance(stream, CudaStream) and self.link is None:
-            self._make_room(issue)
-        events[issue.index] = stream.issue(task, [e for i in issue.waits if (e := events[i]) is not None], issue)
+        def held() -> None:  # all of it in the task: what a thread makes does not exist before
+            assert loans is not None
+            loans.settle(stream, passed)
+            for box in reads:
+                loans.lend(box, stream, issue.index)
+            before = [storages_in(old.value) if old.stream is not stream else set() for old in over]
+            task()
+            for box, old, there in zip(reversed(made), reversed(over), reversed(before)):
+                box.inherit(old, there)
+            for old in part_of:
+                made[-1].keep(old)
+
+        if loans is None:
+            run_all = task
+        else:
+            passed = loans.passed(stream, [(self.streams[self.issues[i].stream], i) for i in issue.waits])
+            run_all = held
+        events[issue.index] = stream.issue(run_all, [e for i in issue.waits if (e := events[i]) is not None], issue)
         return [Handle(box) for box in made]
-
-    def _make_room(self, issue: Issue) -> None:
-        """Wait until torch's allocator has the room that the account has: it hands out memory that crossed streams only
-        when they are past it, and would otherwise take more from the GPU, the further the issuing runs ahead.
-
-        The op waits for the same on the GPU anyway. With several devices this is left out: the issuing of a send after
-        this op would wait too, and with it a device on which this one may depend.
-        """
-        for index in issue.room:
-            event = self._events[index]
-            if event is not None:
-                event.wait()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Grads):
-        return [*value.tensors.values(), *([] if value.factor is None else [value.factor])]
-    if isinstance(value, Kept):
-        return list(value.tensors.values())
-    return [value] if isinstance(value, Tensor) else []

@@ -75,7 +75,7 @@ class Messages(Issuing):
                 return found
             return [reduce_norms(found, link, group)] * len(found)
 
-        return tuple(self._launch(issue, boxes, self._together(issue, group, run)))
+        return tuple(self._launch(issue, boxes, self._together(issue, group, run), boxes))
 
     def all_gather(self, shard: Handle, *, group: str, hierarchical: bool = False) -> Handle:
         issue = self._next("all_gather")
@@ -119,7 +119,8 @@ class Messages(Issuing):
             return [Grads({name: named[name] for name in box.value.tensors}, flats=owns)]
 
         reads = [box] if before is None else [box, before]
-        return self._launch(issue, reads, self._together(issue, group, run))[0]
+        over = [] if before is None else [before]
+        return self._launch(issue, reads, self._together(issue, group, run), over)[0]
 
     def _flat(self, stage: str) -> FlatStage:
         flat = self.stores[stage].flat_stage

@@ -24,7 +24,6 @@ from ...ir.program import (
     build_order,
     donated,
     homes_of,
-    lack_of,
     line_numbers,
     operands,
     place_bytes,
@@ -68,7 +67,6 @@ class Issue:
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
     waits: tuple[int, ...] = ()
-    room: tuple[int, ...] = ()  # the waits that free the device memory that it takes
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
     shared: int | None = None  # its number at the link server, if it may have to share such links
 
@@ -105,8 +103,10 @@ def plan_issues(
     budget_bytes: int,
     dram_budget_bytes: int | None = None,
     stream_of: Callable[[ops.Work], str] = lambda work: work.stream,
+    pooled: bool = False,
 ) -> Issues:
-    """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here."""
+    """Prepare a program whose types are inferred. `stream_of` names the stream that an op really runs on here, `pooled`
+    says whether each has device memory of its own."""
     profile = profile_memory(program)
     arenas = [plan_arena(program, memory) for memory in ops.MEMORIES]
     offsets = {node: offset for arena in arenas for node, offset in arena.offsets.items()}
@@ -129,18 +129,13 @@ def plan_issues(
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
         if op_of(node).streams:
             plan.streams.add(plan.ops[-1].stream)
-    order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes)})
+    order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes, pooled)})
     direct: list[set[int]] = [set() for _ in plan.ops]
-    room: list[set[int]] = [set() for _ in plan.ops]
     for node, index in index_of.items():
-        for other, why in order.tasks[order.task_of[node]].waits:
-            before = index_of[order.tasks[other].parts[0][1]]
-            direct[index].add(before)
-            if why == lack_of(ops.DEVICE):
-                room[index].add(before)
+        for other, _ in order.tasks[order.task_of[node]].waits:
+            direct[index].add(index_of[order.tasks[other].parts[0][1]])
     for issue in plan.ops:
         issue.waits = _last_on_others(issue, direct[issue.index], plan.ops, direct)
-        issue.room = _last_on_others(issue, room[issue.index], plan.ops, direct)
     return plan
 
 

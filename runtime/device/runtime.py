@@ -18,7 +18,8 @@ from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
 from ..stage.store import StageStore
-from .issuing import Box, Handle
+from .issuing import Handle
+from .loans import Box
 from .messages import Messages
 from .prepare import Issue
 from .transfers import Transfers
@@ -87,7 +88,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 dinputs, total = runner.backward(*args)
             return [*dinputs, Grads(total, flats=flats)]
 
-        return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run))
+        over = [grads_box] if grads is not None else []
+        return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run, over))
 
     def backward_input(
         self,
@@ -114,7 +116,8 @@ class DeviceRuntime(Transfers, Messages, Versions):
             dinputs, rest = runner.backward_input(kept_box.value, [box.value for box in boxes], values, seed)
             return [*dinputs, rest]
 
-        return tuple(self._launch(issue, [*boxes, kept_box, *(b for b in given if b)], run))
+        reads = [*boxes, kept_box, *(b for b in given if b)]
+        return tuple(self._launch(issue, reads, run, part_of=reads))  # autograd saved them, or notes them as they are
 
     def backward_weight(
         self, stage: str, weights: Handle, rest: Handle, grads: Handle | None = None, *, micro_batch: int
@@ -130,7 +133,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             so_far, flats, places = self._sum_so_far(store, grads_box)
             return [Grads(store.runner.backward_weight(rest_box.value, so_far, places), flats=flats)]
 
-        return self._launch(issue, [rest_box, grads_box], run)[0]
+        return self._launch(issue, [rest_box, grads_box], run, [grads_box] if grads is not None else [])[0]
 
     def _sum_so_far(
         self, store: StageStore, box: Box
@@ -158,7 +161,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
                 a.value.add_(b.value)
             return [a.value]
 
-        return self._launch(issue, [a, b], run)[0]
+        return self._launch(issue, [a, b], run, [a])[0]
 
     def _seed(self, issue: Issue) -> int:
         """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
@@ -186,7 +189,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             run_hooks(params, box.value.tensors, self.loss_scale)
             return [box.value]
 
-        return self._launch(issue, [box], run)[0]
+        return self._launch(issue, [box], run, [box])[0]
 
     def clip(self, grads: Handle, norm: Handle, *, max_norm: float) -> Handle:
         issue = self._next("clip")
@@ -198,7 +201,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
             box.value.scale(clip_factor(squares.value, max_norm, self.loss_scale))
             return [box.value]
 
-        return self._launch(issue, [box, squares], run)[0]
+        return self._launch(issue, [box, squares], run, [box])[0]
 
     def step(
         self,

@@ -80,7 +80,8 @@ class DeviceSession:
         return torch.device("cuda", self.setup.share.gpu) if on_gpu else torch.device("cpu")
 
     def _plan(self, name: str, program: Program) -> Issues:
-        plan = plan_issues(program, self.spec.budget_bytes, self.setup.dram_budget_bytes, self.streams.name_of)
+        pooled = self.spec.kind == "cuda"
+        plan = plan_issues(program, self.spec.budget_bytes, self.setup.dram_budget_bytes, self.streams.name_of, pooled)
         self.pacing.mark(name, plan)
         return plan
 
@@ -145,6 +146,7 @@ class DeviceSession:
                     results = self.file.functions[function](runtime, dict(batch))
                 assert runtime.complete, "the file's function and its parsed text differ"
                 self.streams.finish(runtime.streams.values())
+                runtime.end()
         except Fault as fault:
             self.broken = self.streams.first_fault(fault)
             if not runtime.accounted and self.broken.label is not None:

@@ -272,12 +272,6 @@ class CudaStream(Stream):
         self.last = event
         return event
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors that another stream made until this stream has passed its present end."""
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)
-
     def finish(self, notices: SimpleQueue[Any]) -> None:
         if self.last is not None:
             self.last.wait()

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..optimizer.gradients import Grads
 from ..stage.arena import grads_layout
 from ..stage.runner import Kept
-from .issuing import Box, Handle, Issuing
+from .issuing import Handle, Issuing
+from .loans import Box
 from .pacing import CHUNK_BYTES
 from .prepare import Issue
 

@@ -52,7 +52,7 @@ class Versions(Issuing):
             own, others = apart(box.value.tensors, names)
             return [Grads(own, part="own"), Grads(others, part="shared")]
 
-        return tuple(self._launch(issue, [box], run))
+        return tuple(self._launch(issue, [box], run, [box, box]))
 
 
 def _copied(store: StageStore) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.program import StageHome, StageSpec
 from ..device.file import DeviceFile
-from ..device.issuing import Box, Handle
+from ..device.issuing import Handle
+from ..device.loans import Box
 from ..device.named_streams import Streams
 from ..device.pacing import Pacing
 from ..device.prepare import Issue, Issues
@@ -96,14 +97,16 @@ class RehearsedRuntime(DeviceRuntime):
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         return self._launch(self._next("load"), [], lambda: [])[0]
 
-    def _launch(self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]]) -> list[Handle]:
+    def _launch(
+        self, issue: Issue, reads: Sequence[Box], run: Callable[[], Sequence[Any]], *memory: Sequence[Box], **more: Any
+    ) -> list[Handle]:
         act = self._act_of(issue)
 
         def rehearsed() -> list[Any]:
             act()
             return [None] * len(issue.results)
 
-        return super()._launch(issue, reads, rehearsed)
+        return super()._launch(issue, reads, rehearsed, *memory, **more)
 
     def _act_of(self, issue: Issue) -> Callable[[], None]:
         group = issue.group

@@ -3,14 +3,14 @@
 Work on a fake stream runs at once, on CPU memory, so results are right whatever the order. What is checked is whether
 the order was promised: streams, events and host threads carry vector clocks, every memory access of a task is noted,
 and two accesses to the same bytes, one of them a write, must be ordered by events. Freed memory is kept, so that an
-address always means the same value. It is checked instead that memory that crosses streams is held for them
-(`record_stream`), without which CUDA's allocator would hand it out again too early.
+address always means the same value. It is checked instead that memory that crosses streams is lent to them until the
+stream that took it comes after them: CUDA's allocator would else hand it out again too early.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.device import streams
+from penstock.runtime.device.loans import Loans
 from penstock.runtime.device.named_streams import Streams
 from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.device.session import DeviceSession
@@ -209,22 +210,53 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     _watch_files(monkeypatch, cuda)
     _carry_clocks(monkeypatch, cuda)
 
-    def hold(stream: streams.CudaStream, tensors: Iterable[Tensor]) -> None:
-        cuda.held.update((t.untyped_storage().data_ptr(), stream.stream.name) for t in tensors)  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(streams.CudaStream, "hold", hold)
+    _watch_loans(monkeypatch, cuda)
     return cuda
+
+
+def _watch_loans(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """Note what is lent to whom, and who lets go of it before the stream that took it is past all its readers."""
+    lend, settle = Loans._lend, Loans.settle
+
+    def lent(loans: Loans, taker: Any, tensors: list[Tensor], reader: Any, index: int) -> None:
+        actor = reader.stream.name if reader.is_cuda else f"penstock-{reader.name}"
+        cuda.held.update((tensor.untyped_storage().data_ptr(), actor) for tensor in tensors)
+        lend(loans, taker, tensors, reader, index)
+
+    def settled(loans: Loans, stream: Any, passed: Any) -> None:
+        before = borrowed(loans, stream)
+        settle(loans, stream, passed)
+        _, clock = cuda.actor()
+        for reader, key in before - borrowed(loans, stream):
+            for access in cuda.accesses.get(key, ()):
+                if access.actor == reader and clock.get(reader, 0) < access.clock[reader]:
+                    cuda.races.append(f"{stream.name} takes its memory back from {access.what} on {reader}")
+
+    def borrowed(loans: Loans, taker: Any) -> set[tuple[str, int]]:
+        rows = loans._open.get(taker, {}).items()
+        return {
+            (reader.stream.name, tensor.untyped_storage().data_ptr())  # type: ignore[attr-defined]
+            for reader, held in rows
+            if reader.is_cuda
+            for _, tensors in held
+            for tensor in tensors
+        }
+
+    monkeypatch.setattr(Loans, "_lend", lent)
+    monkeypatch.setattr(Loans, "settle", settled)
 
 
 def _watch_tasks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     launch = DeviceRuntime._launch
 
-    def watched(runtime: DeviceRuntime, issue: Any, reads: Any, run: Callable[[], Any]) -> Any:
+    def watched(
+        runtime: DeviceRuntime, issue: Any, reads: Any, run: Callable[[], Any], *memory: Any, **more: Any
+    ) -> Any:
         def task() -> Any:
             with _Watch(cuda, issue.where):
                 return run()
 
-        return launch(runtime, issue, reads, task)
+        return launch(runtime, issue, reads, task, *memory, **more)
 
     monkeypatch.setattr(DeviceRuntime, "_launch", watched)
 

@@ -1,0 +1,83 @@
+"""The order in which the host of a GPU issues its ops: where it has to wait, and which ops come only after that.
+
+One thread issues all ops of a device, in text order. Ops of the GPU's streams wait for each other on the GPU, but what
+a thread of the host does (an update in DRAM, a disk, a sum in host memory) is known to the host alone: before the issue
+of an op that needs it, the host waits until it is over. It also waits for a norm before the update that may be skipped
+because of it. An op that stands behind such a place in the text, a send for instance, waits with it. So does another
+device that receives it, and a plan is free of deadlock only if what the host waits for never comes from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import fx
+
+from .. import ops
+from ..calls import op_of
+from .order import Order, Task
+from .program import Program, operands, producer_of
+
+ALWAYS_THREADS = (ops.CPU, ops.READ, ops.WRITE)  # the streams that are threads of a GPU's host
+
+
+def add_host_waits(
+    order: Order, programs: Sequence[Program], on_gpu: Collection[int], ordered: Collection[int] = ()
+) -> None:
+    """Let the ops of devices that are GPUs wait for their hosts, too. `ordered`: those whose fetches have turns, which
+    a thread waits for."""
+    in_dram = {
+        work.group for work in order.work_of.values() if work.group and ops.DRAM in (work.source, work.target)
+    }  # one such member, and all meet in host memory
+    for program in programs:
+        if program.device in on_gpu:
+            _Host(program, order, in_dram, program.device in ordered).connect()
+
+
+class _Host:
+    def __init__(self, program: Program, order: Order, in_dram: Collection[str], ordered: bool):
+        self.program, self.order, self.in_dram = program, order, in_dram
+        self.nodes = {order.task_of[node]: node for node in program.ops()}
+        reads = any(order.work_of[node].stream == ops.READ for node in self.nodes.values())
+        self.threads = (*ALWAYS_THREADS, ops.H2D) if reads or ordered else ALWAYS_THREADS
+
+    def connect(self) -> None:
+        last: int | None = None  # the task at whose end the host goes on
+        for index, node in self.nodes.items():
+            if not op_of(node).streams:
+                continue
+            needs = {self.order.task_of[producer_of(value)] for value in _asked_for(node)}
+            if not self._by_thread(node):
+                needs |= {other for other in self._before(index) if self._by_thread(self.nodes[other])}
+            if needs:
+                why = "its host goes on when this is over"
+                pause = Task([(self.program.device, node, self.order.work_of[node])], [(i, why) for i in sorted(needs)])
+                if last is not None:
+                    pause.waits.append((last, "its host waits at an earlier op"))
+                last = len(self.order.tasks)
+                self.order.tasks.append(pause)
+            if last is not None:
+                self.order.tasks[index].waits.append((last, "its host issues it after that"))
+
+    def _by_thread(self, node: fx.Node) -> bool:
+        work = self.order.work_of[node]
+        return work.stream in self.threads or work.group in self.in_dram
+
+    def _before(self, index: int) -> Iterator[int]:
+        """The ops of this device that an op waits for; a `free` takes no time and passes on its waits."""
+        for other, _ in self.order.tasks[index].waits:
+            node = self.nodes.get(other)
+            if node is None:
+                continue
+            if op_of(node).streams:
+                yield other
+            else:
+                yield from self._before(other)
+
+
+def _asked_for(node: fx.Node) -> list[fx.Node]:
+    """The values that the host itself reads when it issues an op."""
+    if node.target is not ops.step:
+        return []
+    norm = ops.step.bind(node.args, node.kwargs)["norm"]
+    return [value for value in operands(node) if value is norm]

@@ -1,0 +1,101 @@
+"""The memory of a device by the streams that take it, for a GPU: what one stream has let go of, no other one can take.
+
+torch's allocator keeps memory for each stream, a pool. A value lies in the pool of the stream whose op made it, a value
+that takes over another one in the pool of that. A value is given back to its pool when it is freed; one that the first
+half of a backward has read, not before the other half is done, as autograd's graph may hold it until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import fx
+
+from .. import ops
+from ..calls import op_of
+from .memory import places_of, takes_place
+from .program import Program, donated, operands, values_of
+
+Bytes = Counter[str]  # by pool
+
+
+class PoolChange(NamedTuple):
+    """What an op takes from pools when it starts, and gives back to them when it ends."""
+
+    taken: Bytes
+    given: Bytes
+
+
+class Pools:
+    """How each op of a program with types changes the pools of the device's memory outside the arena; per pool, the
+    peak of its bytes in text order (`peaks`), and all that is ever taken from it (`totals`)."""
+
+    def __init__(self, program: Program, work_of: Mapping[fx.Node, ops.Work]):
+        self.changes: dict[fx.Node, PoolChange] = {}
+        self.peaks, self.totals = Bytes(), Bytes()
+        self._pool: dict[fx.Node, str] = {}
+        self._rest: dict[fx.Node, fx.Node] = {}  # per value that a first half has read, the result that may hold it
+        self._late: dict[fx.Node, Bytes] = {}  # per such result, until it is used: what is freed, but not given back
+        now = Bytes()
+        for node in program.ops():
+            change = self.changes[node] = self._change(node, work_of[node])
+            for pool, num_bytes in change.taken.items():
+                now[pool] += num_bytes
+                self.totals[pool] += num_bytes
+                self.peaks[pool] = max(self.peaks[pool], now[pool])
+            now.subtract(change.given)
+
+    def shares(self, num_bytes: int) -> dict[str, int]:
+        """How many of `num_bytes` each pool may hold: its peak in text order, which it needs, and an equal part of what
+        is left, as far as it can use it."""
+        left = max(0, num_bytes - self.peaks.total())
+        found = dict(self.peaks)
+        wants = sorted((self.totals[pool] - peak, pool) for pool, peak in self.peaks.items())
+        for rank, (most, pool) in enumerate(wants):
+            more = min(most, left // (len(wants) - rank))
+            found[pool] += more
+            left -= more
+        return found
+
+    def _change(self, node: fx.Node, work: ops.Work) -> PoolChange:
+        taken, given = Bytes(), Bytes()
+        if node.target is ops.free:
+            for value in operands(node):
+                if _counts(value):
+                    late = self._late.get(self._rest.get(value, value), given)
+                    late[self._pool[value]] += value.meta["type"].bytes
+            return PoolChange(taken, given)
+        self._name_pools(node, work)
+        grown = Bytes()
+        for value in donated(node):
+            if value.meta["type"].memory == ops.DEVICE and not (takes_place(node) and places_of(value)):
+                grown[self._pool[value]] -= value.meta["type"].bytes
+        for value in values_of(node) if not takes_place(node) else ():
+            if value.meta["type"].owned and value.meta["type"].memory == ops.DEVICE:
+                grown[self._pool[value]] += value.meta["type"].bytes
+        if work.workspace_memory == ops.DEVICE and not op_of(node).workspace_in_arena:
+            taken[work.stream], given[work.stream] = work.workspace_bytes, work.workspace_bytes
+        taken.update(+grown)
+        given.update(-grown)
+        if node.target is ops.backward_weight:
+            for value in operands(node):
+                given.update(self._late.pop(value, Bytes()))
+        return PoolChange(+taken, +given)
+
+    def _name_pools(self, node: fx.Node, work: ops.Work) -> None:
+        over, made = donated(node), values_of(node)
+        for value in made:
+            kind = value.meta["type"]
+            same = [old for old in over if (old.meta["type"].kind, old.meta["type"].stage) == (kind.kind, kind.stage)]
+            self._pool[value] = self._pool[same[0]] if same else work.stream
+        if node.target is ops.backward_input:
+            rest = made[-1]
+            self._late[rest] = Bytes()
+            self._rest.update((v, rest) for v in operands(node) if self._pool.get(v, work.stream) != work.stream)
+
+
+def _counts(value: fx.Node) -> bool:
+    kind = value.meta["type"]
+    return kind.memory == ops.DEVICE and kind.owned and not places_of(value)
