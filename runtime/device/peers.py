@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...ir import ops
 from ...ir.calls import op_of
@@ -107,14 +108,14 @@ class PeerLink:
     def send(self, value: Tensor, dst: int, tag: str) -> None:
         """Deliver to `dst`, which must receive under the same tag."""
         if value.is_cuda:
-            self._nccl_pairs[self.index, dst].send([value], 1, 0).wait()
+            self._nccl_pairs[self.index, dst].send([_alias(value)], 1, 0).wait()
         else:
             self._everyone.send([value], dst, self._tags[self.index, dst][tag]).wait()
 
     def recv(self, into: Tensor, src: int, tag: str) -> None:
         """Fill `into` (contiguous) with what `src` sends under this tag."""
         if into.is_cuda:
-            self._nccl_pairs[src, self.index].recv([into], 0, 0).wait()
+            self._nccl_pairs[src, self.index].recv([_alias(into)], 0, 0).wait()
         else:
             self._everyone.recv([into], src, self._tags[src, self.index][tag]).wait()
 
@@ -208,6 +209,13 @@ class PeerLink:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
         options._timeout = self._timeout
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
+
+
+def _alias(value: Tensor) -> Tensor:
+    """The same memory as a tensor that torch's allocator does not know. NCCL's backend would else have the memory
+    recorded as used on its own stream, and given back only once the host has seen that stream past it. The caller's
+    stream waits for NCCL's, and `Loans` hold the memory for the caller's stream."""
+    return from_dlpack(to_dlpack(value))
 
 
 def message_orders(programs: Sequence[Program]) -> dict[tuple[int, int], list[str]]:
