@@ -18,14 +18,14 @@ from ..calls import op_of
 from .memory import places_of, takes_place
 from .program import Program, donated, operands, values_of
 
-Bytes = Counter[str]  # by pool
+_Bytes = Counter[str]  # by pool
 
 
 class PoolChange(NamedTuple):
     """What an op takes from pools when it starts, and gives back to them when it ends."""
 
-    taken: Bytes
-    given: Bytes
+    taken: _Bytes
+    given: _Bytes
 
 
 class Pools:
@@ -34,11 +34,11 @@ class Pools:
 
     def __init__(self, program: Program, work_of: Mapping[fx.Node, ops.Work]):
         self.changes: dict[fx.Node, PoolChange] = {}
-        self.peaks, self.totals = Bytes(), Bytes()
+        self.peaks, self.totals = _Bytes(), _Bytes()
         self._pool: dict[fx.Node, str] = {}
         self._rest: dict[fx.Node, fx.Node] = {}  # per value that a first half has read, the result that may hold it
-        self._late: dict[fx.Node, Bytes] = {}  # per such result, until it is used: what is freed, but not given back
-        now = Bytes()
+        self._late: dict[fx.Node, _Bytes] = {}  # per such result, until it is used: what is freed, but not given back
+        now = _Bytes()
         for node in program.ops():
             change = self.changes[node] = self._change(node, work_of[node])
             for pool, num_bytes in change.taken.items():
@@ -60,7 +60,7 @@ class Pools:
         return found
 
     def _change(self, node: fx.Node, work: ops.Work) -> PoolChange:
-        taken, given = Bytes(), Bytes()
+        taken, given = _Bytes(), _Bytes()
         if node.target is ops.free:
             for value in operands(node):
                 if _counts(value):
@@ -68,7 +68,7 @@ class Pools:
                     late[self._pool[value]] += value.meta["type"].bytes
             return PoolChange(taken, given)
         self._name_pools(node, work)
-        grown = Bytes()
+        grown = _Bytes()
         for value in donated(node):
             if value.meta["type"].memory == ops.DEVICE and not (takes_place(node) and places_of(value)):
                 grown[self._pool[value]] -= value.meta["type"].bytes
@@ -81,7 +81,7 @@ class Pools:
         given.update(-grown)
         if node.target is ops.backward_weight:
             for value in operands(node):
-                given.update(self._late.pop(value, Bytes()))
+                given.update(self._late.pop(value, _Bytes()))
         return PoolChange(+taken, +given)
 
     def _name_pools(self, node: fx.Node, work: ops.Work) -> None:
@@ -92,7 +92,7 @@ class Pools:
             self._pool[value] = self._pool[same[0]] if same else work.stream
         if node.target is ops.backward_input:
             rest = made[-1]
-            self._late[rest] = Bytes()
+            self._late[rest] = _Bytes()
             self._rest.update((v, rest) for v in operands(node) if self._pool.get(v, work.stream) != work.stream)
 
 

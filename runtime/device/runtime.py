@@ -18,8 +18,7 @@ from ..optimizer.hooks import run_hooks
 from ..stage.draws import evaluation_seed, micro_batch_seed
 from ..stage.file import Staged
 from ..stage.store import StageStore
-from .issuing import Handle
-from .loans import Box
+from .issuing import Box, Handle
 from .messages import Messages
 from .prepare import Issue
 from .transfers import Transfers

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..optimizer.gradients import Grads
 from ..stage.arena import grads_layout
 from ..stage.runner import Kept
-from .issuing import Handle, Issuing
-from .loans import Box
+from .issuing import Box, Handle, Issuing
 from .pacing import CHUNK_BYTES
 from .prepare import Issue
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.program import StageHome, StageSpec
 from ..device.file import DeviceFile
-from ..device.issuing import Handle
-from ..device.loans import Box
+from ..device.issuing import Box, Handle
 from ..device.named_streams import Streams
 from ..device.pacing import Pacing
 from ..device.prepare import Issue, Issues

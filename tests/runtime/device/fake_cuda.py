@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.device import streams
-from penstock.runtime.device.loans import Loans
+from penstock.runtime.device.issuing import Loans
 from penstock.runtime.device.named_streams import Streams
 from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.device.session import DeviceSession

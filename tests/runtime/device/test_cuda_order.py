@@ -16,7 +16,7 @@ from penstock.compiler.strategies import STRATEGIES
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import profile_memory
-from penstock.runtime.device.loans import Loans
+from penstock.runtime.device.issuing import Loans
 from penstock.runtime.device.named_streams import Streams
 from penstock.runtime.device.session import DeviceSession
 from penstock.runtime.device.setup import DeviceSetup, HostShare

@@ -34,7 +34,7 @@ from penstock.ir.program import (
     work_of,
 )
 from penstock.ir.verify import verify
-from penstock.runtime.device.loans import Box, Loans
+from penstock.runtime.device.issuing import Box, Loans
 from penstock.runtime.device.prepare import plan_issues
 from penstock.runtime.device.streams import Stream
 from penstock.tests.ir.program.handmade import pipeline
