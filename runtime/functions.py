@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
+from .vendor import generator_of
 
 __all__ = [
     "chunked_cross_entropy",
@@ -106,7 +107,7 @@ def window_blocks(num_queries: int, num_keys: int, before: int, after: int) -> I
 
 def _random_state(like: Tensor, new: Tensor | None = None) -> Tensor:
     """The state of the device's random generator, which is `new` from then on, if that is given."""
-    generator = torch.cuda.default_generators[like.get_device()] if like.is_cuda else torch.default_generator
+    generator = generator_of(like.device)
     state = generator.get_state()
     if new is not None:
         generator.set_state(new)

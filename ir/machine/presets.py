@@ -11,8 +11,8 @@ What datasheets do not say is assumed by a few rules, the same for all machines:
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
 - A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, and on a
   gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
-- Known parts have tables of rates by size (`part_rates.py`). The papers' machines have none: the papers' tables are
-  reproduced under one constant rate each, which their pages state.
+- NVIDIA's parts have tables of rates by size (`part_rates.py`), AMD's one constant rate, and so the papers' machines:
+  the papers' tables are reproduced under one constant rate each, which their pages state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import HardwareError
 from ..units import parse_bytes
 from .overrides import STOCK_SSD
-from .part_rates import part_rates
+from .part_rates import MEASURED, part_rates
 
 Document = dict[str, Any]
 PCIE_X16 = {3: 13.1e9, 4: 26e9, 5: 52e9}
@@ -53,6 +53,7 @@ class GpuPart:
 
 _WHITEPAPER = "fp16 rate with fp32 accumulation from the architecture whitepaper"
 _ASSUMED = "achieved fractions assumed"
+_AMD_HOST = "host assumed: two EPYC of its generation with all DRAM channels"
 _A100 = "NVIDIA A100 SXM datasheet; achieved: a transformer block reaches 200 TFLOPS in Fuyou"
 PARTS = {
     "rtx2080ti": GpuPart(11, 13.4, 53.8, 616, 3, 0.80, f"NVIDIA Turing whitepaper; {_ASSUMED}", bf16=False),
@@ -75,6 +76,17 @@ PARTS = {
     "h100": GpuPart(80, 67, 989, 3350, 5, 0.65, f"NVIDIA H100 SXM datasheet; {_ASSUMED}", 450, server="dgxh100"),
     "h200": GpuPart(
         141e9 / 2**30, 67, 989, 4800, 5, 0.65, f"NVIDIA H200 SXM datasheet; {_ASSUMED}", 450, server="dgxh200"
+    ),
+    "mi250": GpuPart(  # one of the module's two dies, which torch sees as a device each
+        64, 45.25, 181.05, 1638.4, 4, 0.60, f"half an AMD Instinct MI250 by its datasheet, "
+        f"no table of rates; {_ASSUMED}", 50, server="mi250x8",
+    ),
+    "mi300x": GpuPart(
+        192, 163.4, 1307.4, 5325, 5, 0.60, f"AMD Instinct MI300X datasheet, no table of rates; {_ASSUMED}", 64,
+        server="mi300xx8",
+    ),
+    "rx7900xtx": GpuPart(
+        24, 61.4, 122.8, 960, 4, 0.60, f"AMD Radeon RX 7900 XTX datasheet, no table of rates; {_ASSUMED}"
     ),
 }  # fmt: skip
 
@@ -115,6 +127,8 @@ class ServerPart:
 
 
 SERVERS = {
+    "mi250x8": ServerPart("1TB", 409.6, 128, 8, 4, f"4 MI250 modules, each two devices; {_AMD_HOST}"),
+    "mi300xx8": ServerPart("2304GB", 921.6, 192, 8, 8, f"AMD Instinct MI300X platform; {_AMD_HOST}"),
     "dgx1": ServerPart("512GB", 153.6, 40, 4, 4, "NVIDIA DGX-1 datasheet"),
     "dgxa100-40gb": ServerPart("1TB", 409.6, 128, 4, 4, "NVIDIA DGX A100 320GB datasheet"),
     "dgxa100-80gb": ServerPart("2TB", 409.6, 128, 8, 4, "NVIDIA DGX A100 640GB datasheet"),
@@ -135,7 +149,7 @@ def gpu(part_name: str, index: int, root_complex: int = 0, host: int = 0, pcie: 
         "name": f"gpu{index}", "kind": "cuda", "host": host, "root_complex": root_complex,
         "memory_bytes": round(part.gib * 2**30), "peak_flops": peak, "achieved_fraction": achieved,
         "memory_bandwidth": part.memory_gb_s * 1e9, "h2d_bandwidth": link, "d2h_bandwidth": link,
-        "rates": part_rates(part_name, peak),
+        "rates": part_rates(part_name, peak) if part_name in MEASURED else None,
     }  # fmt: skip
 
 
@@ -305,13 +319,13 @@ def preset_names() -> list[str]:
     clusters = ["mics-p3dn:2", "mics-p3dn:8", "mics-p4d:2", "mics-p4d:8"]
     cards = [
         f"{part}x{count}{complexes}{slot}"
-        for part, slots in (("rtx3090", [""]), ("rtx4090", [""]), ("rtx5090", ["", "-pcie4"]))
+        for part, slots in (("rtx3090", [""]), ("rtx4090", [""]), ("rtx5090", ["", "-pcie4"]), ("rx7900xtx", [""]))
         for count in (1, 2, 4, 8)
         for complexes in ("", "-2rc")
         for slot in slots
         if count > 1 or not complexes
     ]
-    servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200") for n in (1, 8)]
+    servers = [f"{part}x{n}" for part in ("a100-40gb", "a100-80gb", "h100", "h200", "mi250", "mi300x") for n in (1, 8)]
     return [*topologies, *_PAPERS, *clusters, *cards, *servers, *_COMMON]
 
 

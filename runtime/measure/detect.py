@@ -1,4 +1,4 @@
-"""Describing the machine at hand: GPUs through torch and NVML, their slots through /sys, the rest through psutil.
+"""Describing the machine at hand: GPUs through torch, NVML and amdsmi, their slots through /sys, else psutil.
 
 Without `measure` the rates come from datasheets of known parts or from the CPU's instruction set, and `source` says so.
 With it, child processes time them (`measure/cpu.py`, `measure/cuda.py`).
@@ -24,6 +24,7 @@ from ...ir.errors import HardwareError
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
 from ..ssd.folder import free_space
+from ..vendor import links_bandwidth, require_known_gpus
 from .disks import disk_directories
 
 MEASURE_TIMEOUT_S = 120.0
@@ -33,7 +34,7 @@ DRIVER_NAMES = {
     "rtx2080ti": r"RTX 2080 Ti$", "rtx3090": r"RTX 3090$", "rtx3090ti": r"RTX 3090 Ti$", "rtx4090": r"RTX 4090$",
     "rtx5090": r"RTX 5090$", "rtx4060-laptop": r"RTX 4060 Laptop", "v100-16gb": r"V100.*16GB",
     "v100-32gb": r"V100.*32GB", "a100-40gb": r"A100.*40GB", "a100-80gb": r"A100.*80GB", "h100": r"H100",
-    "h200": r"H200",
+    "h200": r"H200", "mi250": r"Instinct MI250", "mi300x": r"Instinct MI300X", "rx7900xtx": r"RX 7900 XTX",
 }  # fmt: skip
 
 
@@ -42,8 +43,9 @@ def detect_hardware(measure: bool = False) -> Hardware:
 
     Memory is shared out so that everything fits: CPU devices and DRAM get half each of four fifths of the RAM. Each
     disk with a directory that files can lie in counts as an SSD of the size that is free there.
-    Raises HardwareError when a measurement fails or hangs.
+    Raises HardwareError when a measurement fails or hangs, and for GPUs that the device runtime cannot use.
     """
+    require_known_gpus()
     document = _gpu_document() if torch.cuda.is_available() else _cpu_document()
     directories = disk_directories()
     document["hosts"][0]["ssds"] = [
@@ -160,31 +162,6 @@ def root_port(address: str | None, pci: Path) -> str:
     return f"node {numa.read_text().strip()}" if numa.is_file() else "unknown"
 
 
-def nvlink_bandwidth(index: int, major: int) -> float | None:
-    """Usable bytes/s per direction over all active NVLinks of a GPU of compute capability `major`.
-
-    None without NVLink, or without nvidia-ml-py to ask. The rate of one link follows from the architecture, since
-    some drivers report a wrong version of the link.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    active = 0
-    try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-                active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        pass  # NVML answers "not supported" for links that a GPU does not have: what was found so far counts
-    per_link = 20e9 if major <= 6 else 25e9 if major <= 9 else 50e9
-    return 0.8 * active * per_link or None
-
-
 def _unknown_part(properties: Any) -> dict[str, Any]:
     """Guesses for a GPU without a datasheet here: cores per processor and clock by torch's account."""
     cores = properties.multi_processor_count * (64 if properties.major == 7 else 128)
@@ -217,7 +194,7 @@ def _gpu_document() -> dict[str, Any]:
     host = _host(ram_bytes(), 0.8) | {
         "root_complexes": [{"bandwidth_up": rate, "bandwidth_down": rate} for rate in widest],
         "p2p": p2p,
-        "nvlink_bandwidth": nvlink_bandwidth(0, properties[0].major) if p2p else None,
+        "nvlink_bandwidth": links_bandwidth(0, properties[0].major) if p2p else None,
     }
     guessed = f", guessed for {', '.join(sorted(set(unknown)))}" if unknown else ""
     return {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.program import PAGE, ParamSpec, StageSpec, aligned
+from ..accelerator import lock_pages
 from ..nodes import HUGE_PAGE_BYTES, NODES, mapped
 
 T = TypeVar("T")
@@ -119,16 +120,14 @@ def page_locked(num_bytes: int, node: int | None = None) -> Tensor:
     pages.madvise(mmap.MADV_DONTFORK)  # a child must not make the next write here move to another page
     flat = _placed(pages, node)
     flat.zero_()
-    cudart: Any = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(flat.data_ptr(), num_bytes, 0))
-    lock = weakref.finalize(flat.untyped_storage(), _unlock, cudart, flat.data_ptr(), pages)
+    lock = weakref.finalize(flat.untyped_storage(), _unlock, lock_pages(flat.data_ptr(), num_bytes), pages)
     lock.atexit = False  # the driver unlocks what a process leaves behind, once nothing uses it
     return flat
 
 
-def _unlock(cudart: Any, address: int, pages: mmap.mmap) -> None:
+def _unlock(unlock: Callable[[], object], pages: mmap.mmap) -> None:
     """`pages` is an argument so that the pages are still mapped here."""
-    cudart.cudaHostUnregister(address)
+    unlock()
 
 
 class Arena:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec, aligned
+from ..vendor import generator_of
 
 aten = torch.ops.aten
 # These give the log-sum-exp of rows only where `compute_log_sumexp` is given, which forwards without autograd do not.
@@ -299,7 +300,7 @@ def _offset(func: Any, args: Any, drawn: int = 0) -> int:
     """How far the generator is that attention on a GPU draws from, once it has been moved on by `drawn`."""
     if func not in CUDA_ATTENTION or not args[0].is_cuda:
         return 0
-    generator = torch.cuda.default_generators[args[0].get_device()]
+    generator = generator_of(args[0].device)
     if drawn:
         generator.set_offset(generator.get_offset() + drawn)
     return generator.get_offset()
