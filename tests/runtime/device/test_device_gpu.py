@@ -112,6 +112,7 @@ def test_a_step_never_waits_for_the_whole_device(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise AssertionError("torch.cuda.synchronize was called")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    assert session.step(batch_of(1, 32, 256)).values["loss"]
-    session.close()
+    with monkeypatch.context() as within:
+        within.setattr(torch.cuda, "synchronize", refuse)
+        assert session.step(batch_of(1, 32, 256)).values["loss"]
+    session.close()  # which does wait, before memory goes back
