@@ -1,27 +1,141 @@
-"""What the runtime must know of GPUs beside torch's own calls: hardware queues, a rank's GPU, the current one.
+"""What differs between the makers of GPUs, and what the runtime must know of GPUs beside torch's own calls.
 
-CUDA puts streams into hardware queues, 8 unless CUDA_DEVICE_MAX_CONNECTIONS says more; the setting counts when the
-context is made. In a shared queue a receive that waits for its peer holds up computation that the peer waits for.
+torch built for ROCm answers to `torch.cuda` too, so streams, events and memory are the same calls there. The hardware
+queues, the choice of visible GPUs and the library that knows the links between GPUs are not. GPUs of other kinds are
+refused by what the device runtime lacks on them.
+
+Streams are put into hardware queues; the setting of their number counts when the context is made. In a shared queue a
+receive that waits for its peer holds up computation that the peer waits for.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..ir.errors import HardwareError
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = 32
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+@dataclass(frozen=True)
+class Vendor:
+    """One maker's software.
+
+    `queues`: the environment variable with the number of hardware queues, `num_queues` what the runtime needs there;
+    `visible`: the variables that choose which GPUs a process sees.
+    """
+
+    name: str
+    queues: str
+    num_queues: int
+    visible: tuple[str, ...]
+
+
+CUDA = Vendor("CUDA", "CUDA_DEVICE_MAX_CONNECTIONS", 32, ("CUDA_VISIBLE_DEVICES",))
+# HIP makes 4 queues unless told otherwise; 16 is one for each stream of a device and those of its messages.
+ROCM = Vendor("ROCm", "GPU_MAX_HW_QUEUES", 16, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+LACKING = {
+    "xpu": (
+        "memory of the host that it locks for copies by the GPU (cudaHostRegister has no counterpart in torch.xpu), "
+        "and messages between GPUs through NCCL"
+    ),
+    "mps": "streams for copies beside computation, memory of its own beside the host's, and messages between GPUs",
+}
+
+
+def vendor() -> Vendor:
+    """The maker whose GPUs this build of torch drives; CUDA's for a build without GPUs."""
+    return ROCM if torch.version.hip else CUDA
+
+
+def require_known_gpus() -> None:
+    """Raises `HardwareError` if this machine's GPUs are of a kind that the device runtime cannot use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "cuda":
+        return
+    lacking = LACKING.get(found.type, "streams, events and page-locked memory that it has been run with")
+    raise HardwareError(
+        f"torch {torch.__version__} computes on {found.type!r}, where the device runtime lacks {lacking}. It runs on "
+        'GPUs of CUDA and ROCm ("cuda" in torch), and on CPU devices: hardware=Hardware.cpu(num_devices=1)'
+    )
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The random generator that ops on the device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def lock_pages(address: int, num_bytes: int) -> Callable[[], object]:
+    """Let GPUs copy from and to this host memory by themselves. Returns what ends it."""
+    cudart: Any = torch.cuda.cudart()  # HIP's under the same names
+    torch.cuda.check_error(cudart.cudaHostRegister(address, num_bytes, 0))
+    return lambda: cudart.cudaHostUnregister(address)
+
+
+def links_bandwidth(index: int, major: int) -> float | None:
+    """Usable bytes/s per direction between two GPUs over the maker's own links, for a GPU of capability `major`; None
+    without such links, or without the maker's library to ask."""
+    return _xgmi_bandwidth(index) if vendor() is ROCM else _nvlink_bandwidth(index, major)
+
+
+def _nvlink_bandwidth(index: int, major: int) -> float | None:
+    """All active NVLinks together, as a switch joins them. The rate of one follows from the architecture, since some
+    drivers report a wrong version of the link."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    active = 0
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+                active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        pass  # NVML answers "not supported" for links that a GPU does not have: what was found so far counts
+    per_link = 20e9 if major <= 6 else 25e9 if major <= 9 else 50e9
+    return 0.8 * active * per_link or None
+
+
+def _xgmi_bandwidth(index: int) -> float | None:
+    """The slowest of a GPU's Infinity Fabric links: each joins it with one other GPU."""
+    try:
+        import amdsmi
+    except (ImportError, OSError, KeyError):  # the module loads the driver's library from where ROCm says it lies
+        return None
+    rates: list[float] = []
+    try:
+        amdsmi.amdsmi_init()
+        try:
+            handle = amdsmi.amdsmi_get_processor_handles()[index]
+            for link in amdsmi.amdsmi_get_link_metrics(handle)["links"]:
+                if link["link_type"] == amdsmi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI:
+                    rates.append(float(link["max_bandwidth"]) * 1e9 / 8)  # Gb/s
+        finally:
+            amdsmi.amdsmi_shut_down()
+    except amdsmi.AmdSmiException:
+        pass  # cards without links answer "not supported"
+    return 0.8 * min((rate for rate in rates if rate), default=0.0) or None
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the calling thread's current one, and then what was before: the thread may be the user's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def queues() -> dict[str, str]:
+    """The setting that gives every stream a hardware queue of its own, as a process's environment has it."""
+    return {vendor().queues: str(vendor().num_queues)}
 
 
 def take_queues() -> None:
@@ -30,14 +144,15 @@ def take_queues() -> None:
     Raises `HardwareError` if the process uses its GPUs already, or sets another number itself: two devices that send to
     each other could then wait for ever.
     """
-    found = os.environ.get(QUEUES)
+    ((setting, number),) = queues().items()
+    found = os.environ.get(setting)
     if found is None and not torch.cuda.is_initialized():
-        os.environ[QUEUES] = str(MOST_QUEUES)
-    elif found != str(MOST_QUEUES):
+        os.environ[setting] = number
+    elif found != number:
         why = f"it is {found}" if found else "it is not set, and this process has used its GPU before the first step"
         raise HardwareError(
-            f"{QUEUES}: {why}; a receive could then hold up the computation that its sender waits for. Start the "
-            f"script with {QUEUES}={MOST_QUEUES} in its environment"
+            f"{setting}: {why}; a receive could then hold up the computation that its sender waits for. Start the "
+            f"script with {setting}={number} in its environment"
         )
 
 
@@ -50,9 +165,9 @@ def gpu_of_rank(local_rank: int) -> int:
     present = torch.cuda.device_count()
     if local_rank < present:
         return local_rank
-    if present == 1 and os.environ.get(VISIBLE):
+    if present == 1 and any(os.environ.get(setting) for setting in vendor().visible):
         return 0
     raise HardwareError(
         f"LOCAL_RANK={local_rank}: this process sees {present} GPUs. Start no more ranks on a host than it has GPUs "
-        f"(--nproc-per-node={present or 1}), or give each rank one GPU by {VISIBLE}"
+        f"(--nproc-per-node={present or 1}), or give each rank one GPU by {vendor().visible[0]}"
     )

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .accelerator import generator_of
 from .chunked_loss import chunked_cross_entropy, evaluation_logits
 from .part_loss import cross_entropy_of_parts, joined_statistics, part_statistics
-from .vendor import generator_of
 
 __all__ = [
     "chunked_cross_entropy",

@@ -23,8 +23,8 @@ import torch
 from ...ir.errors import HardwareError
 from ...ir.machine.hardware import Hardware
 from ...ir.machine.presets import PARTS, PCIE_X16, gpu, stated_reserve
+from ..accelerator import links_bandwidth, require_known_gpus
 from ..ssd.folder import free_space
-from ..vendor import links_bandwidth, require_known_gpus
 from .disks import disk_directories
 
 MEASURE_TIMEOUT_S = 120.0

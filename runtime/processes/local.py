@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
 from .. import scratch
-from ..accelerator import MOST_QUEUES, QUEUES
+from ..accelerator import queues
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
@@ -312,7 +312,7 @@ def worker_environment(num_threads: int) -> dict[str, str]:
     paths = [path or os.getcwd() for path in sys.path]
     return {
         **os.environ,
-        QUEUES: str(MOST_QUEUES),
+        **queues(),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONSAFEPATH": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

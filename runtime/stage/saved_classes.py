@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import VerifyError
 from ...ir.program import SavedSpec, StageSpec, aligned
-from ..vendor import generator_of
+from ..accelerator import generator_of
 
 aten = torch.ops.aten
 # These give the log-sum-exp of rows only where `compute_log_sumexp` is given, which forwards without autograd do not.
