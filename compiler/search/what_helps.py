@@ -135,10 +135,9 @@ def _speeded(what: str, machine: Hardware) -> Change:
 
 
 def faster_links(hardware: Hardware) -> Hardware:
+    rates = ("bandwidth_up", "bandwidth_down", "bandwidth_both")
     hosts = [
-        host.model_copy(
-            update={"root_complexes": [_scaled(r, "bandwidth_up", "bandwidth_down") for r in host.root_complexes]}
-        )
+        host.model_copy(update={"root_complexes": [_scaled(r, *rates) for r in host.root_complexes]})
         for host in hardware.hosts
     ]
     devices = [_scaled(device, "h2d_bandwidth", "d2h_bandwidth") for device in hardware.devices]
@@ -215,7 +214,8 @@ def _faster(device: Device) -> Device:
 
 
 def _scaled(part: Part, *names: str) -> Part:
-    return part.model_copy(update={name: getattr(part, name) * FASTER for name in names})
+    rates = {name: getattr(part, name) for name in names}
+    return part.model_copy(update={name: rate * FASTER for name, rate in rates.items() if rate is not None})
 
 
 def _with(hardware: Hardware, **changes: Any) -> Hardware:

@@ -60,10 +60,14 @@ class Ssd(MachinePart):
 
 
 class RootComplex(MachinePart):
-    """A PCIe root port (or the one uplink of a switch) that the devices below it share, per direction."""
+    """A PCIe root port (or the one uplink of a switch) that the devices below it share, per direction.
+
+    `bandwidth_both` is what both directions reach together when both are busy; None: neither slows the other down.
+    """
 
     bandwidth_up: Rate  # towards DRAM
     bandwidth_down: Rate  # towards the devices
+    bandwidth_both: Rate | None = None
 
 
 class CpuRates(MachinePart):
@@ -83,7 +87,8 @@ class CpuRates(MachinePart):
 class Host(MachinePart):
     """One machine: DRAM, CPU, root complexes, disks.
 
-    `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM.
+    `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM, measured while the
+    links of its GPUs are busy.
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
     devices it is the loopback between two worker processes. `model_bytes` is what the script's own copy of the model
     takes of the usable DRAM; `compile` sets it, on devices too.

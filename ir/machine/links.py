@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one physical connection.
+    """One direction of one physical connection, or what both directions share, which begins and ends at one place.
 
     `simplex` names a medium that several links take turns on (an SSD's reads and writes): the shares
     rate / bandwidth of all links on one medium add up to at most 1. Flows that share a link get rates in proportion to
@@ -44,6 +44,8 @@ def build_links(hardware: Hardware) -> dict[str, Link]:
             rc, dram = f"rc{index}.{number}", f"dram{index}"
             found.append(Link(f"{rc}.up", rc, dram, complex_.bandwidth_up, 0.0))
             found.append(Link(f"{rc}.down", dram, rc, complex_.bandwidth_down, 0.0))
+            if complex_.bandwidth_both is not None:
+                found.append(Link(f"{rc}.both", rc, rc, complex_.bandwidth_both, 0.0))
         found += _ssd_links(index, host)
         if hardware.network is not None:
             nic, dram = f"nic{index}", f"dram{index}"
@@ -101,7 +103,11 @@ def find_path(hardware: Hardware, src: str, dst: str) -> list[str]:
 
 def _to_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
     if memory in hardware.device_by_name:
-        return [f"{memory}.up", f"rc{host}.{hardware.device_by_name[memory].root_complex}.up"]
+        return [
+            f"{memory}.up",
+            *_both_ways(hardware, memory, host),
+            f"rc{host}.{hardware.device_by_name[memory].root_complex}.up",
+        ]
     if memory.startswith("ssd"):
         uplink = [] if hardware.hosts[host].ssd_uplink_bandwidth is None else [f"ssdbus{host}.up"]
         return [f"{memory}.read", *uplink]
@@ -110,22 +116,33 @@ def _to_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
 
 def _from_dram(hardware: Hardware, memory: str, host: int) -> list[str]:
     if memory in hardware.device_by_name:
-        return [f"rc{host}.{hardware.device_by_name[memory].root_complex}.down", f"{memory}.down"]
+        return [
+            f"rc{host}.{hardware.device_by_name[memory].root_complex}.down",
+            *_both_ways(hardware, memory, host),
+            f"{memory}.down",
+        ]
     if memory.startswith("ssd"):
         uplink = [] if hardware.hosts[host].ssd_uplink_bandwidth is None else [f"ssdbus{host}.down"]
         return [*uplink, f"{memory}.write"]
     return []
 
 
+def _both_ways(hardware: Hardware, device: str, host: int) -> list[str]:
+    """What both directions of a device's root complex share."""
+    number = hardware.device_by_name[device].root_complex
+    return [] if hardware.hosts[host].root_complexes[number].bandwidth_both is None else [f"rc{host}.{number}.both"]
+
+
 def build_graph(hardware: Hardware) -> nx.MultiDiGraph:
-    """Memories (with their budget in bytes) and switches as nodes, links as edges keyed by name."""
+    """Memories (with their budget in bytes) and switches as nodes, links in one direction as edges keyed by name."""
     import networkx as nx  # imported here, because a worker needs no graph and starts sooner without it
 
     graph = nx.MultiDiGraph(name=hardware.name)
     for memory, budget_bytes in hardware.memories().items():
         graph.add_node(memory, budget_bytes=budget_bytes)
     for link in hardware.links().values():
-        graph.add_edge(link.tail, link.head, key=link.name, bandwidth=link.bandwidth, latency_s=link.latency_s)
+        if link.tail != link.head:
+            graph.add_edge(link.tail, link.head, key=link.name, bandwidth=link.bandwidth, latency_s=link.latency_s)
     return graph
 
 

@@ -150,7 +150,8 @@ def slice_of(hardware: Hardware, lanes: Sequence[Sequence[int]]) -> Hardware:
         for complex_ in dict.fromkeys(device.root_complex for device in here):
             place[index, complex_] = number, len(complexes)
             share = sum(d.root_complex == complex_ for d in here) / on_complex[index, complex_]
-            complexes.append(_scaled(host.root_complexes[complex_], share, "bandwidth_up", "bandwidth_down"))
+            rates = ("bandwidth_up", "bandwidth_down", "bandwidth_both")
+            complexes.append(_scaled(host.root_complexes[complex_], share, *rates))
         disks = [_scaled(ssd, part, "size_bytes", "read_bandwidth", "write_bandwidth") for ssd in host.ssds]
         shared = (
             "dram_bytes",

@@ -58,18 +58,22 @@ def copy_bandwidth(num_bytes: int = 64 * MIB) -> float:
     return num_bytes / steady_s(lambda: target.copy_(source))
 
 
-def call_overhead_s(layers: int = 20) -> float:
+def call_overhead_s(layers: int = 20, device: str = "cpu") -> float:
     """Seconds that a torch call takes on data too small to count, with its share of Python's and autograd's work.
 
-    Calls are counted as in costs: those of a forward once there and twice in its backward.
+    Calls are counted as in costs: those of a forward once there and twice in its backward. A GPU's calls are launches,
+    which take the host longer than they take the GPU.
     """
-    norm, linear, start = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.ones(1, 2, 8)
+    with torch.device(device):
+        norm, linear, start = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.ones(1, 2, 8)
 
     def block() -> None:
         value = start
         for _ in range(layers):
             value = value + linear(norm(value)).view(1, 2, 2, 4).transpose(1, 2).reshape(1, 2, 8)
         value.sum().backward()
+        if start.is_cuda:
+            torch.cuda.synchronize(start.device)
 
     calls = 4 * layers  # norm, linear, the copy in reshape, addition
     return steady_s(block, slice_s=0.2) / (3 * calls)

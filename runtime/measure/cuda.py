@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...ir.machine.presets import MESSAGES_BYTES
-from .cpu import MIB, adamw_params_per_s, copy_bandwidth
+from .cpu import MIB, adamw_params_per_s, call_overhead_s, copy_bandwidth
 from .disks import disk_rates
 from .table import BACKENDS, DTYPES, TableTiming, measured_table
 
@@ -110,8 +114,7 @@ def measure_device(device: int) -> dict[str, Any]:
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     twin, pinned = torch.empty_like(here), torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     few, few_pinned = here[:64], pinned[:64]
-    element = torch.ones(8, device=f"cuda:{device}")
-    overhead_s = mean_s(lambda: element.mul_(1.0), device, 0.05)
+    overhead_s = call_overhead_s(device=f"cuda:{device}")
     return {
         "op_overhead_s": overhead_s,
         "rates": rate_table(device, overhead_s),
@@ -122,30 +125,66 @@ def measure_device(device: int) -> dict[str, Any]:
     }
 
 
-def together_bandwidth(group: list[int], to_device: bool) -> float:
-    """Bytes/s that all GPUs under one root complex copy in one direction at once."""
-    pairs = []
-    for device in group:
-        here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
-        pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        pairs.append((here, pinned) if to_device else (pinned, here))
-    streams = [torch.cuda.Stream(device=device) for device in group]
-    repeats = 4
+class Copies:
+    """Pinned copies of several GPUs at once, in the directions asked for, each on a stream of its own."""
 
-    def copy_all() -> float:
-        for device in group:
+    def __init__(self, devices: Sequence[int], down: bool, up: bool):
+        self.devices = devices
+        self.lanes: list[tuple[torch.cuda.Stream, Tensor, Tensor]] = []  # stream, target, source
+        for device in devices:
+            for to_device in [True] * down + [False] * up:
+                here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+                pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+                target, source = (here, pinned) if to_device else (pinned, here)
+                self.lanes.append((torch.cuda.Stream(device=device), target, source))
+        for device in devices:
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
+
+    def run(self, repeats: int = 1) -> None:
+        """Issue every copy `repeats` times, and wait for all."""
         for _ in range(repeats):
-            for stream, (target, source) in zip(streams, pairs, strict=True):
+            for stream, target, source in self.lanes:
                 with torch.cuda.stream(stream):
                     target.copy_(source, non_blocking=True)
-        for stream in streams:
+        for stream, *_ in self.lanes:
             stream.synchronize()
-        return time.perf_counter() - start
 
-    copy_all()
-    return repeats * len(group) * COPY_BYTES / copy_all()
+    def bandwidth(self, repeats: int = 4) -> float:
+        """Bytes/s of all copies together."""
+        self.run()
+        start = time.perf_counter()
+        self.run(repeats)
+        return repeats * len(self.lanes) * COPY_BYTES / (time.perf_counter() - start)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Keeps the links busy from a thread of its own."""
+        done = threading.Event()
+
+        def keep() -> None:
+            while not done.is_set():
+                self.run(2)
+
+        with ThreadPoolExecutor(1) as pool:
+            thread = pool.submit(keep)
+            try:
+                yield
+            finally:
+                done.set()
+            thread.result()
+
+
+def link_rates(groups: list[list[int]]) -> dict[str, list[float]]:
+    """For each root complex, the bytes/s that all its GPUs copy at once: down, up, and in both directions together."""
+    ways = {"down": (True, False), "up": (False, True), "both": (True, True)}
+    return {name: [Copies(group, *way).bandwidth() for group in groups] for name, way in ways.items()}
+
+
+def busy_adamw_params_per_s(groups: list[list[int]]) -> float:
+    """Parameters per second of the host's AdamW while all GPUs copy in both directions, as they do in a step: copies
+    and the optimizer share DRAM."""
+    with Copies([device for group in groups for device in group], down=True, up=True).busy():
+        return adamw_params_per_s(64 * MIB, torch.bfloat16)
 
 
 def peer_rates(src: int, dst: int) -> dict[str, float]:
@@ -164,9 +203,8 @@ def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) ->
     report: dict[str, Any] = {
         "reserves": measured_reserves(num_devices),
         "devices": [measure_device(device) for device in range(num_devices)],
-        "down": [together_bandwidth(group, to_device=True) for group in groups],
-        "up": [together_bandwidth(group, to_device=False) for group in groups],
-        "host": {"adamw": adamw_params_per_s(64 * MIB, torch.bfloat16), "copy": copy_bandwidth(256 * MIB)},
+        **link_rates(groups),
+        "host": {"adamw": busy_adamw_params_per_s(groups), "copy": copy_bandwidth(256 * MIB)},
     }
     if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
         report["peer"] = peer_rates(0, 1)

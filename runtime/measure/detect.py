@@ -345,7 +345,8 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
         }  # fmt: skip
     host |= {
         "root_complexes": [
-            {"bandwidth_up": up, "bandwidth_down": down} for up, down in zip(report["up"], report["down"], strict=True)
+            {"bandwidth_up": up, "bandwidth_down": down, "bandwidth_both": both}
+            for up, down, both in zip(report["up"], report["down"], report["both"], strict=True)
         ],
         "dram_bandwidth": 2 * report["host"]["copy"],
         "optimizer_params_per_s": report["host"]["adamw"],

@@ -9,9 +9,12 @@ from typing import Any
 import networkx as nx
 import pytest
 
+from penstock.compiler.search.what_helps import FASTER, faster_links
 from penstock.ir.errors import HardwareError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.presets import preset_document, preset_names
+from penstock.ir.program import slice_of
+from penstock.runtime.simulate.sharing import fair_rates
 
 
 def two_unequal_cards() -> dict[str, Any]:
@@ -116,9 +119,33 @@ def test_disks_may_share_an_uplink() -> None:
     assert hardware.links()["ssd0.1.read"].simplex == hardware.links()["ssd0.1.write"].simplex == "ssd0.1"
 
 
-@pytest.mark.parametrize("name", ["mobius-topo1+3", "mobius-v100", "fuyou-a100", "mics-p3dn:2"])
+def duplex(hardware: Hardware, bandwidth: float) -> Hardware:
+    """The machine with root complexes whose directions slow each other down."""
+    document = hardware.model_dump()
+    for host in document["hosts"]:
+        host["root_complexes"] = [each | {"bandwidth_both": bandwidth} for each in host["root_complexes"]]
+    return Hardware.model_validate(document)
+
+
+def test_both_directions_of_a_root_complex_share_what_was_measured_together() -> None:
+    hardware = duplex(Hardware.preset("rtx4090x2"), 30e9)
+    down, up = hardware.path("dram0", "gpu0"), hardware.path("gpu1", "dram0")
+    assert down == ["rc0.0.down", "rc0.0.both", "gpu0.down"] and up == ["gpu1.up", "rc0.0.both", "rc0.0.up"]
+    alone = hardware.bandwidth("dram0", "gpu0")
+    assert alone == Hardware.preset("rtx4090x2").bandwidth("dram0", "gpu0") and 15e9 < alone < 30e9
+    assert fair_rates([down], hardware.links()) == pytest.approx([alone])
+    assert fair_rates([down, up], hardware.links()) == pytest.approx([15e9, 15e9])
+    across = hardware.path("gpu0", "gpu1")  # through DRAM: up and down the same root complex
+    assert fair_rates([across], hardware.links()) == pytest.approx([15e9])
+    assert slice_of(hardware, [[0], [1]]).hosts[0].root_complexes[0].bandwidth_both == 15e9
+    assert faster_links(hardware).hosts[0].root_complexes[0].bandwidth_both == 30e9 * FASTER
+
+
+@pytest.mark.parametrize("name", ["mobius-topo1+3", "mobius-v100", "fuyou-a100", "mics-p3dn:2", "rtx4090x2-2rc"])
 def test_every_path_is_a_walk_in_the_graph(name: str) -> None:
     hardware = Hardware.preset(name, ssd_uplink_bandwidth="20GB/s") if name == "fuyou-a100" else Hardware.preset(name)
+    if name == "rtx4090x2-2rc":
+        hardware = duplex(hardware, 30e9)
     graph, links = hardware.graph(), hardware.links()
     assert isinstance(graph, nx.MultiDiGraph) and nx.is_strongly_connected(graph)
     for src in hardware.memories():

@@ -218,7 +218,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3,
         "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8, "messages_bytes": i} for i in range(3)],
-        "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "host": {"adamw": 3e9, "copy": 15e9},
+        "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "both": [41e9, 20e9], "host": {"adamw": 3e9, "copy": 15e9},
         "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
     }  # fmt: skip
 
@@ -237,6 +237,7 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert device.rates is not None and device.rates.products["fp16"] == ((4096.0, 60e12),)
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
+    assert [each.bandwidth_both for each in host.root_complexes] == [41e9, 20e9]
     assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
     (disk,) = host.ssds
     assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
