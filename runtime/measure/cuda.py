@@ -109,15 +109,24 @@ def _library_bytes(device: int) -> int:
     return max(0, torch.cuda.memory_allocated(device) - before_bytes - rows.nbytes)
 
 
+def measured_tables(num_devices: int) -> list[dict[str, Any]]:
+    """Per GPU the overhead of a call and the table of rates, measured once for all GPUs of one name: eight tables would
+    take a minute."""
+    found: dict[str, dict[str, Any]] = {}
+    names = [torch.cuda.get_device_name(device) for device in range(num_devices)]
+    for device, name in enumerate(names):
+        if name not in found:
+            overhead_s = call_overhead_s(device=f"cuda:{device}")
+            found[name] = {"op_overhead_s": overhead_s, "rates": rate_table(device, overhead_s)}
+    return [found[name] for name in names]
+
+
 def measure_device(device: int) -> dict[str, Any]:
     """Rates of one GPU that has its links to itself."""
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     twin, pinned = torch.empty_like(here), torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     few, few_pinned = here[:64], pinned[:64]
-    overhead_s = call_overhead_s(device=f"cuda:{device}")
     return {
-        "op_overhead_s": overhead_s,
-        "rates": rate_table(device, overhead_s),
         "memory": 2 * COPY_BYTES / mean_s(lambda: twin.copy_(here), device),
         "h2d": COPY_BYTES / mean_s(lambda: here.copy_(pinned, non_blocking=True), device),
         "d2h": COPY_BYTES / mean_s(lambda: pinned.copy_(here, non_blocking=True), device),
@@ -202,7 +211,7 @@ def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) ->
     num_devices = sum(map(len, groups))
     report: dict[str, Any] = {
         "reserves": measured_reserves(num_devices),
-        "devices": [measure_device(device) for device in range(num_devices)],
+        "devices": [{**measure_device(device), **table} for device, table in enumerate(measured_tables(num_devices))],
         **link_rates(groups),
         "host": {"adamw": busy_adamw_params_per_s(groups), "copy": copy_bandwidth(256 * MIB)},
     }

@@ -35,3 +35,16 @@ def test_rates_of_links_are_those_of_each_root_complex() -> None:
 
 def test_a_launch_costs_the_host_something() -> None:
     assert 0 < call_overhead_s(2, "cuda:0") < 0.1
+
+
+def test_gpus_of_one_name_share_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def table(device: int, overhead_s: float) -> dict[str, int]:
+        timed.append(device)
+        return {"from": device}
+
+    monkeypatch.setattr(cuda, "rate_table", table)
+    monkeypatch.setattr(cuda, "call_overhead_s", lambda device: 1e-6)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "ABA"[device])
+    assert [row["rates"]["from"] for row in cuda.measured_tables(3)] == [0, 1, 0] and timed == [0, 1]
