@@ -299,7 +299,9 @@ class StageRunner:
             for hook in hooks:
                 hook.remove()
 
-    def _rematerialised(self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool) -> Kept:
+    def _rematerialised(
+        self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool = False
+    ) -> Kept:
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
         with self._spare_buffers() if self._buffers else nullcontext():
             outputs, leaves = self._run(inputs, seed, True, taking or nullcontext(), weights_move=weights_move)

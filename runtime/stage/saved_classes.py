@@ -12,7 +12,8 @@ that is taken moves the generator on as if it had drawn. Nothing else that is ra
 Only the costly calls come through Python: they have kernels at a dispatch key of torch's that lies between autograd and
 the devices, that no tensor has, and that a thread switches on around such a forward. The first forward of each kind is
 watched whole, call by call, by a mode: it finds what changes a kept tensor, and which costly calls are made inside
-of others; a stage makes the same calls every time.
+of others; a stage makes the same calls every time. Attention as single calls is the exception: without a mode torch
+adds the mask to the scores in place, so stages with it are always watched whole.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class SavedClasses:
         self.looks: dict[str, Look] = {}
         self.count: int | None = None  # of costly calls in a forward, once one has run
         self.inner: dict[type[_Watch], set[int]] = {}  # after the first of a kind: numbers of calls inside of others
+        self.adds_in_place = False  # as single calls, attention changes a product's output where no mode is on
 
     def keeping(self, names: Sequence[str]) -> Keeping:
         """For a forward without autograd that keeps these classes."""
@@ -132,7 +134,7 @@ class _Watch:
         self.is_within = False  # inside a costly call: what it is made of is no call of the stage
         inner = classes.inner.get(type(self))
         self.inner: set[int] = set() if inner is None else inner
-        self.whole = _Whole(self) if inner is None else None
+        self.whole = _Whole(self) if inner is None or classes.adds_in_place else None
 
     def __enter__(self) -> _Watch:
         self.before = getattr(_now, "watch", None)
@@ -204,6 +206,8 @@ class _Whole(TorchDispatchMode):
             return self.watch.call(func, func, args, kwargs, False)
         for tensor in written(func, args, kwargs):
             self.watch.changes(func, tensor)
+        if func is aten._safe_softmax.default:  # nothing else calls it
+            self.watch.classes.adds_in_place = True
         self.is_within = True
         try:
             return func(*args, **kwargs)
