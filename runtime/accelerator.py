@@ -11,8 +11,9 @@ receive that waits for its peer holds up computation that the peer waits for.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,23 @@ def _xgmi_bandwidth(index: int) -> float | None:
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the calling thread's current one, and then what was before: the thread may be the user's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has: one that an earlier job has given back, else a new one. torch hands out the same
+    32 again and again, so that two streams of one job could be one."""
+    idle = _idle_streams[device]
+    return idle.pop() if idle else torch.cuda.Stream(device)
+
+
+def give_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Give a stream back, unless it still waits for something: a peer may never answer."""
+    with suppress(RuntimeError):  # a GPU in error
+        if stream.query():
+            _idle_streams[device].append(stream)
+
+
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def queues() -> dict[str, str]:

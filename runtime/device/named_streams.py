@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...ir import ops
+from ..accelerator import give_stream, take_stream
 from .host import available_cores, near_cores, node_of, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
@@ -55,7 +56,7 @@ class Streams:
         """Let a thread issue the copies to a GPU. Called if copies wait for turns or disks, which would else hold up
         computation."""
         if self.spec.kind == "cuda" and self.device.type != "meta":
-            self.copies = torch.cuda.Stream(self.device)
+            self.copies = take_stream(self.device)
 
     def of(self, plan: Issues) -> dict[str, Stream]:
         """The streams that a program uses."""
@@ -134,3 +135,6 @@ class Streams:
         for stream in self.made.values():
             stream.close()
         self.made.clear()
+        if self.copies is not None:
+            give_stream(self.device, self.copies)
+            self.copies = None

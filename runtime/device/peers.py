@@ -2,7 +2,7 @@
 
 Backends are made directly from a store, so the process's own default group is neither needed nor touched. Host traffic
 blocks the calling thread (one thread per stream); NCCL traffic is enqueued on the current CUDA stream. On gloo, a peer
-that dies raises an error at once, and a silent one after `timeout_s`.
+that dies raises an error at once, and a silent one after `timeout_s`; on NCCL neither does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from ...ir.program import Program, work_of
 from .exchange import gather_rows, seats_of, sum_rows
 
 LOOPBACK = "127.0.0.1"
+# NCCL would count from when a message is issued, and a receive may be issued a step early. Whoever runs the devices
+# looks after them.
+NEVER = timedelta(seconds=1e7)
 INTERFACE_SETTING = "GLOO_SOCKET_IFNAME"  # as torch.distributed's own gloo
 
 
@@ -207,7 +210,7 @@ class PeerLink:
 
     def _nccl(self, name: str, rank: int, size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a message goes before computation
-        options._timeout = self._timeout
+        options._timeout = NEVER
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..accelerator import give_stream, take_stream
 from .host import use_cores
 
 SWITCH_S = 0.0005  # how long a thread may keep the interpreter: a stream's thread needs it briefly, but at once
@@ -237,7 +238,7 @@ class CudaStream(Stream):
     def __init__(self, name: str, device: torch.device, board: MutableSequence[int], slot: int):
         super().__init__(name)
         self.device, self.board, self.slot = device, board, slot
-        self.stream = torch.cuda.Stream(device)
+        self.stream = take_stream(device)
         self.last: CudaEvent | None = None
         self.timed: list[tuple[Any, CudaEvent]] = []
         self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
@@ -282,6 +283,9 @@ class CudaStream(Stream):
         self.spare += [event for _, event in self.timed]
         self.timed = []
         notices.put(self)
+
+    def close(self) -> None:
+        give_stream(self.device, self.stream)
 
 
 def follow(streams: Iterable[CudaStream]) -> None:

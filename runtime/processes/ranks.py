@@ -53,6 +53,7 @@ class _Heard:
     failures: list[Failure] = field(default_factory=list)
     rows: int = 0  # the number of rows of failures that have been read
     beats: dict[int, tuple[Beat | None, float]] = field(default_factory=dict)  # per rank: its last one, and when
+    moved_s: float = 0.0  # when a rank was last seen at another place than before
 
 
 class Ranks:
@@ -87,6 +88,7 @@ class Ranks:
         self.members: list[Member] = []
         self.left = False
         self._heard, self._looking, self._looks, self._beats, self._next_beat_s = _Heard(), False, 0, 0, 0.0
+        self._watched_s: float | None = None  # since when `watched` runs
         self._lock = threading.Lock()
         self._asker = StoreThread(store)
         try:
@@ -249,16 +251,24 @@ class Ranks:
 
     def report(self, failure: Failure) -> None:
         """Tell all ranks of a failure. Raises nothing if the store is out of reach: the others then find out alone."""
-
-        row = to_row(failure, self.run)
-
-        def post(store: dist.Store) -> None:
-            for number in count(1):  # the first that is free; nothing else is taken for a row of ours
-                if store.compare_set(f"failure/{number}", "", row) == row.encode():
-                    return
-
         with contextlib.suppress(RuntimeError, WorkerError):
-            self._watch.ask(post, LAST_WORDS_S)
+            self._watch.ask(lambda store: self._post(store, failure), LAST_WORDS_S)
+
+    def _post(self, store: dist.Store, failure: Failure) -> None:
+        row = to_row(failure, self.run)
+        for number in count(1):  # the first that is free; nothing else is taken for a row of ours
+            if store.compare_set(f"failure/{number}", "", row) == row.encode():
+                return
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the ranks work together and no timeout of a message tells them: report a rank that has ended or gives
+        no sign of life, and ranks of which none has gone on for `timeout_s`. A step may take longer than that."""
+        self._watched_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._watched_s = None
 
     def cause(self, own: Failure) -> Failure:
         """What ends the ranks' work: `own`, or, if this rank only waited, another's report or a rank that is gone."""
@@ -335,8 +345,33 @@ class Ranks:
             self._read_beats(store)
         after = self.told()
         self._looks += 1
+        if after is None and self._watched_s is not None and now_s > self._watched_s + SEARCH_S:
+            self._look_after(store, self._watched_s)
         if after is not None and before is None and self.alarm is not None:
             self.alarm(after)
+
+    def _look_after(self, store: dist.Store, since_s: float) -> None:
+        """Report what `watched` is for. The first two ranks look at all, each other among them; all look at their
+        host."""
+        found = self._gone()
+        if found is None and self.rank < 2:
+            self._looking = True
+            found = self._silent(since_s, self.timeout_s) or self._stalled(since_s)
+        if found is not None:
+            self._watched_s = None
+            self._post(store, found)
+            if self.alarm is not None:
+                self.alarm(found)
+
+    def _stalled(self, since_s: float) -> Failure | None:
+        if time.monotonic() - max(since_s, self._heard.moved_s) <= self.timeout_s:
+            return None
+        places = [f"{member}: {place}" for member in self.members if (place := self.last_place(member.rank))]
+        text = (
+            f"no rank has gone on for {self.timeout_s:g} s; work that takes longer without a sign needs a larger "
+            f"timeout_s. Seen last: {'; '.join(places) or 'nothing'}. All ranks stop."
+        )
+        return Failure(self.rank, error_to_data(WorkerError(text)))
 
     def _new_failures(self, store: dist.Store) -> Iterator[Failure]:
         while (row := _peek(store, f"failure/{self._heard.rows + 1}")) is not None:
@@ -346,12 +381,14 @@ class Ranks:
                 yield failure
 
     def _read_beats(self, store: dist.Store) -> None:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            beat = from_row(_peek(store, f"beat/{rank}"), Beat, self.run)
+        for rank in range(self.size):
+            beat, now_s = from_row(_peek(store, f"beat/{rank}"), Beat, self.run), time.monotonic()
             with self._lock:
-                if rank not in self._heard.beats or (beat is not None and self._heard.beats[rank][0] != beat):
-                    self._heard.beats[rank] = beat, time.monotonic()
+                before, _ = self._heard.beats.get(rank, (None, 0.0))
+                if beat is not None and before is not None and beat.place != before.place:
+                    self._heard.moved_s = now_s
+                if rank not in self._heard.beats or (beat is not None and before != beat):
+                    self._heard.beats[rank] = beat, now_s
 
     # --- the end
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -97,7 +97,8 @@ class TorchrunDriver(Driver):
                 if own.spec.kind == "cuda":
                     take_queues()
                     share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
-                self._session = build_session(replace(own, share=share), self.ranks.store)
+                with self._watched():
+                    self._session = build_session(replace(own, share=share), self.ranks.store)
             except Exception as error:
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
@@ -205,7 +206,8 @@ class TorchrunDriver(Driver):
         """The results of every rank: of other ranks' steps only the scalars, of an evaluation everything."""
         part = self.part(batch, self.rank)
         with self._together():
-            own = self.session.step(part) if command == "run_step" else self.session.evaluate(part, **args)
+            with self._watched():
+                own = self.session.step(part) if command == "run_step" else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
             tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}
@@ -222,6 +224,11 @@ class TorchrunDriver(Driver):
                         values.setdefault(key.rpartition(" ")[0], []).append(given[key])
                 results.append(own if rank == self.rank else StepResult(values, other["report"]))
         return results
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """For messages that no timeout ends: gloo's have one, NCCL's none."""
+        on_gpu = self.setup.hardware.devices[self.rank].kind == "cuda"
+        return self.ranks.watched() if on_gpu else nullcontext()
 
     def stop_if_interrupted(self) -> None:
         if self._stops:

@@ -40,7 +40,10 @@ class Race(NamedTuple):
 
 RACES = (
     Race("a stream waits for another's event", STREAMS, "self.stream.wait_event(other.end)", "pass", (ALONE,)),
-    Race("record_stream", STREAMS, "tensor.record_stream(self.stream)", "pass", (ALONE, PAIR)),
+    Race(
+        "a loan lasts until its reader is waited for", "runtime/device/issuing.py",
+        "while rows and rows[0][0] <= last:", "while rows:", (ALONE, PAIR),
+    ),
     Race(
         "a stream's first work waits for the caller's", STREAMS,
         "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", (ALONE, CLIPPED),
@@ -59,10 +62,10 @@ RACES = (
         (ALONE, CLIPPED),
     ),
     Race(
-        "the stream waits for a received message", PEERS, ".recv([into], 0, 0).wait()", ".recv([into], 0, 0)", (PAIR,)
+        "the stream waits for a received message", PEERS, "_alias(into)], 0, 0).wait()", "_alias(into)], 0, 0)", (PAIR,)
     ),
     Race(
-        "the stream waits for a sent message", PEERS, ".send([value], 1, 0).wait()", ".send([value], 1, 0)", (PAIR,)
+        "the stream waits for a sent message", PEERS, "_alias(value)], 1, 0).wait()", "_alias(value)], 1, 0)", (PAIR,)
     ),
     Race(
         "the stream waits for a sum", PEERS, "groups[group].allreduce([value], dist.AllreduceOptions()).wait()",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.tests.gpu.rehearsal import batches, compiled, exact, model_of
+from penstock.tests.gpu.rehearsal import batches, compiled, exact, model_of, session_of
 
 pytestmark = pytest.mark.gpu
 __all__ = ["exact"]
@@ -26,3 +26,15 @@ def test_the_current_device_stays() -> None:
     finally:
         torch.cuda.set_device(before)
     assert losses[0] == losses[1]
+
+
+def test_jobs_one_after_another_use_the_same_streams() -> None:
+    batch, seen = batches(count=1)[0], []
+    for _ in range(3):
+        with compiled(model_of(), batch) as job:
+            job.step(batch)
+            made = session_of(job).streams.made.values()
+            handles = [stream.stream.cuda_stream for stream in made if stream.is_cuda]
+            assert len(set(handles)) == len(handles)
+            seen.append(set(handles))
+    assert seen[0] == seen[1] == seen[2]

@@ -45,6 +45,9 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         merge(self.clock, event.clock)
 
+    def query(self) -> bool:
+        return False  # so that no later job gets this stream
+
     def wait_stream(self, other: FakeStream) -> None:
         merge(self.clock, other.clock)
 

@@ -119,6 +119,38 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     assert "seen last: line 7" in found.error["message"]
 
 
+def watched(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, moves: bool, step_s: float) -> list[Failure]:
+    """Two ranks in a step that takes three times their timeout; the second one goes on from place to place, or not."""
+    heard: list[Failure] = []
+    monkeypatch.setattr("penstock.runtime.processes.ranks.SEARCH_S", 0.2)
+    begin_s, both, found = time.monotonic(), threading.Barrier(2), list[Failure]()
+    places = [lambda: [3], lambda: [int(10 * (time.monotonic() - begin_s)) if moves else 7]]
+
+    def step(rank: int) -> None:
+        mine = Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank), alarm=heard.append, beat=places[rank])
+        mine.timeout_s = 1.0
+        with mine.watched():
+            end_s = time.monotonic() + step_s
+            while time.monotonic() < end_s and not heard:
+                time.sleep(0.05)
+        both.wait(TIMEOUT_S)
+        found.extend(heard)
+        both.wait(TIMEOUT_S)  # leaving is heard, too
+        mine.leave()
+
+    on_all(2, step)
+    return found
+
+
+def test_a_step_may_take_longer_than_the_timeout(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(server, monkeypatch, moves=True, step_s=3.0) == []
+
+
+def test_ranks_that_do_not_go_on_are_found(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = watched(server, monkeypatch, moves=False, step_s=8.0)
+    assert "no rank has gone on for 1 s" in first.error["message"] and "timeout_s" in first.error["message"]
+
+
 def test_a_store_that_is_silent_is_to_blame(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listening thread hangs in a call, as where the network to the first rank's host is cut."""
     ranks = on_all(2, lambda rank: Ranks(client(server), rank, 2, TIMEOUT_S, node=str(rank)))
