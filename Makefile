@@ -96,7 +96,7 @@ $(EMULATED)/headers/nvidia: | install
 	$(FROM_PYPI) $(@D) nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 
 $(EMULATED)/built: $(EMULATED)/site/torch $(EMULATED)/headers/nvidia $(wildcard tests/fakecuda/src/* tests/fakecuda/*)
-	$(MAKE) -C tests/fakecuda -j2 PYTHON='$(CURDIR)/$(BIN)/python' BUILD='$(CURDIR)/$(EMULATED)'
+	$(MAKE) -C tests/fakecuda PYTHON='$(CURDIR)/$(BIN)/python' BUILD='$(CURDIR)/$(EMULATED)'
 	touch $@
 
 # Operations start late and freed memory holds NaN, so that a missing wait gives wrong numbers.
