@@ -40,6 +40,7 @@ ANSWERS = {
     "nvmlInit_v2": "return 0;", "nvmlInitWithFlags": "return 0;", "nvmlShutdown": "return 0;",
     "nvmlDeviceGetGpuFabricInfoV": "return 0;", "nvmlDeviceGetHandleByIndex_v2": SECOND_IS_HANDLE,
     "nvmlDeviceGetHandleByPciBusId_v2": SECOND_IS_HANDLE,
+    "nvmlDeviceGetComputeRunningProcesses": "*(unsigned*)b = 0; return 0;",  # torch asks where memory runs out
 }  # fmt: skip
 NVML_NAMES = [
     "nvmlShutdown", "nvmlInitWithFlags", "nvmlErrorString", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2",
