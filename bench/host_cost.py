@@ -75,7 +75,7 @@ def main() -> None:
             found = measure(job, batch)
         emulated = os.environ.get("FAKECUDA_COMPUTE") == "0"
         row = {"plan": plan, "state": args.label, "device": args.device, "kernels_cost_nothing": emulated, **found}
-        if plan != "resident" and args.device == "cuda":
+        if plan != "resident" and args.device == "cuda" and COUNTS.exists():  # `--plans` has run
             row["seconds_a_step"] = {name: whole_step(found, counts) for name, counts in real_plans().items()}
         rows.save("host_cost", row)
 
