@@ -30,15 +30,14 @@ class Vendor:
     `visible`: the variables that choose which GPUs a process sees.
     """
 
-    name: str
     queues: str
     num_queues: int
     visible: tuple[str, ...]
 
 
-CUDA = Vendor("CUDA", "CUDA_DEVICE_MAX_CONNECTIONS", 32, ("CUDA_VISIBLE_DEVICES",))
+CUDA = Vendor("CUDA_DEVICE_MAX_CONNECTIONS", 32, ("CUDA_VISIBLE_DEVICES",))
 # HIP makes 4 queues unless told otherwise; 16 is one for each stream of a device and those of its messages.
-ROCM = Vendor("ROCm", "GPU_MAX_HW_QUEUES", 16, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+ROCM = Vendor("GPU_MAX_HW_QUEUES", 16, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
 LACKING = {
     "xpu": (
         "memory of the host that it locks for copies by the GPU (cudaHostRegister has no counterpart in torch.xpu), "

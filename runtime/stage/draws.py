@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 from ...ir.errors import VerifyError
+from ..accelerator import generator_of
 from ..modules import Stage, draw_from, draw_numbers
 
 
@@ -41,11 +42,8 @@ def _hash(text: str) -> int:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """The generators that a forward on the device may draw from: the CPU's, and that of the GPU."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
+    own = generator_of(device)
+    return [torch.default_generator, *([] if own is torch.default_generator else [own])]
 
 
 class Draws:
