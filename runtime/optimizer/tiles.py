@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..team import share_among
 from .gradients import times_in_full
 
 # Their steps read gradients and parameters in a fused kernel only.
@@ -28,7 +29,9 @@ _KERNELS = (
     torch.ops.aten._fused_adagrad_,
 )  # fmt: skip
 _STEPS = "state_steps"  # the argument of the kernels that has one number for each parameter
-ELEMENTS_PER_THREAD = 1 << 18  # of a tile; measured: smaller ones lose time in calls, larger ones leave the caches
+ELEMENTS_PER_THREAD = (
+    1 << 18
+)  # of a thread's tile; measured: smaller ones lose time in calls, larger ones leave the caches
 LANES = 64  # pieces begin at multiples of it, so that vectors and single elements are those of the whole tensor
 
 Tile = tuple[tuple[int, int, int], ...]  # of each piece: the number of its tensor, its first element, its size
@@ -48,7 +51,7 @@ class Tiled:
 
 
 def tile_elements() -> int:
-    """The size of a tile for the calling thread's number of threads."""
+    """The size of the tiles that the calling thread's number of threads has at a time, all together."""
     return ELEMENTS_PER_THREAD * torch.get_num_threads()
 
 
@@ -91,16 +94,22 @@ class InTiles(TorchDispatchMode):
         whole = [argument.name == _STEPS for argument in kernel._schema.arguments[2 : len(lists)]]
         flats = [own if single else [t.view(-1) for t in own] for own, single in zip(states, whole)]
         sizes, most = tuple(w.param.numel() for w in work), tile_elements()
-        room = _Room(self.scratch, params[0].dtype, min(most, sum(sizes)), work)
-        for tile in cut(sizes, most):
+        # Threads have tiles of their own, which together are one of `most`; a smaller step is divided by the kernels.
+        threads = min(torch.get_num_threads(), most // LANES) if sum(sizes) >= most else 1
+        rooms = _rooms(self.scratch, params[0].dtype, threads, min(most, sum(sizes)) // threads, work)
+
+        def step(thread: int, tile: Tile) -> None:
             rows = [
                 [own[i] if single else own[i].narrow(0, begin, size) for i, begin, size in tile] if own else []
                 for own, single in zip(flats, whole)
             ]
             lasting = [work[i].param.narrow(0, begin, size) for i, begin, size in tile]
+            room = rooms[thread]
             full = room.stepped(lasting) if room.has_params else lasting
             kernel(full, self._gradients(work, tile, room), *rows, **options)
             _write(work, tile, full, lasting)
+
+        share_among(threads, cut(sizes, most // threads), step)
 
     def _gradients(self, work: Sequence[Tiled], tile: Tile, room: _Room) -> list[Tensor]:
         given = [work[i].grad.narrow(0, begin, size) for i, begin, size in tile]
@@ -130,11 +139,9 @@ class InTiles(TorchDispatchMode):
 class _Room:
     """Places for the gradients of a tile, and, where no masters exist, for its parameters."""
 
-    def __init__(self, scratch: Callable[[int], Tensor], dtype: torch.dtype, elements: int, work: Sequence[Tiled]):
-        self.has_params = any(w.store is not None for w in work)
-        parts = int(any(w.converted for w in work)), int(self.has_params)
-        flat = scratch(elements * dtype.itemsize * sum(parts))[: elements * dtype.itemsize * sum(parts)].view(dtype)
-        self._grads, self._params = flat.split([elements * part for part in parts])
+    def __init__(self, grads: Tensor, params: Tensor):
+        self._grads, self._params = grads, params
+        self.has_params = params.numel() > 0
 
     def gradients(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Places of these sizes."""
@@ -145,6 +152,17 @@ class _Room:
         full = _places(self._params, weights)
         torch._foreach_copy_(full, weights)
         return full
+
+
+def _rooms(
+    scratch: Callable[[int], Tensor], dtype: torch.dtype, threads: int, elements: int, work: Sequence[Tiled]
+) -> list[_Room]:
+    """A room for each thread's tile of so many elements."""
+    needed = any(w.converted for w in work), any(w.store is not None for w in work)
+    sizes = [elements * part for part in needed]
+    total = threads * sum(sizes)
+    flat = scratch(total * dtype.itemsize)[: total * dtype.itemsize].view(dtype)
+    return [_Room(*own.split(sizes)) for own in flat.view(threads, sum(sizes))]
 
 
 def _places(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

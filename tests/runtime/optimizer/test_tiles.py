@@ -18,13 +18,17 @@ from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptim
 from penstock.tests.runtime.optimizer.every_optimizer import HAVE_FUSED, KINDS
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (30, 41), "b": (41,), "one": (1,), "scale": (), "conv": (5, 3, 7, 2)}
-MOST = (64, 200, 1 << 18)  # elements in a tile
+MOST = ((64, 1), (200, 2), (600, 3), (1 << 18, 2))  # elements in the tiles of all threads, and their number
 
 
 @pytest.fixture(params=MOST)
 def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(tiles, "tile_elements", lambda: request.param)
-    yield request.param
+    elements, threads = request.param
+    own = torch.get_num_threads()
+    monkeypatch.setattr(tiles, "tile_elements", lambda: elements)
+    torch.set_num_threads(threads)
+    yield elements
+    torch.set_num_threads(own)
 
 
 def numbers(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
