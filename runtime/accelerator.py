@@ -11,9 +11,11 @@ receive that waits for its peer holds up computation that the peer waits for.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ class Vendor:
 CUDA = Vendor("CUDA_DEVICE_MAX_CONNECTIONS", 32, ("CUDA_VISIBLE_DEVICES",))
 # HIP makes 4 queues unless told otherwise; 16 is one for each stream of a device and those of its messages.
 ROCM = Vendor("GPU_MAX_HW_QUEUES", 16, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LACKING = {
     "xpu": (
         "memory of the host that it locks for copies by the GPU (cudaHostRegister has no counterpart in torch.xpu), "
@@ -126,6 +129,46 @@ def _xgmi_bandwidth(index: int) -> float | None:
     except amdsmi.AmdSmiException:
         pass  # cards without links answer "not supported"
     return 0.8 * min((rate for rate in rates if rate), default=0.0) or None
+
+
+@contextmanager
+def growing_segments(device: torch.device) -> Iterator[None]:
+    """While it lasts, torch's allocator takes memory of a GPU of CUDA in ranges that grow, one for each stream, instead
+    of blocks that it cannot join: plans that fill a card lose several per cent of it between those. What the user's
+    environment says of it stands."""
+    global _growing
+    said = any(word in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS for word in ("expandable", "backend"))
+    if device.type != "cuda" or vendor() is not CUDA or sys.platform != "linux" or said:
+        yield
+        return
+    settings: Any = torch._C
+    with _growing_lock:
+        _growing += 1
+        settings._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        with _growing_lock:
+            _growing -= 1
+            if not _growing:
+                settings._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+_growing = 0  # how many jobs of this process want it now
+_growing_lock = threading.Lock()
+
+
+def allocator_figures(device: torch.device) -> dict[str, int]:
+    """What torch's allocator took of a GPU since this process began: the peaks of bytes in use, of bytes that it holds
+    with what is free among them, and how often it had to give memory back before it could take more."""
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    if not found:  # nothing was ever taken
+        return {"allocated_bytes": 0, "reserved_bytes": 0, "retries": 0}
+    return {
+        "allocated_bytes": found["allocated_bytes"]["all"]["peak"],
+        "reserved_bytes": found["reserved_bytes"]["all"]["peak"],
+        "retries": found["num_alloc_retries"],
+    }
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

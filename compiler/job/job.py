@@ -57,7 +57,11 @@ from .taken import Taken
 
 @dataclass
 class StepReport:
-    """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices."""
+    """What the last step did. Shares are of `seconds`; bytes are per memory or route, over all devices.
+
+    `allocator`: per GPU "allocated_bytes" and "reserved_bytes", the peaks of torch's allocator since the GPU's process
+    began, and "retries", how often it gave memory back before it could take more.
+    """
 
     step: int
     loss: float
@@ -66,6 +70,7 @@ class StepReport:
     busy_share: dict[str, dict[str, float]] = field(default_factory=dict)  # device name -> stream -> share
     moved_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    allocator: dict[str, dict[str, int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     loss_scale: float | None = None
     skipped: bool = False

@@ -124,17 +124,20 @@ class Reserve(MachinePart):
 
     `context_bytes` is what the driver takes for a process; `libraries_bytes` are workspaces of cuBLAS and other
     libraries; `messages_bytes` are buffers of messages between GPUs; `display_bytes` is what other programs hold, such
-    as a display.
+    as a display; `gaps_bytes` is what torch's allocator holds for a plan that fills the memory and cannot use: its
+    rounding, and gaps between values.
     """
 
     context_bytes: SomeBytes = 0
     libraries_bytes: SomeBytes = 0
     messages_bytes: SomeBytes = 0
     display_bytes: SomeBytes = 0
+    gaps_bytes: SomeBytes = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.context_bytes + self.libraries_bytes + self.messages_bytes + self.display_bytes
+        parts = (self.context_bytes, self.libraries_bytes, self.messages_bytes, self.display_bytes, self.gaps_bytes)
+        return sum(parts)
 
 
 class Device(MachinePart):

@@ -9,8 +9,8 @@ What datasheets do not say is assumed by a few rules, the same for all machines:
 - All GPUs under one root complex share one x16 uplink, through a switch or split lanes.
 - DRAM reaches 80% of its channels' rate; AdamW on the CPU moves 28 bytes a parameter at 60% of that.
 - A gaming GPU's half-precision rate is the one with fp32 accumulation, which is what torch uses.
-- A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, and on a
-  gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
+- A GPU keeps a reserve that is not a plan's (`stated_reserve`): a context, workspaces, buffers of messages, gaps, and
+  on a gaming card a display. The papers' machines have none, only the part of the memory that a plan may use.
 - NVIDIA's parts have tables of rates by size (`part_rates.py`), AMD's one constant rate, and so the papers' machines:
   the papers' tables are reproduced under one constant rate each, which their pages state.
 """
@@ -95,7 +95,12 @@ MIB = 2**20
 MESSAGES_BYTES = 256 * MIB
 
 
-def stated_reserve(num_devices: int, display: bool) -> Document:
+def gaps_bytes(memory_bytes: int) -> int:
+    """What torch's allocator holds of a full card and cannot use: bench/cards.py found up to a fortieth."""
+    return memory_bytes // 32
+
+
+def stated_reserve(num_devices: int, display: bool, memory_bytes: int) -> Document:
     """What each GPU holds besides a plan's values where nobody has measured it.
 
     A process's context with torch's kernels took 400 to 500 MiB on the cards of the last generations; torch gives
@@ -105,13 +110,17 @@ def stated_reserve(num_devices: int, display: bool) -> Document:
     return {
         "context_bytes": 512 * MIB, "libraries_bytes": 64 * MIB,
         "messages_bytes": MESSAGES_BYTES if num_devices > 1 else 0, "display_bytes": 512 * MIB if display else 0,
+        "gaps_bytes": gaps_bytes(memory_bytes),
     }  # fmt: skip
 
 
 def with_reserve(document: Document, display: bool) -> Document:
     """The machine with the stated reserve in each of its GPUs."""
-    reserve = stated_reserve(len(document["devices"]), display)
-    return document | {"devices": [{**device, "reserve": reserve} for device in document["devices"]]}
+    count = len(document["devices"])
+    devices = [
+        {**device, "reserve": stated_reserve(count, display, device["memory_bytes"])} for device in document["devices"]
+    ]
+    return document | {"devices": devices}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
-from ..accelerator import current
+from ..accelerator import allocator_figures, current
 from ..simulate import Span
 from .file import DeviceFile
 from .named_streams import Streams
@@ -207,6 +207,7 @@ class DeviceSession:
             "busy_share": busy_share,
             "moved_bytes": self._moved_bytes(plan),
             "peak_bytes": {accounts[memory].memory: peak for memory, peak in plan.counted[1].items()},
+            "allocator": {self.spec.name: allocator_figures(self.device)} if self.device.type == "cuda" else {},
             "gradient_norm": norm,
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,

@@ -4,6 +4,7 @@ the counters of the run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ...ir import ops
 from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome
+from ..accelerator import growing_segments
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
@@ -58,8 +60,11 @@ class SessionMemory:
             for what, num_bytes in plans["step"].persistent.parts(memory).items():
                 if num_bytes:
                     self.accounts[memory].take(f"{LASTING}{what}", num_bytes, "the start")
-        self.grow(ops.DEVICE, plans["step"].arenas[ops.DEVICE])
-        self.grow(ops.DRAM, max(plan.arenas[ops.DRAM] for plan in plans.values()))
+        with ExitStack() as held:
+            held.enter_context(growing_segments(device))
+            self.grow(ops.DEVICE, plans["step"].arenas[ops.DEVICE])
+            self.grow(ops.DRAM, max(plan.arenas[ops.DRAM] for plan in plans.values()))
+            self._held = held.pop_all()  # until `close`
 
     def grow(self, memory: str, num_bytes: int) -> None:
         """Make a memory's arena at least `num_bytes` large; only between steps."""
@@ -118,6 +123,7 @@ class SessionMemory:
 
     def close(self) -> None:
         """Remove the files, and restore the earlier limit of torch's allocator."""
+        self._held.close()
         if self.folder is not None:
             self.folder.close()
         if self._share_before is not None:

@@ -186,7 +186,7 @@ def _gpu_document() -> dict[str, Any]:
         devices.append(
             {"name": f"gpu{index}", "kind": "cuda", "root_complex": complexes.index(ports[index]),
              "memory_bytes": each.total_memory, "h2d_bandwidth": link, "d2h_bandwidth": link,
-             "reserve": stated_reserve(count, display=part is None or PARTS[part].server is None), **figures}
+             "reserve": stated_reserve(count, part is None or PARTS[part].server is None, each.total_memory), **figures}
         )  # fmt: skip
     widest = [max(d["h2d_bandwidth"] for d in devices if d["root_complex"] == c) for c in range(len(complexes))]
     # Bridges that join only pairs leave some devices without access to others: then there is no link between all.
@@ -341,7 +341,7 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
             "peak_flops": _highest(table), "rates": table,
             "achieved_fraction": 1.0, "memory_bandwidth": rates["memory"], "h2d_bandwidth": rates["h2d"],
             "d2h_bandwidth": rates["d2h"], "link_latency_s": rates["copy_latency_s"],
-            "op_overhead_s": rates["op_overhead_s"], "reserve": reserve,
+            "op_overhead_s": rates["op_overhead_s"], "reserve": device["reserve"] | {"display_bytes": 0} | reserve,
         }  # fmt: skip
     host |= {
         "root_complexes": [

@@ -202,6 +202,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
         "busy_share": {hardware.devices[i].name: r["busy_share"] for i, r in enumerate(reports)},
         "moved_bytes": moved_bytes,
         "peak_bytes": peak_bytes,
+        "allocator": {name: figures for r in reports for name, figures in r["allocator"].items()},
         "gradient_norm": next((r["gradient_norm"] for r in reports if r["gradient_norm"] is not None), None),
         "loss_scale": reports[0]["loss_scale"],
         "skipped": any(r["skipped"] for r in reports),

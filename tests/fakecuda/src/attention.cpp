@@ -12,6 +12,11 @@ static Tensor dropout_mask(const at::IntArrayRef& sizes, double p, int64_t seed)
   return at::empty(sizes, at::kFloat).bernoulli_(1 - p, generator).div_(1 - p);
 }
 
+static int64_t seed_in(const IValue& saved, double p) {
+  Tensor t = saved.toTensor();
+  return p > 0 && !t.is_meta() ? t.to(at::kLong).flatten()[0].item<int64_t>() : 0;
+}
+
 static Tensor in_cuda_layout(const Tensor& x, at::ScalarType dtype) {  // (rows, heads, length, size) over (rows, length, heads, size)
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options().dtype(dtype)).transpose(1, 2).copy_(x);
 }
@@ -22,7 +27,10 @@ struct Attention {
   double p, scale;
   int64_t group = q.size(1) / k.size(1);  // so many heads of the queries share one of the keys
 
-  Tensor for_queries(const Tensor& t) const { return group == 1 ? t.to(at::kFloat) : t.to(at::kFloat).repeat_interleave(group, 1); }
+  Tensor for_queries(const Tensor& t) const {
+    if (group == 1) return t.to(at::kFloat);
+    return t.to(at::kFloat).unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
+  }
   Tensor for_keys(const Tensor& t) const {
     return group == 1 ? t : t.view({t.size(0), t.size(1) / group, group, t.size(2), t.size(3)}).sum(2);
   }
@@ -49,7 +57,7 @@ struct Attention {
   struct Backward { Tensor q, k, v, scores; };
   Backward backward(const Tensor& grad_out, const Tensor& logsumexp, int64_t seed) const {
     Tensor g = grad_out.to(at::kFloat), w = at::exp(scores() - logsumexp.unsqueeze(-1)), mask;
-    if (p > 0) mask = dropout_mask(w.sizes(), p, seed);
+    if (p > 0) mask = w.is_meta() ? w : dropout_mask(w.sizes(), p, seed);
     Tensor gv = at::matmul((p > 0 ? w * mask : w).transpose(-2, -1), g);
     Tensor gw = at::matmul(g, for_queries(v).transpose(-2, -1));
     if (p > 0) gw = gw * mask;
@@ -77,7 +85,7 @@ void add_attention() {
     Tensor q = s[1].toTensor(), bias = maybe(s[4]), kept = s[6].toTensor();
     Attention attention{q, s[2].toTensor(), s[3].toTensor(), bias, s[11].toBool(), s[9].toDouble(), scale_of(s[12], q)};
     Tensor lse = kept.size(-1) >= q.size(2) ? kept.slice(-1, 0, q.size(2)) : at::logsumexp(attention.scores(), -1);
-    auto found = attention.backward(s[0].toTensor(), lse, attention.p > 0 ? s[7].toTensor().item<int64_t>() : 0);
+    auto found = attention.backward(s[0].toTensor(), lse, seed_in(s[7], attention.p));
     Tensor grad_bias;
     if (bias.defined() && s[10].toBoolList().get(3)) grad_bias = at::sum_to(found.scores, bias.sizes()).to(bias.scalar_type());
     s = {found.q, found.k, found.v, grad_bias};
@@ -97,8 +105,7 @@ void add_attention() {
   table["aten::_scaled_dot_product_flash_attention_backward"] = [](Stack& s) {
     Tensor q = s[1].toTensor();
     Attention attention{q, s[2].toTensor(), s[3].toTensor(), Tensor(), s[11].toBool(), s[10].toDouble(), scale_of(s[14], q)};
-    int64_t seed = attention.p > 0 ? s[12].toTensor().to(at::kLong)[0].item<int64_t>() : 0;
-    auto found = attention.backward(s[0].toTensor(), s[5].toTensor(), seed);
+    auto found = attention.backward(s[0].toTensor(), s[5].toTensor(), seed_in(s[12], attention.p));
     s = {found.q, found.k, found.v};
   };
 }

@@ -248,7 +248,7 @@ class Emulated : public c10::OperatorKernel {
   std::vector<int> source_;  // per return the argument that it is, -1 for a new value
   std::vector<size_t> outs_;
   int generator_at_ = -1, dropout_at_ = -1;
-  int meta_ = -1;  // whether the operator has a Meta kernel in C++; -1: not asked yet
+  int meta_ = -1;  // whether the operator runs on meta tensors: a Meta kernel in C++, or ours; -1: not asked yet
   std::mutex lock_;
   std::unordered_map<std::string, Shapes> known_;
 
@@ -321,8 +321,8 @@ class Emulated : public c10::OperatorKernel {
       std::string table = op.dumpComputedTable();
       size_t at = table.find("\nMeta");
       std::string line = at == std::string::npos ? "" : table.substr(at + 1, table.find('\n', at + 1) - at);
-      meta_ = !custom_ && line.size() && line.find("/dev/null") == std::string::npos && line.find("fallback") == std::string::npos &&
-              line.find("MetaFallback") == std::string::npos && line.find("Math") == std::string::npos && op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+      meta_ = custom_ || (line.size() && line.find("/dev/null") == std::string::npos && line.find("fallback") == std::string::npos &&
+              line.find("MetaFallback") == std::string::npos && line.find("Math") == std::string::npos && op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta));
       if (EXTRA.count(name_)) meta_ = 0;
     }
     bool meta = meta_ == 1;
@@ -340,8 +340,8 @@ class Emulated : public c10::OperatorKernel {
       else stack.push_back(mapped(value, twin));
     }
     Stack given = stack;
-    if (meta) op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    else run_cpu(op, custom_, stack);
+    if (custom_ || !meta) run_cpu(op, custom_, stack);
+    else op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
     Shapes shapes;
     for (const IValue& value : stack) {
       Result result;

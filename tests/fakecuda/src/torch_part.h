@@ -46,7 +46,7 @@ struct Shape {
 };
 Shape shape_of(const Tensor& t);
 
-// substitutes.cpp, attention.cpp: operators computed otherwise than by their CPU kernel
+// substitutes.cpp, attention.cpp: operators computed otherwise than by their CPU kernel; on meta tensors for shapes alone
 using Custom = std::function<void(Stack&)>;
 std::unordered_map<std::string, Custom>& customs();
 extern thread_local at::Generator* drawing;  // for those that draw

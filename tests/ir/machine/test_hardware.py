@@ -166,7 +166,8 @@ def test_budgets_and_costs() -> None:
     hardware = Hardware.preset("rtx3090x2", dram="100GB")
     device = hardware.devices[0]
     assert hardware.dram_budget_bytes() == 90_000_000_000
-    assert hardware.budget_bytes("gpu1") == device.budget_bytes == int(24 * 2**30 * 0.94)
+    assert device.reserve is not None and device.reserve.gaps_bytes == 24 * 2**30 // 32
+    assert hardware.budget_bytes("gpu1") == device.budget_bytes == 24 * 2**30 - device.reserve.num_bytes
     assert device.compute_s(35.6e12 * 0.85, 1.0) == pytest.approx(1.0, rel=1e-4)  # bound by arithmetic
     assert device.compute_s(1.0, 936e9, "bf16", launches=1000) == pytest.approx(1.008)  # bound by memory
     assert hardware.latency_s("gpu0", "gpu1") == pytest.approx(40e-6)

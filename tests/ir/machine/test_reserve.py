@@ -13,14 +13,21 @@ GIB, MIB = 2**30, 2**20
 def test_a_small_card_keeps_the_parts_that_are_stated() -> None:
     (device,) = Hardware.preset("laptop-16gb").devices
     assert device.memory_bytes == 8 * GIB and device.reserve is not None
-    assert device.reserve.num_bytes == sum(stated_reserve(1, display=True).values()) == (512 + 64 + 512) * MIB
+    stated = stated_reserve(1, display=True, memory_bytes=8 * GIB)
+    assert device.reserve.num_bytes == sum(stated.values()) == (512 + 64 + 512 + 256) * MIB
     assert device.budget_bytes == 8 * GIB - device.reserve.num_bytes < int(0.94 * 8 * GIB)
 
 
 def test_on_a_large_card_the_usable_part_is_less_than_what_the_reserve_leaves() -> None:
-    device = Hardware.preset("rtx4090x2").devices[0]
+    device = Hardware.preset("h100x2").devices[0]
     assert device.reserve is not None and device.reserve.messages_bytes == 256 * MIB
-    assert device.budget_bytes == int(0.94 * 24 * GIB) < 24 * GIB - device.reserve.num_bytes
+    assert device.budget_bytes == int(0.94 * 80 * GIB) < 80 * GIB - device.reserve.num_bytes
+
+
+def test_what_the_allocator_loses_between_values_grows_with_the_memory() -> None:
+    device = Hardware.preset("rtx4090x2").devices[0]
+    assert device.reserve is not None and device.reserve.gaps_bytes == 768 * MIB
+    assert device.budget_bytes == 24 * GIB - device.reserve.num_bytes < int(0.94 * 24 * GIB)
 
 
 def test_a_limit_leaves_the_reserve_in_the_rest_of_the_card() -> None:

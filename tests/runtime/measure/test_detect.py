@@ -233,7 +233,8 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert hardware.source.endswith("; all rates measured")
     device, host = hardware.devices[1], hardware.hosts[0]
     assert device.achieved_flops("bf16") == 61e12
-    assert device.reserve is not None and device.reserve.num_bytes == 9**9 + 8**8 + 1
+    assert device.reserve is not None and device.reserve.gaps_bytes == device.memory_bytes // 32  # stated
+    assert device.reserve.num_bytes == 9**9 + 8**8 + 1 + device.reserve.gaps_bytes
     assert device.rates is not None and device.rates.products["fp16"] == ((4096.0, 60e12),)
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
