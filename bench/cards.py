@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import penstock
 from penstock.bench.peers import rows
 from penstock.bench.peers.card_cases import CARDS, CASES, fullest
 
-LIMIT_S = 600
+LIMIT_S = 400
 
 
 def main() -> None:
@@ -42,11 +43,17 @@ def run(name: str, **settings: str) -> dict[str, Any]:
     case = CASES[name]
     environment = {**os.environ, **CARDS[case.card].environment(case.num_devices), **case.environment, **settings}
     command = [sys.executable, __file__, "--here", "--only", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    row = {"plan": name, "card": case.card, "seed": environment.get("FAKECUDA_SEED", "0"), "ok": False}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        sys.stderr.write((error.stderr or b"").decode())  # with what its threads wait for
+        return {**row, "error": f"not done after {LIMIT_S} s"}
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not found:
-        return {"plan": name, "card": case.card, "ok": False, "error": done.stderr[-3000:]}
-    return dict(found[-1])
+        sys.stderr.write(done.stderr)
+        return {**row, "error": (re.findall(r"^[\w.]+: .*", done.stderr, re.MULTILINE) or ["none told"])[-1]}
+    return {**row, **found[-1]}
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import penstock
 from penstock.bench.peers.gpt import Gpt, GptSize, batch_of
 from penstock.bench.peers.gpu_reservoir import give_values
 from penstock.compiler.plan import Decisions
-from penstock.compiler.strategies import PIPELINE, STRATEGIES
+from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError
 
 GIB, MIB = 2**30, 2**20
@@ -153,12 +153,15 @@ WIDE = GptSize(layers=24, width=1280, heads=20, vocabulary=32768, length=64)  # 
 LEAN = GptSize(layers=12, width=768, heads=12, vocabulary=8192, length=64)  # 91 M
 
 
+BALANCED = STRATEGIES["balanced"]
+
+
 def staged(strategy: str, stages: int) -> str:
     return strategy.replace("partition-balanced", f"partition-balanced{{stages={stages}}}")
 
 
-RECOMPUTED = PIPELINE.replace("insert-remat", "insert-remat{always=true}")
-FETCHED = staged(PIPELINE, 6).replace("insert-fetch", "insert-fetch{swap=true}")
+RECOMPUTED = BALANCED.replace("insert-remat", "insert-remat{always=true}")
+FETCHED = staged(BALANCED, 6).replace("insert-fetch", "insert-fetch{swap=true}")
 OFFLOADED = (
     "drop-masks, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
     "choose-activations{tier=none, to=dram, share=0.2}, insert-fetch, insert-optimizer"
@@ -167,17 +170,17 @@ SLOW = {"FAKECUDA_KERNEL_US": "1000", "FAKECUDA_DELAY_US": "2000"}
 MATH = {"FAKECUDA_ATTENTION": "math"}
 
 CASES: dict[str, Case] = {
-    "resident, states": Case("8GB", GptSize(20, 1280, 20, 32768, 64), 1, 1, staged(PIPELINE, 1)),
-    "resident, activations": Case("8GB", LEAN, 8, 1, staged(PIPELINE, 1), optimizer=SGD),
-    "resident, 4 micro-batches": Case("12GB", SIZE, 8, 4, staged(PIPELINE, 2)),
-    "resident, bf16-mixed": Case("12GB", SIZE, 8, 2, staged(PIPELINE, 1), precision="bf16-mixed"),
-    "resident, bf16-true": Case("24GB", WIDE, 8, 2, staged(PIPELINE, 1), precision="bf16-true"),
+    "resident, states": Case("8GB", GptSize(20, 1280, 20, 32768, 64), 1, 1, staged(BALANCED, 1)),
+    "resident, activations": Case("8GB", LEAN, 8, 1, staged(BALANCED, 1), optimizer=SGD),
+    "resident, 4 micro-batches": Case("12GB", SIZE, 8, 4, staged(BALANCED, 2)),
+    "resident, bf16-mixed": Case("12GB", SIZE, 8, 2, staged(BALANCED, 1), precision="bf16-mixed"),
+    "resident, bf16-true": Case("24GB", WIDE, 8, 2, staged(BALANCED, 1), precision="bf16-true"),
     "resident, dropout, untied": Case(
-        "8GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1, tied=False), 8, 2, staged(PIPELINE, 3)
+        "8GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1, tied=False), 8, 2, staged(BALANCED, 3)
     ),
-    "resident, math attention": Case("8GB", LEAN, 4, 2, staged(PIPELINE, 1), environment=MATH),
+    "resident, math attention": Case("8GB", LEAN, 4, 2, staged(BALANCED, 1), environment=MATH),
     "large vocabulary": Case(
-        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, f"drop-masks, chunk-loss, {staged(PIPELINE, 1)}",
+        "12GB", GptSize(6, 768, 12, 131072, 64), 8, 2, staged(BALANCED, 1),
         precision="bf16-mixed",
     ),
     "recomputed": Case("24GB", WIDE, 16, 2, staged(RECOMPUTED, 12), recomputing),

@@ -166,3 +166,31 @@ def test_infinity_fabric_is_one_link_to_each_other_gpu(
 def test_without_amds_library_no_links_are_known(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert accelerator.links_bandwidth(0, 9) is None
+
+
+def settings_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    for name in accelerator.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def test_segments_grow_until_the_last_job_of_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, gpu = settings_asked(monkeypatch), torch.device("cuda")
+    with accelerator.growing_segments(gpu):
+        with accelerator.growing_segments(gpu):
+            pass
+        assert set(asked) == {"expandable_segments:True"}
+    assert asked[-1] == "expandable_segments:False"
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:False", "backend:cudaMallocAsync"])
+def test_what_the_user_says_of_the_allocator_stands(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = settings_asked(monkeypatch)
+    with accelerator.growing_segments(torch.device("cpu")):
+        pass
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    with accelerator.growing_segments(torch.device("cuda")):
+        pass
+    assert not asked
