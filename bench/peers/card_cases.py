@@ -170,7 +170,7 @@ SLOW = {"FAKECUDA_KERNEL_US": "1000", "FAKECUDA_DELAY_US": "2000"}
 MATH = {"FAKECUDA_ATTENTION": "math"}
 
 CASES: dict[str, Case] = {
-    "resident, states": Case("8GB", GptSize(20, 1280, 20, 32768, 64), 1, 1, staged(BALANCED, 1)),
+    "resident, states": Case("8GB", GptSize(18, 1280, 20, 32768, 64), 1, 1, staged(BALANCED, 1)),
     "resident, activations": Case("8GB", LEAN, 8, 1, staged(BALANCED, 1), optimizer=SGD),
     "resident, 4 micro-batches": Case("12GB", SIZE, 8, 4, staged(BALANCED, 2)),
     "resident, bf16-mixed": Case("12GB", SIZE, 8, 2, staged(BALANCED, 1), precision="bf16-mixed"),

@@ -15,7 +15,11 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.parametrize(
     "name",
-    ["resident, states", "fetched from DRAM, dropout", pytest.param("1f1b", marks=[two_gpus, pytest.mark.multi])],
+    [
+        "fetched from DRAM, dropout",
+        pytest.param("1f1b", marks=[two_gpus, pytest.mark.multi]),
+        pytest.param("zero-bubble", marks=[two_gpus, pytest.mark.multi]),
+    ],
 )
 def test_a_full_card(name: str) -> None:
     found = cards.run(name)
