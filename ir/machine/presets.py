@@ -93,6 +93,9 @@ PARTS = {
 
 MIB = 2**20
 MESSAGES_BYTES = 256 * MIB
+# torch's CublasHandlePool.cpp (2.13): the workspace of cuBLAS and cuBLASLt together, for each pair of a thread and a
+# stream with products; 8.125 MiB before Hopper. Forward has one such pair, and backward, on autograd's thread, another.
+CUBLAS_BYTES, CUBLAS_PAIRS = 32 * MIB, 2
 
 
 def gaps_bytes(memory_bytes: int) -> int:
@@ -104,11 +107,11 @@ def stated_reserve(num_devices: int, display: bool, memory_bytes: int) -> Docume
     """What each GPU holds besides a plan's values where nobody has measured it.
 
     A process's context with torch's kernels took 400 to 500 MiB on the cards of the last generations; torch gives
-    cuBLAS 8 MiB a stream and thread, 32 MiB on Hopper; NCCL's channels take up to 256 MiB where GPUs exchange values;
+    cuBLAS `CUBLAS_BYTES` a stream and thread; NCCL's channels take up to 256 MiB where GPUs exchange values;
     a desktop takes half a GiB.
     """
     return {
-        "context_bytes": 512 * MIB, "libraries_bytes": 64 * MIB,
+        "context_bytes": 512 * MIB, "libraries_bytes": CUBLAS_PAIRS * CUBLAS_BYTES,
         "messages_bytes": MESSAGES_BYTES if num_devices > 1 else 0, "display_bytes": 512 * MIB if display else 0,
         "gaps_bytes": gaps_bytes(memory_bytes),
     }  # fmt: skip

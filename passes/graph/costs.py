@@ -3,8 +3,8 @@
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
 For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`kernels/attention.py`); dropout saves
-one byte per element. Fake tensors do not show the workspace that oneDNN's recurrent
-layers keep on CPU.
+one byte per element; peaks have what operators hold while they run (`workspace/table.py`). Fake tensors do not show
+the workspace that oneDNN's recurrent layers keep on CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .kernels.call_rows import KernelCalls, MixRows
 from .kernels.cuda_autocast import autocast_as
 from .kernels.stand_ins import CUDA_STAND_INS, STAND_INS, cuda_dropout
 from .opgraph import OpGraph
+from .workspace.table import workspace_bytes
 
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
@@ -292,7 +293,12 @@ class _Meter(TorchDispatchMode, KernelCalls):
             self.rows.note(func, args, flops, moved_bytes)
         for tensor in new:
             self.born(tensor.untyped_storage())
+        if self.run.cuda:
+            self.held(workspace_bytes(func, args, kwargs, out))
         return out
+
+    def held(self, num_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
 
     def kernel(self, call: Product | AttentionCall) -> None:
         self.flops += call.flops

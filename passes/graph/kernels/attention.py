@@ -10,6 +10,7 @@ the padding of rows only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from ....ir.machine.call_mix import EFFICIENT, FLASH, AttentionCall
 from ....runtime.functions import window_blocks
 from ....runtime.stage.saved_classes import EFFICIENT_ROWS
-from .call_rows import DTYPES, count_call
+from ..workspace import attention as workspace
+from .call_rows import DTYPES, count_call, count_workspace
 
 MATH = "math"  # products, a softmax and a product
 WIDEST = 256  # head size of flash attention
@@ -61,7 +63,7 @@ def cuda_attention(
     width = query.shape[-1]
     if backend == FLASH and width % 8:  # narrower heads are padded, and the padded operands saved
         query, key, value = (torch.nn.functional.pad(t, (0, -width % 8)) for t in (query, key, value))
-    out: Tensor = _Fused.apply(query, key, value, bias, backend, is_causal)
+    out: Tensor = _Fused.apply(query, key, value, bias, backend, is_causal, dropout_p)
     return out[..., :width] if backend == FLASH else out
 
 
@@ -80,13 +82,19 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, backend: str, causal: bool
-    ) -> Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, backend: str, causal: bool,
+        dropout_p: float,
+    ) -> Tensor:  # fmt: skip
         batch, heads, rows, width = query.shape
+        ctx.bias_shape = None if bias is None else bias.shape
         if backend == FLASH:
             out, lse = torch.empty_like(query), query.new_empty((batch, heads, rows), dtype=torch.float32)
+            if not dropout_p:
+                count_workspace(workspace.flash_forward(batch * heads, rows, key.shape[-2], width))
         else:
             out = query.new_empty((batch, rows, heads, value.shape[-1])).transpose(1, 2)
+            is_half = query.dtype != torch.float32
+            count_workspace(workspace.efficient_forward(batch * heads, rows, value.shape[-1], is_half))
             lse = query.new_empty((batch, heads, _rounded(rows, EFFICIENT_ROWS)), dtype=torch.float32)
         draws = torch.empty(3, dtype=torch.int64)  # the generator's seed and offset
         ctx.save_for_backward(query, key, value, out, lse, draws, *([bias] if bias is not None else []))
@@ -98,18 +106,38 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value = ctx.saved_tensors[:3]
         count_call(replace(ctx.call, backward=True))
+        query, key, value, out = ctx.saved_tensors[:4]
+        gradients: list[Tensor | None] = [torch.empty_like(t) for t in (query, key, value)]
+        if ctx.call.backend == FLASH:
+            _flash_workspace(query, key, value, (out, grads[0]))
+            return (*gradients, None, None, None, None)
         batch, heads, rows, width = query.shape
-        gradients = [torch.empty_like(t) for t in (query, key, value)]
-        padded, full = _rounded(rows, ROWS), {"dtype": torch.float32}
-        workspace = [query.new_empty((batch, heads, padded), **full)]  # each row's sum of output times its gradient
-        if query.dtype != torch.float32:
-            workspace.append(query.new_empty((batch, heads, padded, _rounded(width, 32)), **full))
-        if key.shape[1] != heads:  # gradients of a group's heads, before they are added up
-            workspace += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
-        del workspace
+        scores = (batch, heads, rows, key.shape[-2])
+        if ctx.needs_input_grad[3]:  # one for each score, then added up over those that the mask is the same for
+            gradients.append(query.new_empty(ctx.bias_shape))
+            held = None if ctx.bias_shape == scores else query.new_empty(scores)
+        else:
+            gradients.append(None)
+            held = None
+        is_half = query.dtype != torch.float32
+        sizes = (batch * heads, rows, key.shape[-2], width, value.shape[-1], is_half)
+        query.new_empty(workspace.efficient_backward(*sizes), dtype=torch.uint8)
+        del held
         return (*gradients, None, None, None)
+
+
+def _flash_workspace(query: Tensor, key: Tensor, value: Tensor, results: Iterable[Tensor]) -> None:
+    """What flash attention's backward holds: `mha_bwd` in flash_api.cpp. Results whose heads lie before their rows are
+    copied, and so is their gradient (`_flash_attention_backward` in attention_backward.cu)."""
+    batch, heads, rows, width = query.shape
+    padded = _rounded(rows, ROWS)
+    sums, full = (batch, heads, padded), torch.float32
+    held = [result.transpose(1, 2).contiguous() for result in results]
+    held.append(query.new_empty(sums, dtype=full))  # each row's sum of output times its gradient
+    held.append(query.new_empty((*sums, _rounded(width, 32)), dtype=full))  # gradients of queries
+    if key.shape[1] != heads:  # gradients of a group's heads, before they are added up
+        held += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
 
 
 class _Windowed(torch.autograd.Function):

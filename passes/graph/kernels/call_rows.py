@@ -34,6 +34,9 @@ class KernelCalls:
     def made(self, call: Product | AttentionCall, results: tuple[Tensor, ...]) -> None:
         """What the kernel gave, if it is a costly call in forward, as a class of saved tensors."""
 
+    def held(self, num_bytes: int) -> None:
+        """Bytes that a call holds while it runs, beside what is alive after it."""
+
 
 def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
     """Tell the active modes of a call that stands for a kernel, and of its results that a class would keep."""
@@ -42,6 +45,13 @@ def count_call(call: Product | AttentionCall, *results: Tensor) -> None:
             mode.kernel(call)
             if results:
                 mode.made(call, results)
+
+
+def count_workspace(num_bytes: int) -> None:
+    """Tell the active modes what a kernel holds while it runs."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, KernelCalls):
+            mode.held(num_bytes)
 
 
 class MixRows:

@@ -132,7 +132,8 @@ cudaError_t CUDARTAPI cudaLaunchCooperativeKernel(const void* function, dim3, di
 cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024;
-  a->binaryVersion = a->ptxVersion = 89;
+  for (int built : {75, 80, 86, 90, 100, 120})  // those of torch's wheel: CUB finds its tuning by this version
+    if (built <= 10 * settings().major + settings().minor || built == 75) a->binaryVersion = a->ptxVersion = built;
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) { *count = 1; return cudaSuccess; }

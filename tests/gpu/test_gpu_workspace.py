@@ -1,0 +1,74 @@
+"""The rules of `passes/graph/workspace` against what torch's own code takes from the caching allocator.
+
+Within these bounds: the allocator hands out blocks of up to 1 MiB more than was asked for, two of them for a call; a
+rule is at most a quarter too large where the call holds more than some MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.passes.graph.workspace import attention
+from penstock.passes.graph.workspace.call import GpuSize, rounded
+from penstock.passes.graph.workspace.table import workspace_bytes
+from penstock.tests.gpu.operator_memory import ATTENTION, BF16, HOST_CODE_ONLY, OPERATORS
+from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
+
+pytestmark = [*on_gpu, only_on_gpu]
+MIB = 2**20
+
+
+@functools.cache
+def measured() -> dict[str, Any]:
+    """Bytes by the name of the call; in a process of its own, since kernels that compute nothing may stand in it."""
+    environment = {**os.environ, **(HOST_CODE_ONLY if "FAKECUDA_TORCH" in os.environ else {})}
+    command = [sys.executable, "-m", "penstock.tests.gpu.operator_memory"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+def gpu() -> GpuSize:
+    properties = torch.cuda.get_device_properties(0)
+    return GpuSize(properties.multi_processor_count, properties.max_threads_per_multi_processor)
+
+
+def check(found_bytes: int, ruled_bytes: int) -> None:
+    assert found_bytes <= ruled_bytes + 2 * MIB, (found_bytes, ruled_bytes)
+    assert ruled_bytes <= 1.25 * found_bytes + MIB, (found_bytes, ruled_bytes)
+
+
+@pytest.mark.emulated_core
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator(name: str) -> None:
+    run = OPERATORS[name]
+    with FakeTensorMode():
+        arguments = run.on("cpu")
+        ruled_bytes = workspace_bytes(run.operator, arguments, {}, run.operator(*arguments), gpu())
+    check(measured()[name], ruled_bytes)
+
+
+@pytest.mark.emulated_core
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    run = ATTENTION[name]
+    forward_bytes, backward_bytes = measured()[name]
+    heads = 2 * run.heads
+    if run.dtype == BF16 and not run.masked:
+        check(forward_bytes, attention.flash_forward(heads, run.rows, run.rows, run.width, gpu()))
+        padded = rounded(run.rows, 128)
+        check(backward_bytes, 4 * heads * padded * (1 + rounded(run.width, 32)))
+    else:
+        is_half = run.dtype == BF16
+        check(forward_bytes, attention.efficient_forward(heads, run.rows, run.width, is_half))
+        sizes = (heads, run.rows, run.rows, run.width, run.width, is_half)
+        check(backward_bytes, attention.efficient_backward(*sizes))
