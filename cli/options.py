@@ -88,6 +88,9 @@ class JobOptions:
         typer.Option(help="directory for files, of plans that keep something on SSD; repeat it for each SSD"),
     ] = None
     ssd_verify: Annotated[bool, typer.Option("--ssd-verify", help="check all that is read from SSD")] = False
+    compile_stages: Annotated[bool, typer.Option("--compile-stages", help="run repeated blocks by torch.compile")] = (
+        False
+    )
     timeout: Annotated[
         float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
     ] = 600.0
@@ -160,6 +163,7 @@ class JobOptions:
             "profile": self.profiling(),
             "ssd_dirs": self.ssd_dir,
             "ssd_verify": self.ssd_verify,
+            "compile_stages": self.compile_stages,
             "timeout_s": self.timeout,
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})

@@ -28,7 +28,15 @@ from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN
-from .arguments import check_agrees, check_arguments, check_timeout, check_types, count_of, warn_of_mode
+from .arguments import (
+    check_agrees,
+    check_arguments,
+    check_compilable,
+    check_timeout,
+    check_types,
+    count_of,
+    warn_of_mode,
+)
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
 from .folder import Folder, Settings, print_counts, print_files
@@ -82,6 +90,7 @@ def compile(
     profile: bool | str | Path | None = None,
     ssd_dirs: Sequence[str | Path] | None = None,
     ssd_verify: bool = False,
+    compile_stages: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
@@ -117,6 +126,8 @@ def compile(
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
         that keep something on SSD need any, and only when they run. ssd_verify: check all bytes read from SSD against
         the bytes written.
+    compile_stages: run repeated blocks by `torch.compile`, on CPU devices: each class of the printed file is compiled
+        once for all its blocks. Where that is not possible, a warning names the class and why it runs eagerly.
     timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
         workers a step may last longer, but none of its instructions.
 
@@ -174,6 +185,8 @@ def compile(
         wishes, facts, find_graph = _know_rows(model, capture, machine, wishes)
         found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
     best = found.best
+    if compile_stages:
+        check_compilable(machine, best.draft.programs)
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     require_lasting(best.draft.graph, best.draft.programs)
     _check_shards(made, best.draft.graph.hooks)
@@ -190,6 +203,7 @@ def compile(
         weights=None if weights is None else str(weights),
         ssd_dirs=directories,
         ssd_verify=ssd_verify,
+        compile_stages=compile_stages,
         timeout_s=float(timeout_s),
         evaluation=best.no_evaluation,
         loss=best.draft.graph.loss.terms,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from torch import nn
 
+from ..ir import ops
 from ..ir.errors import PlanError
+from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
+from ..ir.program import Program
 from .job.batch import BatchShape
 from .plan import Plan
 
@@ -83,3 +87,22 @@ def count_of(micro_batches: int | str, shape: BatchShape) -> int | None:
         raise PlanError(f'micro_batches={micro_batches!r}; it is a whole number or "auto"')
     shape.check_divisible(micro_batches)
     return micro_batches
+
+
+def check_compilable(machine: Hardware, programs: Sequence[Program]) -> None:
+    """Raise `PlanError` where compiled stages cannot keep what the programs promise."""
+    if any(device.kind != "cpu" for device in machine.devices):
+        raise PlanError(
+            "compile_stages=True on a GPU: the workspace of compiled kernels is not in the account of its memory, so "
+            "that no peak would hold. Leave it out, or use CPU devices"
+        )
+    if any(node.target is ops.backward_input for program in programs for node in program.ops()):
+        raise PlanError(
+            "compile_stages=True with a schedule that splits backward: the backward of a compiled block is one call. "
+            'Leave it out, or use a strategy whose backward is whole, such as "mobius"'
+        )
+    if any(spec.pointwise_again for program in programs for spec in program.interface.stages.values()):
+        raise PlanError(
+            "compile_stages=True with a plan in which backward computes pointwise results again: compiled blocks "
+            "choose what they save. Leave one of them out: recompute-pointwise, or compile_stages"
+        )

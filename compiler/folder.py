@@ -60,6 +60,7 @@ class Settings(BaseModel):
     weights: str | None = None  # directory of safetensors
     ssd_dirs: list[str] = []  # one directory per SSD; empty: those of the hardware document
     ssd_verify: bool = False
+    compile_stages: bool = False  # blocks are run by torch.compile
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # until a silent device counts as lost
     evaluation: str | None = None  # why there is no `evaluate`; None if there is
     loss: list[LossTerm] = []

@@ -342,6 +342,7 @@ class Job:
             timeout_s=settings.timeout_s,
             ssd_dirs=settings.ssd_dirs,
             ssd_verify=settings.ssd_verify,
+            compile_stages=settings.compile_stages,
             trust=self.trust,
         )
 

@@ -34,7 +34,7 @@ class HostShare:
 @dataclass(frozen=True)
 class DeviceSetup:
     """Everything that one device needs to start. `file`: its generated file, a program of `interface`; `trust`: how far
-    what else stands in it may run."""
+    what else stands in it may run. `compile_stages`: blocks are run by `torch.compile`."""
 
     index: int
     file: Path
@@ -47,6 +47,7 @@ class DeviceSetup:
     share: HostShare = HostShare()
     paces: Paces = field(default_factory=Paces)
     trust: Trust = OWN
+    compile_stages: bool = False
 
     @property
     def spec(self) -> Device:

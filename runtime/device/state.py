@@ -20,6 +20,7 @@ from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
+from ..stage.compiled_blocks import BACKEND
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore
 from .file import DeviceFile
@@ -192,6 +193,7 @@ class DeviceState:
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
             node=self.memory.node,
+            compiler=BACKEND if setup.compile_stages else None,
         )
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:

@@ -34,6 +34,7 @@ class RunSetup:
 
     `ssd_dirs` are directories for files, one per SSD, the same on every host; by default each host's own in the
     hardware document. `ssd_verify` checks everything that is read from SSD. `trust`: how far the files may run.
+    `compile_stages`: blocks are run by `torch.compile`.
     """
 
     files: Sequence[Path]
@@ -46,6 +47,7 @@ class RunSetup:
     ssd_dirs: Sequence[str] = ()
     ssd_verify: bool = False
     trust: Trust = OWN
+    compile_stages: bool = False
 
     @cached_property
     def roles(self) -> list[dict[str, Program]]:
@@ -125,6 +127,7 @@ class RunSetup:
             self.timeout_s,
             share,
             trust=self.trust,
+            compile_stages=self.compile_stages,
         )
 
     def ssd_dirs_of(self, host: int) -> list[str]:

@@ -22,6 +22,7 @@ from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
+from .compiled_blocks import CompiledBlocks
 from .draws import Draws
 from .pointwise import PointwiseAgain
 from .saved_classes import Aside, SavedClasses, Taking
@@ -80,13 +81,20 @@ class StageRunner:
 
     A mixed `precision` runs forward under autocast; parameters and buffers have the dtypes of `spec`.
     `weights_move` says that the weights may lie elsewhere in backward than in forward (they are fetched): then autograd
-    saves a place inside a parameter, not an address. Resident stages pass False and save that work.
+    saves a place inside a parameter, not an address. Resident stages pass False and save that work. `compiler`: the
+    backend of `torch.compile` that runs the stage's blocks; None to run them as written.
 
     Raises `VerifyError` if module and `spec` do not belong together.
     """
 
     def __init__(
-        self, spec: StageSpec, module: nn.Module, device: torch.device, precision: str, weights_move: bool = True
+        self,
+        spec: StageSpec,
+        module: nn.Module,
+        device: torch.device,
+        precision: str,
+        weights_move: bool = True,
+        compiler: str | None = None,
     ):
         self.spec = spec
         self.module = module
@@ -98,6 +106,8 @@ class StageRunner:
         if isinstance(module, Stage):
             module.device = self.device
         self.draws = Draws(spec.name, module, self.device)
+        self.compiled = None if compiler is None else CompiledBlocks(spec.name, module, self.precision, compiler)
+        self._is_tried = self.compiled is None  # whether compiled blocks have been compared with eager ones
         self._params = _own_parameters(spec, module, self.device)
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._changes = [param for param in spec.params if param.change]
@@ -168,6 +178,8 @@ class StageRunner:
         (`spec.saved`). Raises `VerifyError` for a class that does not agree with the stage's calls.
         """
         first = self._changing is None
+        if not self._is_tried:
+            self._try_compiled(inputs, seed)
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), first)
@@ -337,7 +349,8 @@ class StageRunner:
             else nullcontext()
         )
         autocast = self.precision.autocast(self.device)
-        with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls:
+        blocks = self._compiled_within(calls)
+        with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls, blocks:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
         if first:
@@ -347,6 +360,28 @@ class StageRunner:
             ours = self._held | {_storage(x) for x in inputs}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
+
+    def _compiled_within(self, calls: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+        """Lets blocks run compiled, except where single calls are kept or taken: compiled blocks do not make those."""
+        if self.compiled is None or not self._is_tried or not isinstance(calls, nullcontext):
+            return nullcontext()
+        return self.compiled.running()
+
+    def _try_compiled(self, inputs: Sequence[Tensor], seed: int) -> None:
+        """Run the first inputs eagerly and compiled. Compiled blocks are left for good where outputs differ, or where
+        they save more for backward than the plan counts."""
+        assert self.compiled is not None
+        with self._spare_buffers():
+            eager = self._run(inputs, seed, False, nullcontext())[0]
+        self._is_tried = True
+        with self._spare_buffers():
+            outputs = self._run(inputs, seed, True, nullcontext())[0]
+        saved_bytes, self.kept_bytes = self.kept_bytes, None
+        self.compiled.compare([e.detach() for e in eager], [o.detach() for o in outputs])
+        if saved_bytes is not None and saved_bytes > self.spec.kept_bytes:
+            self.compiled.leave_all(
+                f"the stage would save {saved_bytes} bytes for backward; the plan counts {self.spec.kept_bytes}"
+            )
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""

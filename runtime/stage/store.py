@@ -40,7 +40,7 @@ class StageStore:
     precision. `optimizer` is None if the stage is not trained here. `flat_stage`: how the
     stage is spread, if only a shard of it is kept here; `load` takes whole tensors, `state` gives pieces. Files go to
     `folder`; `staging(num_bytes)` lends a buffer of DRAM between steps. `constants`: buffers that are neither loaded
-    nor saved. `node`: where DRAM near the device is, see `nodes`.
+    nor saved. `node`: where DRAM near the device is, see `nodes`. `compiler`: see `StageRunner`.
     """
 
     def __init__(
@@ -59,12 +59,13 @@ class StageStore:
         workspace: Workspace | None = None,
         constants: Mapping[str, Tensor] | None = None,
         node: int | None = None,
+        compiler: str | None = None,
     ):
         self.spec, self.home, self.flat_stage = spec, home, flat_stage
         self._constants = dict(constants or {})
         self.part = spec if flat_stage is None else flat_stage.part
         moving = home.weights != ops.DEVICE or flat_stage is not None
-        self.runner = StageRunner(spec, module, device, precision, weights_move=moving)
+        self.runner = StageRunner(spec, module, device, precision, moving, compiler)
         self._where = device if home.weights == ops.DEVICE else torch.device("cpu")
         self._pinned = home.weights == ops.DRAM and device.type == "cuda"
         self._staging = staging

@@ -1,0 +1,93 @@
+"""Blocks run by `torch.compile`: one compilation for a class, gradients of eager, and named reasons to stay eager."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
+from penstock.runtime.modules import Scope, Stage, draw_at
+from penstock.runtime.stage.runner import StageRunner
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 3
+X = TensorSpec("x", (4, 8), "float32", requires_grad=True)
+MOST = 1 << 20
+
+
+class Block(Scope):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(x))
+
+
+class Drawing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        draw_at(self, "dropout")
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Asking(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) if x.sum().item() > 0 else x - self.linear(x)
+
+
+def stage_of(kind: type[Block]) -> Stage:
+    class Blocks(Stage):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = Scope()
+            for i in range(NUM_BLOCKS):
+                self.h[i] = kind()
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            for i in range(NUM_BLOCKS):
+                x = self.h[i](x)
+            return (x,)
+
+    return Blocks()
+
+
+def run(kind: type[Block], compiler: str | None, kept_bytes: int = MOST, keep: bool = True):
+    torch.manual_seed(0)
+    stage = stage_of(kind)
+    weights = {name: p.detach().clone() for name, p in stage.named_parameters()}
+    params = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in weights.items())
+    spec = StageSpec("stage0", (X,), (TensorSpec("y", (4, 8), "float32"),), params, kept_bytes=kept_bytes)
+    runner = StageRunner(spec, stage, CPU, "fp32", compiler=compiler)
+    results = []
+    for seed in range(2):
+        runner.bind({name: w.clone() for name, w in weights.items()})  # each time elsewhere
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        (y,), kept = runner.forward([x], seed, keep)
+        dinputs, grads = runner.backward(kept, [x], [torch.ones(4, 8)], None, seed)
+        results += [y, *dinputs, *grads.values()]
+    return runner, results
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_compilation_serves_all_blocks_and_every_place_of_their_weights(keep: bool) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    runner, found = run(Block, "aot_eager", keep=keep)
+    assert counters["stats"]["unique_graphs"] == (1 if keep else 2)  # with autograd and, in a light forward, without
+    assert runner.compiled is not None and not runner.compiled.reasons
+    for mine, eager in zip(found, run(Block, None)[1], strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-6)  # the same kernels, in AOTAutograd's order
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept_bytes", "reason"),
+    [(Drawing, MOST, "draws random numbers"), (Asking, MOST, "torch.compile failed"), (Block, 8, "the plan counts 8")],
+)
+def test_a_class_that_stays_eager_is_named_and_exact(kind: type[Block], kept_bytes: int, reason: str) -> None:
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match=f"{kind.__name__} of stage0 runs eagerly"):
+        runner, found = run(kind, "aot_eager", kept_bytes)
+    assert runner.compiled is not None and reason in runner.compiled.reasons[kind.__name__]
+    eager = run(kind, None, kept_bytes)[1]
+    assert all(torch.equal(mine, want) for mine, want in zip(found, eager, strict=True))
