@@ -21,6 +21,7 @@ PAGES = [
     "docs/planner.md",
     "docs/rates.md",
     "docs/schedules.md",
+    "docs/compiled_stages.md",
     "docs/reservoir.md",
     "docs/many_hosts.md",
     "docs/fleet.md",

@@ -33,6 +33,7 @@ from ...runtime.state.rng_state import restore_rng_state
 from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
 from ..folder import COUNTS_FILE, Folder
 from ..pipeline import PassRecord
+from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
@@ -74,6 +75,7 @@ class StepReport:
     gradient_norm: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
+    eager_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # stage -> class -> why it is not compiled
 
 
 class Outputs(dict[str, Tensor]):
@@ -117,6 +119,7 @@ class Job:
         self._scratch: scratch.Scratch | None = None
         self._driver: Driver | None = None
         self.calls = OneCall()
+        self._eager_blocks: dict[str, dict[str, str]] = {}  # as the last step reported
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
         self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
@@ -138,7 +141,14 @@ class Job:
         if self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
         known = self.folder.settings
-        return explain(self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, rows=known.rows)
+        page = explain(self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, rows=known.rows)
+        return f"{page}\n\n{self._compiled_text()}" if known.compile_stages else page
+
+    def _compiled_text(self) -> str:
+        with scratch.temporary("explain") as directory:
+            self.folder.write(directory)
+            blocks = find_blocks(directory, self.folder.interface, self.folder.settings.precision, self.trust)
+        return compiled_text(blocks, self._eager_blocks)
 
     def simulate(self) -> Timeline:
         """One step on the described hardware, without running anything."""
@@ -188,9 +198,18 @@ class Job:
             self._mark()
             self._feed.trained()
             self.last = self._report(float(loss), result.report)
+            self._tell_eager(self.last.eager_blocks)
             self._require_finite(float(loss))
             driver.stop_if_interrupted()
         return loss
+
+    def _tell_eager(self, found: dict[str, dict[str, str]]) -> None:
+        """Warn of each class of blocks that is to be compiled and is not, once."""
+        for stage, reasons in found.items():
+            for name, reason in reasons.items():
+                if name not in self._eager_blocks.get(stage, {}):
+                    warnings.warn(f"compile_stages: {name} of {stage} runs eagerly: {reason}", stacklevel=4)
+        self._eager_blocks = found
 
     def _require_finite(self, loss: float) -> None:
         assert self.last is not None

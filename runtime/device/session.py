@@ -37,7 +37,7 @@ class StepResult:
     `report`: `seconds`, `busy_share` per stream (sends and receives include waiting for the other side), `moved_bytes`
     per route ("dram0 -> gpu0"; "dram0 -> dram0" for copies that undo updates), `peak_bytes` per memory as accounted,
     `gradient_norm` (None if the program computes none), `loss_scale` (None except in fp16), `skipped` (a step whose
-    gradients were not finite).
+    gradients were not finite), `eager_blocks` (stage -> class -> why its blocks are not compiled, though asked for).
     """
 
     values: dict[str, list[Tensor]]
@@ -211,6 +211,7 @@ class DeviceSession:
             "gradient_norm": norm,
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
+            "eager_blocks": self.state.eager_blocks(),
         }
 
     def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:

@@ -259,6 +259,11 @@ class DeviceState:
             self.loss_scale.update(finite)
         return squares**0.5 / scale, self.loss_scale is not None and not finite
 
+    def eager_blocks(self) -> dict[str, dict[str, str]]:
+        """Of stages that are to run compiled: stage -> class of blocks -> why it runs eagerly."""
+        found = {name: store.runner.compiled for name, store in self.stores.items()}
+        return {name: dict(compiled.reasons) for name, compiled in found.items() if compiled and compiled.reasons}
+
     def forget_values(self) -> None:
         """Remove the values of a step from the accounts."""
         for account in self.memory.accounts.values():

@@ -59,6 +59,9 @@ class RehearsedState(DeviceState):
     def _make_store(self, stage: str, home: StageHome, setup: DeviceSetup, file: DeviceFile) -> Any:
         return EmptyStore(self.interface.stages[stage], self._flat_stage(stage, home.group))
 
+    def eager_blocks(self) -> dict[str, dict[str, str]]:
+        return {}
+
 
 class RehearsedStreams(Streams):
     """Streams that are threads, whatever the device is."""

@@ -206,6 +206,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
         "gradient_norm": next((r["gradient_norm"] for r in reports if r["gradient_norm"] is not None), None),
         "loss_scale": reports[0]["loss_scale"],
         "skipped": any(r["skipped"] for r in reports),
+        "eager_blocks": {stage: reasons for r in reports for stage, reasons in r["eager_blocks"].items()},
     }
     return StepResult(values, report)
 

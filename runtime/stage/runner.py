@@ -22,7 +22,7 @@ from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
-from .compiled_blocks import CompiledBlocks
+from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
 from .pointwise import PointwiseAgain
 from .saved_classes import Aside, SavedClasses, Taking
@@ -106,8 +106,7 @@ class StageRunner:
         if isinstance(module, Stage):
             module.device = self.device
         self.draws = Draws(spec.name, module, self.device)
-        self.compiled = None if compiler is None else CompiledBlocks(spec.name, module, self.precision, compiler)
-        self._is_tried = self.compiled is None  # whether compiled blocks have been compared with eager ones
+        self.compiled = None if compiler is None else CompiledBlocks(module, self.precision, compiler)
         self._params = _own_parameters(spec, module, self.device)
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._changes = [param for param in spec.params if param.change]
@@ -178,8 +177,10 @@ class StageRunner:
         (`spec.saved`). Raises `VerifyError` for a class that does not agree with the stage's calls.
         """
         first = self._changing is None
-        if not self._is_tried:
-            self._try_compiled(inputs, seed)
+        if self.compiled is not None and not isinstance(keep, bool) and keep:
+            self.compiled.leave_all(KEEPS)
+        elif self.compiled is not None and self.compiled.must_try:
+            self._try_compiled(self.compiled, inputs, seed)
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), first)
@@ -349,7 +350,7 @@ class StageRunner:
             else nullcontext()
         )
         autocast = self.precision.autocast(self.device)
-        blocks = self._compiled_within(calls)
+        blocks = nullcontext() if self.compiled is None else self.compiled.within(calls)
         with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls, blocks:
             outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
             outputs = _as_planned(outputs, self.spec.outputs, self.precision)
@@ -361,27 +362,14 @@ class StageRunner:
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
 
-    def _compiled_within(self, calls: AbstractContextManager[Any]) -> AbstractContextManager[None]:
-        """Lets blocks run compiled, except where single calls are kept or taken: compiled blocks do not make those."""
-        if self.compiled is None or not self._is_tried or not isinstance(calls, nullcontext):
-            return nullcontext()
-        return self.compiled.running()
+    def _try_compiled(self, compiled: CompiledBlocks, inputs: Sequence[Tensor], seed: int) -> None:
+        def run(keep: bool) -> tuple[list[Tensor], int]:
+            with self._spare_buffers():
+                outputs = self._run(inputs, seed, keep, nullcontext())[0]
+            saved_bytes, self.kept_bytes = self.kept_bytes or 0, None  # not yet what the first forward keeps
+            return [output.detach() for output in outputs], saved_bytes
 
-    def _try_compiled(self, inputs: Sequence[Tensor], seed: int) -> None:
-        """Run the first inputs eagerly and compiled. Compiled blocks are left for good where outputs differ, or where
-        they save more for backward than the plan counts."""
-        assert self.compiled is not None
-        with self._spare_buffers():
-            eager = self._run(inputs, seed, False, nullcontext())[0]
-        self._is_tried = True
-        with self._spare_buffers():
-            outputs = self._run(inputs, seed, True, nullcontext())[0]
-        saved_bytes, self.kept_bytes = self.kept_bytes, None
-        self.compiled.compare([e.detach() for e in eager], [o.detach() for o in outputs])
-        if saved_bytes is not None and saved_bytes > self.spec.kept_bytes:
-            self.compiled.leave_all(
-                f"the stage would save {saved_bytes} bytes for backward; the plan counts {self.spec.kept_bytes}"
-            )
+        compiled.compare(run, self.spec.kept_bytes)
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
