@@ -37,7 +37,7 @@ class CompiledBlocks:
     """
 
     def __init__(self, module: nn.Module, precision: Precision, backend: str = BACKEND):
-        self.precision = precision
+        self.precision, self.backend = precision, backend
         self.reasons: dict[str, str] = {}
         self.blocks: dict[str, list[nn.Module]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
@@ -48,10 +48,6 @@ class CompiledBlocks:
             if any(_draws(part) for part in blocks[0].modules()):
                 self.reasons[name] = DRAWS
                 continue
-            # Whole, and for the plan's shapes: those of a stage never change. torch knows other stages' blocks by code.
-            self._compiled[name] = torch.compile(
-                type(blocks[0]).forward, fullgraph=True, dynamic=False, backend=backend
-            )
             for block in blocks:
                 block.forward = functools.partial(self._call, block, name)
 
@@ -93,11 +89,19 @@ class CompiledBlocks:
     def _call(self, block: nn.Module, name: str, *args: Any) -> Any:
         if self._is_running and name not in self.reasons:
             try:
-                return self._compiled[name](block, *args)
+                return self._compiled_forward(block, name)(block, *args)
             except _failures() as error:
                 first = str(error).strip().partition("\n")[0]
                 self.reasons[name] = f"torch.compile failed: {type(error).__name__}: {first}"
         return type(block).forward(block, *args)
+
+    def _compiled_forward(self, block: nn.Module, name: str) -> Callable[..., Any]:
+        """Compiled at its first call: whole, and for the plan's shapes, which never change. torch knows the blocks of
+        other stages by their code."""
+        if name not in self._compiled:
+            forward = type(block).forward
+            self._compiled[name] = torch.compile(forward, fullgraph=True, dynamic=False, backend=self.backend)
+        return self._compiled[name]
 
 
 def _failures() -> tuple[type[Exception], ...]:
