@@ -1,26 +1,32 @@
-"""What the host pays for each instruction of a step, beside the launches of kernels themselves.
+"""What the host pays for each instruction of a step, beside the calls of torch that launch kernels.
 
 The op methods of a device runtime are timed by the processor time of the thread that issues them and of autograd's own
-threads, so that a busy machine shows little; of a forward or backward, the time of the same stage's module, called
-without any runtime, is subtracted. Kernels are to cost nothing: run it under the emulated device (tests/fakecuda) with
-FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1. The time of a whole step is that of real plans' instructions: Llama2-7B on one GPU
-and 70B on eight, counted by kind.
+threads, so that a busy machine shows little. What torch itself takes within them (the stage's module, the engine's
+backward, copies, the optimizer's step) is timed in the same run and subtracted. Where hooks or modes are on in the
+module, forwards and backwards are also compared with the same module, called without any runtime. Kernels are to cost
+nothing: run it under the emulated device (tests/fakecuda) with FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1.
 
-Run: FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py [--label after]
-     python bench/host_cost.py --plans      anew the instructions of both real plans (minutes)
+Real plans: Llama2-7B on one GPU is issued in full, as the same program of a model of 32 narrow layers,
+as the host's cost does not depend on widths; for 70B on eight GPUs, the instructions of each device are counted and
+take what each kind took in 7B's.
+
+Run: FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py [--label after] [--only swapped]
+     FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --plans      whole steps of both
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -33,7 +39,9 @@ from penstock.compiler.models.named import find_model
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir import ops
 from penstock.ir.calls import op_of
+from penstock.runtime.stage import runner as stage_runner
 from penstock.runtime.stage.runner import StageRunner
+from penstock.runtime.stage.store import StageStore
 
 SIZE = GptSize(layers=8, width=64, heads=4, vocabulary=256, length=32)
 MICRO_BATCHES, STEPS = 8, 7
@@ -42,11 +50,10 @@ KEEPING = (
     "drop-masks, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
     "choose-activations{swap=true, tier=none, to=dram, share=0.5}, insert-fetch{swap=true}, insert-optimizer"
 )
-REAL = {  # plan: model, preset, rows, strategy
-    "llama2-7b on one rtx4090": ("llama2-7b", "rtx4090x1", 8, "auto"),
-    "llama2-70b on eight rtx4090": ("llama2-70b", "rtx4090x8-2rc", 16, "min-stage"),
-}
-COUNTS = Path(__file__).resolve().parent / "results" / "host_cost_plans.json"
+AGAIN = f"recompute-pointwise, {PIPELINE.replace('partition-balanced', 'partition-balanced{stages=4}')}"
+REAL_7B, REAL_70B = ("llama2-7b", "rtx4090x1", 8), ("llama2-70b", "rtx4090x8-2rc", 16)  # model, preset, rows
+NARROW = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=4,vocab_size=256"
+REAL_STRATEGY, TOKENS, FEW_TOKENS = "min-stage", 2048, 32
 COMPUTED = ("forward", "backward")
 
 
@@ -57,27 +64,28 @@ def main() -> None:
     parser.add_argument("--only", help="this plan alone, such as swapped")
     parser.add_argument("--plans", action="store_true")
     args = parser.parse_args()
-    if args.plans:
-        COUNTS.write_text(json.dumps({name: real_counts(*of) for name, of in REAL.items()}, indent=1) + "\n")
-        return
     setup = LittleDram(args.device, small=True, scratch=Path("/nonexistent"))
+    about = {"state": args.label, "device": args.device, "kernels_cost_nothing": emulated()}
+    if args.plans:
+        for row in whole_steps(setup):
+            rows.save("host_cost", about | row)
+        return
     batch = batch_of(SIZE, MICRO_BATCHES)
     options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "optimizer": ADAMW}
     jobs: dict[str, Callable[[], penstock.Job]] = {
         "resident": lambda: compiled(setup, gpt(SIZE), batch, stages=4, **options),
         "swapped": lambda: swapped(setup, gpt(SIZE), batch, strategy=FETCHING, **options),
         "swapped, classes kept": lambda: compiled(setup, gpt(SIZE), batch, strategy=KEEPING, **options),
+        "resident, pointwise again": lambda: compiled(setup, gpt(SIZE), batch, strategy=AGAIN, **options),
     }
     for plan, make in jobs.items():
-        if args.only not in (None, plan):
-            continue
-        with make() as job:
-            found = measure(job, batch)
-        emulated = os.environ.get("FAKECUDA_COMPUTE") == "0"
-        row = {"plan": plan, "state": args.label, "device": args.device, "kernels_cost_nothing": emulated, **found}
-        if plan != "resident" and args.device == "cuda" and COUNTS.exists():  # `--plans` has run
-            row["seconds_a_step"] = {name: whole_step(found, counts) for name, counts in real_plans().items()}
-        rows.save("host_cost", row)
+        if args.only in (None, plan):
+            with make() as job:
+                rows.save("host_cost", {"plan": plan, **about, **measure(job, batch)})
+
+
+def emulated() -> bool:
+    return os.environ.get("FAKECUDA_COMPUTE") == "0"
 
 
 class LittleDram(Setup):
@@ -87,36 +95,62 @@ class LittleDram(Setup):
         return super().hardware(memory).with_(dram="2GB")
 
 
-def real_counts(model: str, preset: str, num_rows: int, strategy: str) -> list[dict[str, int]]:
-    """The instructions of each device's step, by kind."""
+# --- whole steps of real plans
+
+
+def whole_steps(setup: Setup) -> Iterator[dict[str, Any]]:
+    """The host's seconds for a step of 7B on one GPU, issued, and of 70B on eight, by kinds."""
+    model, _, num_rows = REAL_7B
+    wanted = counts_of(real(*REAL_7B))[0]
+    narrow = find_model(f"{model}:{NARROW}")
+    batch = narrow.random_batch(num_rows, FEW_TOKENS)
+    options: dict[str, Any] = {"precision": "bf16-true", "micro_batches": num_rows, "optimizer": ADAMW}
+    with swapped(setup, narrow.in_memory(), batch, strategy=REAL_STRATEGY, **options) as job:
+        counts = counts_of(job)[0]
+        found = measure(job, batch)
+    same = {"instructions_of_the_real_plan": wanted, "same_program": counts == wanted}
+    yield {"plan": "llama2-7b on one rtx4090, narrow", **same, **found}
+    devices = counts_of(real(*REAL_70B))
+    busiest = max(devices, key=lambda device: whole_step(found, device))
+    yield {
+        "plan": "llama2-70b on eight rtx4090, by 7B's costs of each kind",
+        "instructions": sum(busiest.values()),
+        "instructions_by_kind": busiest,
+        "kinds_at_the_mean_of_others": sorted(busiest.keys() - found["us_by_kind"].keys()),
+        "ms_a_step": whole_step(found, busiest) / 1e3,
+        "ms_a_step_with_launches": whole_step(found, busiest, "us_with_launches_by_kind") / 1e3,
+    }
+
+
+def real(model: str, preset: str, num_rows: int) -> penstock.Job:
+    """The plan of the model as it is, for the machine."""
     named = find_model(model)
-    machine = penstock.Hardware.preset(preset, dram="1024GB")
-    inputs = named.batch_spec(num_rows, 2048)
-    job = penstock.compile(
+    return penstock.compile(
         named.on_meta(),
-        machine,
-        example_inputs=inputs,
+        penstock.Hardware.preset(preset, dram="1024GB"),
+        example_inputs=named.batch_spec(num_rows, TOKENS),
         precision="bf16-true",
         micro_batches=num_rows,
-        strategy=strategy,
+        strategy=REAL_STRATEGY,
     )
+
+
+def counts_of(job: penstock.Job) -> list[dict[str, int]]:
+    """The instructions of each device's step, by kind."""
     return [dict(Counter(op_of(node).name for node in program.ops())) for program in job.programs]
 
 
-def real_plans() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(COUNTS.read_text())
-    return found
-
-
-def whole_step(found: Mapping[str, Any], counts: Sequence[Mapping[str, int]]) -> float:
-    """The host's seconds for a step of the busiest device, if each kind costs what it cost here; a kind that did not
-    occur here costs what the others cost on average, forwards and backwards aside."""
-    cost, number = found["us_by_kind"], found["instructions_by_kind"]
+def whole_step(found: Mapping[str, Any], counts: Mapping[str, int], costs: str = "us_by_kind") -> float:
+    """The host's microseconds for a step of these instructions, if each kind costs what it cost here; a kind that did
+    not occur here costs what the others cost on average, forwards and backwards aside."""
+    cost, number = found[costs], found["instructions_by_kind"]
     light = [kind for kind in cost if kind not in COMPUTED]
     usual = sum(cost[kind] * number[kind] for kind in light) / sum(number[kind] for kind in light)
     after = found["us_after_the_last_per_instruction"]
-    steps = [sum(n * (cost.get(kind, usual) + after) for kind, n in device.items()) for device in counts]
-    return max(steps) / 1e6
+    return sum(n * (cost.get(kind, usual) + after) for kind, n in counts.items())
+
+
+# --- measuring one plan
 
 
 class Clock:
@@ -141,21 +175,71 @@ class Clock:
         return self.now_ns() - start_ns
 
 
-class Timed:
-    """Stands between a file's function and its runtime. `taken`: per instruction its kind, stage and nanoseconds."""
+class TorchShare:
+    """Times the outermost calls of torch that the issuing thread makes. `taken_ns`: so far by "launch" and "event";
+    `calls`: their number."""
 
-    def __init__(self, runtime: Any, clock: Clock):
-        self._runtime, self._clock, self._least_ns = runtime, clock, clock.least_ns()
-        self.taken: list[tuple[str, str, int]] = []
+    def __init__(self, clock: Clock):
+        self.clock, self.least_ns, self.taken_ns, self.calls = clock, clock.least_ns(), Counter[str](), 0
+        self._inside, self._thread = False, threading.get_ident()
+        nothing = self.timed(lambda: None)
+        spans = sorted(clock.span_ns(nothing) for _ in range(1000))
+        self.around_ns = max(spans[len(spans) // 2] - self.least_ns, 0)  # what timing a call costs outside of it
+        self.taken_ns, self.calls = Counter[str](), 0
+
+    def timed(self, call: Callable[..., Any], what: str = "launch") -> Callable[..., Any]:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return call(*args, **kwargs)
+            self._inside = True
+            start_ns = self.clock.now_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.taken_ns[what] += self.clock.now_ns() - start_ns - self.least_ns
+                self.calls += 1
+                self._inside = False
+
+        return timed_call
+
+    @contextmanager
+    def of(self, stores: Iterable[StageStore]) -> Iterator[None]:
+        """Time what the instructions of these stages call."""
+        with ExitStack() as patches:
+            for name in ("copy_", "to", "pin_memory"):
+                call = getattr(Tensor, name)
+                patches.enter_context(patch.object(Tensor, name, self.timed(call)))
+            for owner, name in ((torch.cuda.Event, "record"), (torch.cuda.Stream, "wait_event")):
+                patches.enter_context(patch.object(owner, name, self.timed(getattr(owner, name), "event")))
+            engine = stage_runner._engine_run_backward
+            patches.enter_context(patch.object(stage_runner, "_engine_run_backward", self.timed(engine)))
+            for store in stores:
+                patches.enter_context(patch.object(store.runner, "module", self.timed(store.runner.module)))
+                if store.optimizer is not None and store.optimizer.optimizer is not None:
+                    optimizer = store.optimizer.optimizer
+                    patches.enter_context(patch.object(optimizer, "step", self.timed(optimizer.step)))
+            yield
+
+
+class Timed:
+    """Stands between a file's function and its runtime. `taken`: per instruction its kind, stage, nanoseconds, and
+    those of them that torch took for launches and for events."""
+
+    def __init__(self, runtime: Any, clock: Clock, share: TorchShare):
+        self._runtime, self._clock, self._least_ns, self._share = runtime, clock, clock.least_ns(), share
+        self.taken: list[tuple[str, str, int, int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         method, clock, taken, least_ns = getattr(self._runtime, name), self._clock, self.taken, self._least_ns
+        share = self._share
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start_ns = clock.now_ns()
+            before, calls, start_ns = share.taken_ns.copy(), share.calls, clock.now_ns()
             result = method(*args, **kwargs)
+            whole_ns = clock.now_ns() - start_ns - least_ns - (share.calls - calls) * share.around_ns
             stage = args[0] if args and isinstance(args[0], str) else ""
-            taken.append((name, stage, clock.now_ns() - start_ns - least_ns))
+            of_torch = share.taken_ns - before
+            taken.append((name, stage, whole_ns, of_torch["launch"], of_torch["event"]))
             return result
 
         setattr(self, name, timed)
@@ -168,11 +252,12 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         job.step(batch)
     session: Any = job.driver.session  # type: ignore[attr-defined]
     clock, function, fed = Clock(), session.file.functions["step"], {}
+    share = TorchShare(clock)
     whole_ns, plain_ns, runs = [], [], []
 
     def step(runtime: Any, given: Any) -> Any:
         fed.update(given)
-        timed = Timed(runtime, clock)
+        timed = Timed(runtime, clock, share)
         runs.append(timed.taken)
         return function(timed, given)
 
@@ -181,35 +266,52 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     runs.clear()
     for _ in range(STEPS):  # in turns, as the machine is busy at times
         session.file.functions["step"] = step
-        whole_ns.append(clock.span_ns(lambda: session.step(fed)))
+        with share.of(session.state.stores.values()):
+            whole_ns.append(clock.span_ns(lambda: session.step(fed)))
         session.file.functions["step"] = function
         plain_ns.append(clock.span_ns(lambda: session.step(fed)))
     on_gpu = session.device.type == "cuda"  # a CPU device's launches are another thread's
     direct = (
         {stage: launches_ns(store.runner, clock) for stage, store in session.state.stores.items()} if on_gpu else {}
     )
-    net: dict[str, list[float]] = {}
-    gross: dict[str, list[float]] = {}
+    net, gross, beyond, events = Kinds(), Kinds(), Kinds(), Kinds()
     for row, node in zip(zip(*runs, strict=True), job.programs[0].ops(), strict=True):
-        kind, stage, _ = row[0]
-        taken_ns = statistics.median(ns for _, _, ns in row)
-        gross.setdefault(kind, []).append(taken_ns / 1e3)
+        kind, stage, *_ = row[0]
+        whole = statistics.median(ns for _, _, ns, _, _ in row) / 1e3
+        gross.add(kind, whole)
+        net.add(kind, statistics.median(ns - launch_ns for _, _, ns, launch_ns, _ in row) / 1e3)
+        events.add(kind, statistics.median(event_ns for *_, event_ns in row) / 1e3)
         if kind in COMPUTED and on_gpu:
-            taken_ns -= sum(direct[stage][part] for part in launched(node))
-        net.setdefault(kind, []).append(taken_ns / 1e3)
-    after_ns = statistics.median(whole_ns) - statistics.median(sum(ns for _, _, ns in run) for run in runs)
-    every = [us for taken in net.values() for us in taken]
-    light = [us for kind, taken in net.items() if kind not in COMPUTED for us in taken]
+            beyond.add(kind, whole - sum(direct[stage][part] for part in launched(node)) / 1e3)
+    after_ns = statistics.median(whole_ns) - statistics.median(sum(ns for _, _, ns, _, _ in run) for run in runs)
+    timing_ns = share.around_ns * share.calls / STEPS
     return {
-        "instructions": len(every),
-        "us_an_instruction": statistics.mean(every),
-        "us_a_light_instruction": statistics.mean(light),
-        "us_by_kind": {kind: statistics.mean(taken) for kind, taken in net.items()},
-        "us_with_launches_by_kind": {kind: statistics.mean(taken) for kind, taken in gross.items()},
+        "instructions": len(net.all()),
+        "us_an_instruction": statistics.mean(net.all()),
+        "us_a_light_instruction": statistics.mean(net.all(but=COMPUTED)),
+        "us_by_kind": net.means(),
+        "us_of_that_for_events_by_kind": events.means(),
+        "us_of_that_for_events": statistics.mean(events.all()),
+        "us_with_launches_by_kind": gross.means(),
+        "us_beyond_a_plain_module_by_kind": beyond.means(),
         "instructions_by_kind": {kind: len(taken) for kind, taken in net.items()},
+        "ms_a_step": sum(net.all()) / 1e3,
         "ms_a_step_with_launches": statistics.median(plain_ns) / 1e6,
-        "us_after_the_last_per_instruction": max(after_ns / 1e3 / len(every), 0.0),
+        "us_after_the_last_per_instruction": max((after_ns - timing_ns) / 1e3 / len(net.all()), 0.0),
     }
+
+
+class Kinds(dict[str, list[float]]):
+    """Microseconds of instructions, by kind."""
+
+    def add(self, kind: str, us: float) -> None:
+        self.setdefault(kind, []).append(us)
+
+    def all(self, but: Collection[str] = ()) -> list[float]:
+        return [us for kind, taken in self.items() if kind not in but for us in taken]
+
+    def means(self) -> dict[str, float]:
+        return {kind: statistics.mean(taken) for kind, taken in self.items()}
 
 
 def launched(node: fx.Node) -> tuple[str, ...]:
