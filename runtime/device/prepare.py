@@ -66,6 +66,7 @@ class Issue:
     group: str  # of a collective
     stages: list[str]  # of its operands and results, in order
     keeps: bool = False  # its last result is what backward needs
+    adds_on: bool = False  # another backward adds to its gradients
     waits: tuple[int, ...] = ()
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
     shared: int | None = None  # its number at the link server, if it may have to share such links
@@ -170,6 +171,8 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         peer=work.peer,
         group=work.group,
         keeps=bool(made) and made[-1].meta["type"].kind == "kept",
+        adds_on=node.target is ops.backward
+        and any(user.target is ops.backward and made[-1] in donated(user) for user in made[-1].users),
         stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
     )
 

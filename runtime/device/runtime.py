@@ -82,7 +82,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         def run() -> list[Any]:
             so_far, flats, places = self._sum_so_far(store, grads_box)
             values = [None if box is None else box.value for box in given]
-            args = kept_box.value, [box.value for box in boxes], values, so_far, seed, places
+            args = kept_box.value, [box.value for box in boxes], values, so_far, seed, places, issue.adds_on
             with self._bound(store, bound.value) as runner:
                 dinputs, total = runner.backward(*args)
             return [*dinputs, Grads(total, flats=flats)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,13 +21,11 @@ class Versions(Issuing):
     """The ops `stash`, `predict` and `split`. All run on the compute stream, between the same updates as in the text;
     their results are used and given back on that stream, too."""
 
-    @contextmanager
-    def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> Iterator[StageRunner]:
+    def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> AbstractContextManager[StageRunner]:
         """A stage's runner on these weights. It lets go of a version at the end: a `free` gives the memory back."""
         store.runner.bind(weights)
-        yield store.runner
-        if self.interface.asynchronous and weights is not store.weights:
-            store.runner.bind(store.weights)
+        is_version = self.interface.asynchronous and weights is not store.weights
+        return _let_go(store) if is_version else nullcontext(store.runner)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]
@@ -53,6 +51,13 @@ class Versions(Issuing):
             return [Grads(own, part="own"), Grads(others, part="shared")]
 
         return tuple(self._launch(issue, [box], run, [box, box]))
+
+
+@contextmanager
+def _let_go(store: StageStore) -> Iterator[StageRunner]:
+    """A stage's runner, bound to its newest weights at the end."""
+    yield store.runner
+    store.runner.bind(store.weights)
 
 
 def _copied(store: StageStore) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -118,6 +118,7 @@ class StageRunner:
         self._starts: list[int] = []  # addresses of the bound parameters, ascending
         self._spans: list[tuple[int, str]] = []  # their end addresses and names, in the same order
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
+        self._adding: dict[str, Tensor] | None = None  # gradients that still are those of the parameters
 
     # --- parameters and buffers
 
@@ -204,20 +205,23 @@ class StageRunner:
         grads: dict[str, Tensor] | None,
         seed: int,
         places: Mapping[str, Tensor] | None = None,
+        more: bool = False,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Gradients of the inputs that require one, and of the parameters, added to `grads` in place.
 
         If `kept` is None, forward runs again first, with the same `seed` and without updating buffers. If it is
         partial, this forward takes the tensors of `kept` without computing them, and lets go of them. A parameter that
         no gradient reached has no entry, just as its `.grad` is None in eager. `places`: where the gradients shall lie,
-        by parameter; each goes there as soon as it is complete.
+        by parameter; each goes there as soon as it is complete. `more`: a later backward adds to these gradients, which
+        live until then, so that the parameters may keep them.
         """
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
-        with self._adding_to(grads, taken, places), self._moving_to(grads, places) if places else nullcontext():
+        moving = self._moving_to(grads, places) if places else nullcontext()
+        with self._adding_to(grads, taken, places, more and not places), moving:
             if edges:
                 # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
                 _engine_run_backward(
@@ -277,22 +281,30 @@ class StageRunner:
 
     @contextmanager
     def _adding_to(
-        self, grads: dict[str, Tensor], taken: set[int], places: Mapping[str, Tensor] | None = None
+        self,
+        grads: dict[str, Tensor],
+        taken: set[int],
+        places: Mapping[str, Tensor] | None = None,
+        more: bool = False,
     ) -> Iterator[None]:
-        """Let the parameters' gradients add up in `grads`, each at its place or in memory of its own."""
-        trained = self._trained
-        for name, param in trained.items():
-            param.grad = grads.get(name)
+        """Let the parameters' gradients add up in `grads`, each at its place or in memory of its own. `more`: they
+        stay those of the parameters, as setting each anew takes the host longer than all else of a small backward."""
+        trained, stay = self._trained, False
+        if self._adding is not grads:
+            for name, param in trained.items():
+                param.grad = grads.get(name)
         try:
             yield
-            for name, param in trained.items():
+            for name, param in trained.items() if len(grads) < len(trained) else ():
                 if name not in grads and param.grad is not None:
                     if places is not None:
                         grads[name] = places[name].copy_(param.grad)
                     else:
-                        grads[name] = _apart(_laid_out_as(param, param.grad), taken)
+                        grads[name] = param.grad = _apart(_laid_out_as(param, param.grad), taken)
+            stay = more
         finally:
-            for param in trained.values():
+            self._adding = grads if stay else None
+            for param in () if stay else trained.values():
                 param.grad = None
 
     @contextmanager
@@ -339,8 +351,9 @@ class StageRunner:
         leaves = [_laid_out(x, want).detach() for x, want in zip(inputs, self.spec.inputs, strict=True)]
         versions = [leaf._version for leaf in leaves] if first else []
         if keep:
-            for leaf, want in zip(leaves, self.spec.inputs, strict=True):
-                leaf.requires_grad_(want.requires_grad)
+            for leaf, want in zip(leaves, self.spec.inputs):
+                if want.requires_grad:
+                    leaf.requires_grad_()
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
         moves = self.weights_move if weights_move is None else weights_move
@@ -424,8 +437,8 @@ class StageRunner:
             self._evaluating = evaluating
 
     def _detached(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        taken = self._held | {_storage(x) for x in inputs}
-        return [_apart(output.detach(), taken) for output in outputs]
+        taken = {_storage(x) for x in inputs}
+        return [_apart(output.detach(), taken, self._held) for output in outputs]
 
     def _check_inputs(self, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
         for leaf, version, want in zip(leaves, versions, self.spec.inputs):
@@ -468,14 +481,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(tensor: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, copied if its storage is in `taken` already; adds the storage of the result to `taken`.
+def _apart(tensor: Tensor, taken: set[int], held: Container[int] = ()) -> Tensor:
+    """The tensor, copied if its storage is in `taken` already, or `held`; adds the storage of the result to `taken`.
 
     Autograd may hand out the same memory twice (the gradients of `p.view(-1) + x.view(-1)`), and a stage may hand an
     input through: both would turn the next addition in place into a wrong result elsewhere.
     """
     storage = _storage(tensor)
-    if storage != 0 and storage in taken:
+    if storage != 0 and (storage in taken or storage in held):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         storage = _storage(tensor)
     taken.add(storage)
