@@ -127,7 +127,7 @@ def real(model: str, preset: str, num_rows: int) -> penstock.Job:
     named = find_model(model)
     return penstock.compile(
         named.on_meta(),
-        penstock.Hardware.preset(preset, dram="1024GB"),
+        penstock.Hardware.preset(preset, dram="2048GB"),
         example_inputs=named.batch_spec(num_rows, TOKENS),
         precision="bf16-true",
         micro_batches=num_rows,
@@ -295,7 +295,7 @@ def measure(job: penstock.Job, batch: Mapping[str, Tensor], plain: bool = True) 
         "us_with_launches_by_kind": gross.means(),
         **({"us_beyond_a_plain_module_by_kind": beyond.means()} if plain else {}),
         "instructions_by_kind": {kind: len(taken) for kind, taken in net.items()},
-        "ms_a_step": sum(net.all()) / 1e3,
+        "ms_a_step": (sum(net.all()) + max(after_ns - timing_ns, 0.0) / 1e3) / 1e3,
         "ms_a_step_with_launches": min(plain_ns) / 1e6,
         "us_after_the_last_per_instruction": max((after_ns - timing_ns) / 1e3 / len(net.all()), 0.0),
     }
