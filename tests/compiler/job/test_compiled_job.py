@@ -88,7 +88,7 @@ def test_a_second_start_finds_on_disk_what_the_first_has_compiled(tmp_path: Path
 
 # Inductor's sums are in another order, and its exponentials and roots of its own (Sleef); three steps carry that on.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "memory"), [("gpt2", SWAPPED)])
+@pytest.mark.parametrize(("name", "memory"), [("gpt2", SWAPPED), ("llama", RESIDENT), ("llama", SWAPPED)])
 def test_inductor_trains_like_eager(name: str, memory: str) -> None:
     model, batch = zoo_case(name)
     eager = Eager(model)
