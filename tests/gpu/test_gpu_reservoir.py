@@ -161,6 +161,7 @@ def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path, monke
     model, data = model_of(), batches()
     with swapped(model, data[0]) as job:
         wanted = parity.train_job(job, data).losses
+        given = [job._given("step", batch) for batch in data]  # with what its losses are divided by
     interface, source = job.folder.interface, LiveWeights(model)
     path = job.write(tmp_path / "files") / "device0.py"
     server = TurnServer(str(tmp_path / "turns"))
@@ -170,7 +171,7 @@ def test_weights_that_come_in_chunks_by_turns_are_the_same(tmp_path: Path, monke
     try:
         for name, spec in interface.stages.items():
             session.state.load_stage(name, stage_weights(source, spec, own=False), stage_buffers(source, spec))
-        losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for batch in data]
+        losses = [float(torch.stack(session.step(batch).values["loss"]).mean()) for batch in given]
     finally:
         session.close()
         server.close()
