@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock.bench.peers import models, rows
 from penstock.bench.peers.eager import Eager
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 
 TARGET = 1.05
 LR = 1e-4
@@ -38,7 +38,7 @@ def main() -> None:
     with job:
         times_s = alternate(
             {
-                "penstock": lambda: losses["penstock"].append(float(job.step(batch))),
+                "penstock": lambda: losses["penstock"].append(whole_step(job, batch)),
                 "eager": lambda: losses["eager"].append(eager.step(batch)),
             },
             args.rounds,

@@ -17,7 +17,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 from penstock.bench.peers.torch_pipeline import LR, TorchPipeline
 
 TARGET_SAME, TARGET_AUTO = 1.0, 0.9
@@ -76,7 +76,7 @@ def first_module(blocks: list[str]) -> str:
 
 
 def run_job(job: penstock.Job, batch: dict[str, torch.Tensor], losses: list[float]) -> None:
-    losses.append(float(job.step(batch)))
+    losses.append(whole_step(job, batch))
 
 
 def run_peer(peer: TorchPipeline, losses: list[float]) -> None:

@@ -23,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import penstock
 from penstock.bench.peers import rows
+from penstock.bench.peers.timing import whole_step
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "bf16-pure")
 ROWS, LENGTH, MICRO_BATCHES, VOCABULARY, WIDTH, LAYERS = 8, 128, 2, 2048, 512, 4
@@ -69,7 +70,7 @@ def row_of(name: str, model: nn.Module, steps: int, threads: int) -> dict[str, A
     for step in range(2 + steps):
         for precision, job in jobs.items():
             begin, began = time.perf_counter(), time.process_time()
-            losses[precision].append(float(job.step(batch)))
+            losses[precision].append(whole_step(job, batch))
             if step >= 2:
                 wall_s[precision].append(time.perf_counter() - begin)
                 cpu_s[precision].append(time.process_time() - began)

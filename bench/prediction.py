@@ -17,6 +17,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
+from penstock.bench.peers.timing import whole_step
 
 STEP_TARGET, PEAK_TARGET = 0.20, 0.05
 
@@ -54,7 +55,7 @@ def compare(name: str, what: str, machine: penstock.Hardware, options: dict[str,
     with job:
         for number in range(-2, rounds):
             begin_s = time.perf_counter()
-            job.step(batch)
+            whole_step(job, batch)
             if number >= 0:
                 times_s.append(time.perf_counter() - begin_s)
         accounted = dict(job.last.peak_bytes)

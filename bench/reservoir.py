@@ -36,7 +36,7 @@ from penstock.bench.peers import footprint, models, rows
 from penstock.bench.peers.bound import Bound, Disk, EagerParts
 from penstock.bench.peers.children import CALM, Child
 from penstock.bench.peers.offload_loop import OffloadLoop
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 from penstock.compiler.strategies import STRATEGIES
 from penstock.errors import DoesNotFit, PenstockError
 from penstock.runtime.measure.disks import disk_rates
@@ -146,7 +146,7 @@ def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
     batch = case.inputs()
     overlapped = stack.enter_context(bench.compiled(case, "fuyou"))
     apart = stack.enter_context(bench.compiled(case, APART))
-    ours = Runner(lambda: overlapped.step(batch))
+    ours = Runner(lambda: whole_step(overlapped, batch))
     ours()
     moved = disk_bytes(overlapped.last.moved_bytes)
     disk = stack.enter_context(Disk(bench.disk, moved["read"], moved["write"]))
@@ -154,7 +154,7 @@ def compare(bench: Bench, case: Case, stack: ExitStack) -> None:
     twice = EagerParts(case.model(), case.micro_batches, LR)
     twice.model.gradient_checkpointing_enable({"use_reentrant": False})
     sides: dict[str, Callable[[], object]] = {
-        "penstock": ours, "penstock, no overlap": Runner(lambda: apart.step(batch)),
+        "penstock": ours, "penstock, no overlap": Runner(lambda: whole_step(apart, batch)),
         "eager": Runner(lambda: eager.step(batch)), "eager, recomputing": Runner(lambda: twice.step(batch)),
         "disk in turn": disk.in_turn, "disk at once": disk.at_once,
     }  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 from penstock.bench.peers.torch_pipeline import LR, TorchPipeline
 
 TARGET = 1.0
@@ -62,7 +62,7 @@ def compare(model: str, schedule: str, world: int, args: argparse.Namespace) -> 
     losses: dict[str, list[float]] = {OURS: []}
     with ExitStack() as stack:
         ours = stack.enter_context(job)
-        sides: dict[str, Any] = {OURS: lambda: losses[OURS].append(float(ours.step(batch)))}
+        sides: dict[str, Any] = {OURS: lambda: losses[OURS].append(whole_step(ours, batch))}
         refused: dict[str, str] = {}
         for name, by_hand in ((BY_HAND, True), (TRACED, False)):
             if by_hand and model != "untied_gpt2":

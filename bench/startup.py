@@ -19,6 +19,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
+from penstock.bench.peers.timing import whole_step
 from penstock.bench.peers.torch_pipeline import LR, TorchPipeline
 
 SPLIT, MICRO_BATCHES = "transformer.h.5", 4
@@ -56,8 +57,8 @@ def start_penstock() -> dict[str, float]:
     found["compile_s"], job = timed(make)
     with job:
         found["start_s"], _ = timed(lambda: job.driver)
-        found["first_step_s"], _ = timed(lambda: job.step(batch))
-        found["second_step_s"], _ = timed(lambda: job.step(batch))
+        found["first_step_s"], _ = timed(lambda: whole_step(job, batch))
+        found["second_step_s"], _ = timed(lambda: whole_step(job, batch))
     return found
 
 

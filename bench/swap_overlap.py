@@ -19,7 +19,7 @@ import torch
 
 import penstock
 from penstock.bench.peers import models, rows
-from penstock.bench.peers.timing import alternate
+from penstock.bench.peers.timing import alternate, whole_step
 from penstock.ir import ops
 from penstock.runtime.simulate import Span, Timeline
 
@@ -37,7 +37,7 @@ def main() -> None:
     batch = models.batch(vocabulary=VOCABULARY)
     with ExitStack() as stack:
         free = stack.enter_context(compiled(batch, machine()))
-        alone = alternate({"free": lambda: free.step(batch)}, 3)["free"]
+        alone = alternate({"free": lambda: whole_step(free, batch)}, 3)["free"]
         moved = max(free.last.moved_bytes.values())
         for share in SHARES:
             slow = stack.enter_context(compiled(batch, machine(moved / (share * min(alone)))))
@@ -58,7 +58,9 @@ def compiled(batch: dict[str, torch.Tensor], hardware: penstock.Hardware, plan: 
 
 def measure(share: float, slow: penstock.Job, unbound: penstock.Job, batch: dict[str, torch.Tensor], rounds: int):
     """Time steps of the same plan with and without slow links, turn by turn, and save one row."""
-    times_s = alternate({"slow": lambda: slow.step(batch), "unbound": lambda: unbound.step(batch)}, rounds)
+    times_s = alternate(
+        {"slow": lambda: whole_step(slow, batch), "unbound": lambda: whole_step(unbound, batch)}, rounds
+    )
     moving = {d: by_phase(slow.timeline(), d) for d in DIRECTIONS}
     moving_s = max(sum(phases) for phases in moving.values())
     computing = by_phase(unbound.timeline(), ops.COMPUTE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def alternate(sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
@@ -16,3 +17,10 @@ def alternate(sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: i
             if number >= 0:
                 times_s[name].append(time.perf_counter() - begin_s)
     return times_s
+
+
+def whole_step(job: Any, batch: Any) -> float:
+    """The loss of one step of a job, once the step has ended: its end must not fall into another side's time."""
+    loss = float(job.step(batch))
+    assert job.last is not None
+    return loss

@@ -110,8 +110,9 @@ class Job:
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
-        self.last: StepReport | None = None
         self.step_count = 0
+        self._last: StepReport | None = None
+        self._unfinished: float | None = None  # the loss of a step whose report is not there yet
         self._ties, self._records, self.trust = dict(ties), records, trust
         self._help_finder = help_finder
         self._helps: list[Help] | None = None
@@ -189,16 +190,17 @@ class Job:
         """
         self._taken.require_unchanged()
         leaves = self._given("step", batch)
-        driver = self.driver
+        driver = self._running()
         with finishing("step"):
             with self._breaking():
-                result = driver.step(leaves)
-            loss = torch.stack([_at_least_fp32(value) for value in result.values["loss"]]).mean()
+                values = driver.begin_step(leaves)
+            loss = torch.stack([_at_least_fp32(value) for value in values["loss"]]).mean()
             self.step_count += 1
             self._mark()
             self._feed.trained()
-            self.last = self._report(float(loss), result.report)
-            self._tell_eager(self.last.eager_blocks)
+            self._unfinished = float(loss)
+            if self._last is None:
+                self._finish_step()  # the devices have seen the end of their first step
             self._require_finite(float(loss))
             driver.stop_if_interrupted()
         return loss
@@ -208,12 +210,31 @@ class Job:
         for stage, reasons in found.items():
             for name, reason in reasons.items():
                 if name not in self._eager_blocks.get(stage, {}):
-                    warnings.warn(f"compile_stages: {name} of {stage} runs eagerly: {reason}", stacklevel=4)
+                    warnings.warn(f"compile_stages: {name} of {stage} runs eagerly: {reason}", stacklevel=5)
         self._eager_blocks = found
 
+    @property
+    def last(self) -> StepReport | None:
+        """What the last step did; None before the first one. Waits for the step's end, which `step` does not."""
+        self._finish_step()
+        return self._last
+
+    def _finish_step(self) -> None:
+        """Wait for the end of the last step. Raises what broke it off after its loss was known."""
+        loss, driver = self._unfinished, self._driver
+        if loss is None or driver is None or self._broken:
+            return
+        with self._breaking():
+            report = driver.finish_step()
+        self._unfinished, self._last = None, self._report(loss, report)
+        self._tell_eager(self._last.eager_blocks)
+
+
     def _require_finite(self, loss: float) -> None:
-        assert self.last is not None
-        if self.folder.settings.stop_on_nan and not math.isfinite(loss) and not self.last.skipped:
+        if math.isfinite(loss) or not self.folder.settings.stop_on_nan:
+            return
+        self._finish_step()
+        if self._last is not None and not self._last.skipped:
             raise NonFiniteLoss(
                 f"the loss of step {self.step_count} is {loss}; the weights have taken that step, the last "
                 "checkpoint has not. Lower the learning rate, set max_grad_norm, or compile with stop_on_nan=False"
@@ -295,10 +316,16 @@ class Job:
 
     @property
     def driver(self) -> Driver:
-        """The running devices; at the first use they are started and given their weights.
+        """The running devices, at the end of the last step; at the first use they are started and given their weights.
 
         Raises `WorkerError` where they broke off, `PlanError` after `close`.
         """
+        self._running()
+        self._finish_step()
+        return self._running()
+
+    def _running(self) -> Driver:
+        """As `driver`, while the last step may still be under way."""
         if self._broken or (self._driver is not None and self._driver.closed):
             raise WorkerError(
                 f"the devices broke off and may hold half a step ({self._broken or 'they were stopped'}). Go on from a "
@@ -337,7 +364,7 @@ class Job:
             refused = error
         except OSError as error:
             refused = HardwareError(f"the programs cannot be written: {error}; TMPDIR says where temporary files go")
-        self.step_count, self.last = 0, None
+        self.step_count, self._last, self._unfinished = 0, None, None
         return start_driver(self._setup(self._directory or Path()), refused)
 
     @contextmanager
@@ -474,6 +501,7 @@ class Job:
             self._close()
         if self._driver is None:
             self._driver = self._start()
+        self._finish_step()
         self._broken, self._closed = "", False
         self._inputs.forget()
         with finishing("resume"), self._breaking():
@@ -495,9 +523,13 @@ class Job:
     def close(self) -> None:
         """Stop the devices; what they had trained is gone, unless it was saved or synced. May be called twice.
 
-        Afterwards only `resume` starts the devices again, to go on from a checkpoint.
+        Afterwards only `resume` starts the devices again, to go on from a checkpoint. Raises what broke off the last
+        step after its loss was known.
         """
-        self._close()
+        try:
+            self._finish_step()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         driver, self._driver = self._driver, None

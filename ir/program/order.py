@@ -37,11 +37,16 @@ class Task:
 
 @dataclass
 class Order:
-    """All tasks of a step, and for each op its task and its work."""
+    """All tasks of a step, and for each op its task and its work.
+
+    Of several steps, the tasks of each follow those of the step before in the same order: `per_step` of them; `task_of`
+    has those of the first step.
+    """
 
     tasks: list[Task] = field(default_factory=list)
     task_of: dict[fx.Node, int] = field(default_factory=dict)
     work_of: dict[fx.Node, ops.Work] = field(default_factory=dict)
+    per_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,25 +65,31 @@ class Memory:
         }
         spare_bytes = self.budget_bytes - lasting[ops.DEVICE]
         found: list[_BudgetWaits] = []
-        if self.pooled:
-            pools = Pools(program, work_of)
-            found += [_PoolWaits(pools, pool, most) for pool, most in pools.shares(spare_bytes).items()]
-        else:
-            found += [_BudgetWaits(ops.DEVICE, spare_bytes)]
+        pools = Pools(program, work_of) if self.pooled else None
+        shares = {} if pools is None else pools.shares(spare_bytes)
+        found += [_PoolWaits(pools, pool, most) for pool, most in shares.items() if pools is not None]
+        if pools is None or sum(shares.values()) > spare_bytes:  # else the shares keep to it
+            found.append(_BudgetWaits(ops.DEVICE, spare_bytes))
         if self.dram_budget_bytes is not None:
             found.append(_BudgetWaits(ops.DRAM, self.dram_budget_bytes - lasting[ops.DRAM]))
         return found
 
 
-def build_order(programs: Sequence[Program], memories: Mapping[int, Memory]) -> Order:
+def build_order(programs: Sequence[Program], memories: Mapping[int, Memory], steps: int = 1) -> Order:
     """The order of programs whose types are inferred and whose messages match, or of one program alone.
 
-    Devices without an entry in `memories` wait for a place in their arena only.
+    Devices without an entry in `memories` wait for a place in their arena only. `steps`: how many times the programs
+    run, one right after another; what a step returned is given back before the next one. A task waits for tasks of its
+    own step and of steps before it, and in each step for the same ones of its own. So several steps have no ring of
+    waits if one has none, and they keep to the memories for the same reason as one does.
     """
     order = Order()
     _create_tasks(programs, order)
+    order.per_step = len(order.tasks)
+    for _ in range(1, steps):
+        order.tasks += [Task(task.parts) for task in order.tasks[: order.per_step]]
     for program in programs:
-        _Device(program, order).connect(memories.get(program.device))
+        _Device(program, order).connect(memories.get(program.device), steps)
     return order
 
 
@@ -138,7 +149,7 @@ def _create_tasks(programs: Sequence[Program], order: Order) -> None:
 
 
 class _Device:
-    """Adds the waits of one program's ops, in one walk over its text."""
+    """Adds the waits of one program's ops, in one walk over its text for each step."""
 
     def __init__(self, program: Program, order: Order):
         self.program = program
@@ -149,12 +160,22 @@ class _Device:
         self.readers: dict[fx.Node, list[int]] = {}  # per value, the tasks walked over so far that read it
         self.fetches: dict[str, list[int]] = {}  # per stage, since its last update
         self.updated: dict[str, int] = {}  # per stage
+        self.stepped: dict[str, int] = {}  # per stage, as `updated`, without writes to SSD
+        self.first = 0  # the first task of the step that is walked over
 
-    def connect(self, memory: Memory | None) -> None:
+    def connect(self, memory: Memory | None, steps: int = 1) -> None:
         arenas = [_ArenaWaits(self.program, memory) for memory in ops.MEMORIES]
         budgets = [] if memory is None else memory.waits(self.program, self.work_of)
+        per_step = len(self.tasks) // steps
+        for step in range(steps):
+            self.first, self.readers = step * per_step, {}
+            for budget in budgets:
+                budget.begin()
+            self.walk(arenas, budgets)
+
+    def walk(self, arenas: Sequence[_ArenaWaits], budgets: Sequence[_BudgetWaits]) -> None:
         for node in self.program.ops():
-            index, work = self.task_of[node], self.work_of[node]
+            index, work = self.first + self.task_of[node], self.work_of[node]
             self.wait_for_values(node, index)
             self.wait_for_stream(node, index, work)
             self.wait_for_weights(node, index)
@@ -172,7 +193,7 @@ class _Device:
     def wait_for_values(self, node: fx.Node, index: int) -> None:
         gone = operands(node) if node.target is ops.free else donated(node)
         for value in operands(node):
-            self.wait(index, self.task_of[producer_of(value)], f"needs `{value.name}`")
+            self.wait(index, self.first + self.task_of[producer_of(value)], f"needs `{value.name}`")
             self.readers.setdefault(value, []).append(index)
         for value in gone:
             for reader in self.readers[value]:
@@ -191,9 +212,14 @@ class _Device:
         if op_of(node).persists_in in (ops.DRAM, ops.SSD) and isinstance(node.args[0], str):
             stage = node.args[0].partition(".")[0]
             self.fetches.setdefault(stage, []).append(index)
-            if stage in self.updated:
-                self.wait(index, self.updated[stage], f"{stage} is updated first")
+            updates = self.updated if op_of(node).persists_in == ops.SSD else self.stepped
+            if stage in updates:
+                self.wait(index, updates[stage], f"{stage} is updated first")
             return
+        for value in operands(node):
+            stage = value.meta["type"].stage
+            if value.target is ops.resident and stage in self.updated and node.target is not ops.free:
+                self.wait(index, self.updated[stage], f"{stage} is updated first")
         if node.target is ops.all_gather and operands(node)[0].target is ops.resident:
             self.fetches.setdefault(node.meta["type"].stage, []).append(index)
         changed = updated_stage(node)
@@ -204,6 +230,8 @@ class _Device:
         if changed in self.updated:
             self.wait(index, self.updated[changed], f"{changed} is updated before")
         self.updated[changed] = index
+        if node.target is not ops.write:
+            self.stepped[changed] = index
 
 
 def updated_stage(node: fx.Node) -> str | None:
@@ -252,10 +280,15 @@ class _BudgetWaits:
 
     def __init__(self, memory: str, spare_bytes: int):
         self.memory = memory
+        self.empty_bytes = spare_bytes
         self.spare_bytes = spare_bytes  # if everything up to here had started and ended
         self.releases: list[int] = []  # tasks, in text order
         self.released_bytes = [0]  # running sum
         self.waited: dict[str, int] = {}  # per stream, the number of releases that its ops have waited for
+
+    def begin(self) -> None:
+        """A step begins: nothing is left of the step before but what its releases will give back."""
+        self.spare_bytes = self.empty_bytes
 
     def change(self, node: fx.Node, work: ops.Work) -> tuple[int, int]:
         return memory_change(node, work, self.memory)

@@ -33,15 +33,16 @@ class Box:
     no loan of it is left.
 
     `stream`: that from whose memory the value was taken, None for memory that is not given back in a step. `others`:
-    tensors in it that other streams took.
+    tensors in it that other streams took. `event`: of the op that makes it.
     """
 
-    __slots__ = ("others", "stream", "value")
+    __slots__ = ("event", "others", "stream", "value")
 
     def __init__(self, stream: Stream | None = None, value: Any = None):
         self.stream = stream
         self.value = value
         self.others: list[tuple[Stream, list[Tensor]]] = []
+        self.event: Event | None = None
 
     def inherit(self, old: Box, before: set[int]) -> None:
         """Belong to whom `old` belonged to, in the place of which a task made this box's value. `before`: the storages
@@ -60,11 +61,19 @@ class Box:
 
 
 class Loans:
-    """The loans of one run. Ops are named by their indices, which grow along each stream."""
+    """The loans of runs one right after another. Ops are named by numbers that grow along each stream, from run to
+    run."""
 
     def __init__(self) -> None:
+        self._count = 0  # of the ops of all runs
+        self._over = 0  # the number of ops, of the first runs, that the host has seen the end of
         self._open: dict[Stream, dict[Stream, deque[tuple[int, list[Tensor]]]]] = {}  # by taker, then by reader
         self._passed: dict[Stream, dict[Stream, int]] = {}  # per stream, the last op of others that it has waited for
+
+    def begin(self, num_ops: int) -> int:
+        """A run of so many ops begins: the number of its first one."""
+        self._count += num_ops
+        return self._count - num_ops
 
     def passed(self, stream: Stream, waits: Sequence[tuple[Stream, int]]) -> dict[Stream, int]:
         """Note that a stream's next task waits for these ops; returns the last op of each other stream that it comes
@@ -77,13 +86,16 @@ class Loans:
     def settle(self, stream: Stream, passed: dict[Stream, int]) -> None:
         """Let go of what readers before these ops have borrowed from a stream. Called by its task, after its waits."""
         for reader, rows in list(self._open.get(stream, {}).items()):  # the issuing thread may add one meanwhile
-            last = passed.get(reader, -1)
+            last = max(passed.get(reader, -1), self._over - 1)
             while rows and rows[0][0] <= last:
                 rows.popleft()
 
-    def end(self) -> None:
-        """Let go of everything. Called when all streams are done."""
-        self._open.clear()
+    def end(self, count: int) -> None:
+        """Let go of what the first `count` ops have borrowed, as all streams are done with them. Of a stream that goes
+        on with a later run, its next task does it."""
+        self._over = count
+        if count == self._count:
+            self._open.clear()
 
     def lend(self, box: Box, reader: Stream, index: int) -> None:
         """Hold a value that the op `index` on the stream `reader` reads."""
@@ -96,6 +108,7 @@ class Loans:
     def _lend(self, taker: Stream, tensors: list[Tensor], reader: Stream, index: int) -> None:
         if tensors:
             self._open.setdefault(taker, {}).setdefault(reader, deque()).append((index, tensors))
+        self.event: Event | None = None  # of the op that makes it
 
 
 class Handle:
@@ -111,10 +124,17 @@ class Handle:
 
 
 class Issuing:
-    """One run of one program on the device's state, streams and pacing; `link` joins it to the other devices."""
+    """One run of one program on the device's state, streams and pacing; `link` joins it to the other devices. `before`:
+    the run of the step before, if that is still under way."""
 
     def __init__(
-        self, state: DeviceState, plan: Issues, streams: Streams, pacing: Pacing, link: PeerLink | None = None
+        self,
+        state: DeviceState,
+        plan: Issues,
+        streams: Streams,
+        pacing: Pacing,
+        link: PeerLink | None = None,
+        before: Issuing | None = None,
     ):
         self.state, self.all_streams, self.pacing, self.link = state, streams, pacing, link
         self.streams, self.issues = streams.of(plan), plan.ops
@@ -125,10 +145,15 @@ class Issuing:
         self.live_before = {memory: account.live_bytes for memory, account in state.memory.accounts.items()}
         self.accounted = plan.counted is None or plan.counted[0] != self.live_before  # else it would find the same
         self.pinned: dict[str, Tensor] = {}  # inputs of the batch, as they are copied to a GPU
-        self._events: list[Event | None] = [None] * len(plan.ops)
+        self.step_count = state.step_count  # the number of steps before this one
+        self.events: list[Event | None] = [None] * len(plan.ops)
+        self._before = before
         self._cursor = 0
         # On a CPU device memory is given back when nobody holds it, whatever thread did.
-        self.loans = Loans() if streams.spec.kind == "cuda" else None
+        self.loans: Loans | None = None
+        if streams.spec.kind == "cuda":
+            self.loans = Loans() if before is None or before.loans is None else before.loans
+        self._first = 0 if self.loans is None else self.loans.begin(len(plan.ops))
 
     @property
     def complete(self) -> bool:
@@ -136,9 +161,10 @@ class Issuing:
         return self._cursor == len(self.issues)
 
     def end(self) -> None:
-        """Let go of the values of this run that no result holds. Called when all streams are done."""
+        """Let go of the values of this run that no result holds. Called when all streams are done with it."""
+        self._before = None
         if self.loans is not None:
-            self.loans.end()
+            self.loans.end(self._first + len(self.issues))
 
     def _next(self, op: str) -> Issue:
         """The next op of the text, after the accounts were changed by the values that it takes over and makes. They are
@@ -178,7 +204,7 @@ class Issuing:
         Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream, events, loans = self.streams[issue.stream], self._events, self.loans
+        stream, loans = self.streams[issue.stream], self.loans
         made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
 
         def task() -> None:
@@ -189,7 +215,7 @@ class Issuing:
             assert loans is not None
             loans.settle(stream, passed)
             for box in reads:
-                loans.lend(box, stream, issue.index)
+                loans.lend(box, stream, self._first + issue.index)
             before = [storages_in(old.value) if old.stream is not stream else set() for old in over]
             task()
             for box, old, there in zip(reversed(made), reversed(over), reversed(before)):
@@ -197,12 +223,18 @@ class Issuing:
             for old in part_of:
                 made[-1].keep(old)
 
+        waits = [(self, index) for index in issue.waits]
+        if self._before is not None:
+            waits += [(self._before, index) for index in issue.before]
         if loans is None:
             run_all = task
         else:
-            passed = loans.passed(stream, [(self.streams[self.issues[i].stream], i) for i in issue.waits])
+            passed = loans.passed(stream, [(self.streams[run.issues[i].stream], run._first + i) for run, i in waits])
             run_all = held
-        events[issue.index] = stream.issue(run_all, [e for i in issue.waits if (e := events[i]) is not None], issue)
+        event = stream.issue(run_all, [e for run, i in waits if (e := run.events[i]) is not None], issue)
+        self.events[issue.index] = event
+        for box in made:
+            box.event = event
         return [Handle(box) for box in made]
 
 

@@ -6,6 +6,7 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, MutableSequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
@@ -19,7 +20,7 @@ from .host import available_cores, near_cores, node_of, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
 from .setup import DeviceSetup
-from .streams import CudaStream, Fault, InlineStream, Stream, ThreadStream, follow
+from .streams import CudaEvent, CudaStream, Event, Fault, HostEvent, InlineStream, Stream, ThreadStream, follow
 
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
@@ -44,6 +45,7 @@ class Streams:
         self.copies: torch.cuda.Stream | None = None
         self.made: dict[str, Stream] = {}
         self._notices: SimpleQueue[Any] = SimpleQueue()
+        self._over: Counter[Any] = Counter()  # notices that came before anyone waited for them
 
     def name_of(self, work: ops.Work) -> str:
         """The stream that an op really runs on here."""
@@ -98,19 +100,47 @@ class Streams:
             return nullcontext()
         return torch.cuda.stream(torch.cuda.current_stream(self.device))
 
-    def finish(self, used: Collection[Stream]) -> None:
-        """Wait until all of these streams are done. Raises the `Fault` of one that has failed."""
-        on_gpu = [stream for stream in used if isinstance(stream, CudaStream)]
+    def end_issue(self, used: Collection[Stream]) -> None:
+        """All ops of a step have been issued to these streams."""
         for stream in used:
             if not stream.is_cuda:
                 stream.finish(self._notices)
+
+    def wait_end(self, used: Collection[Stream]) -> None:
+        """Wait until these streams are done with the earliest step that is under way and was issued to its end. Raises
+        the `Fault` of one that has failed."""
+        on_gpu = [stream for stream in used if isinstance(stream, CudaStream)]
         follow(on_gpu)
         for stream in on_gpu:
             stream.finish(self._notices)
-        for _ in used:
-            notice = self._notices.get()
-            if isinstance(notice, Fault):
-                raise notice
+        self._wait_for(used)
+
+    def wait(self, used: Collection[Stream], events: Collection[Event]) -> None:
+        """Wait for tasks of the only step that is under way on these streams. Raises the `Fault` of one that failed."""
+        on_threads = {event for event in events if isinstance(event, HostEvent) and not event.done}
+        on_gpu = [event for event in events if isinstance(event, CudaEvent)]
+        if on_gpu:
+            follow([stream for stream in used if isinstance(stream, CudaStream)], on_gpu)
+        for event in on_threads:
+            event.tell(self._notices)
+        self._wait_for(on_threads)
+        self.raise_fault()
+
+    def _wait_for(self, wanted: Collection[Any]) -> None:
+        """Wait for one notice of each."""
+        left = set(wanted)
+        while left:
+            found = {notice for notice in left if self._over[notice]}
+            self._over.subtract(found)
+            left -= found
+            if left:
+                self._take(self._notices.get())
+        self._over += Counter()  # forgets those at zero
+
+    def _take(self, notice: Any) -> None:
+        if isinstance(notice, Fault):
+            raise notice
+        self._over[notice] += 1
 
     def interrupt(self, error: Exception) -> None:
         """End the running function with this error, whatever its streams wait for. Called from another thread."""
@@ -118,10 +148,8 @@ class Streams:
 
     def raise_fault(self) -> None:
         """Raise the `Fault` of a stream, if there is one."""
-        if not self._notices.empty():
-            notice = self._notices.get()
-            if isinstance(notice, Fault):
-                raise notice
+        while not self._notices.empty():
+            self._take(self._notices.get())
 
     def first_fault(self, fault: Fault) -> Fault:
         """The earliest of `fault` and the faults of other streams: the later ones follow from it."""

@@ -68,6 +68,7 @@ class Issue:
     keeps: bool = False  # its last result is what backward needs
     adds_on: bool = False  # another backward adds to its gradients
     waits: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()  # as `waits`, ops of the step before, where one may be under way
     least_s: float = 0.0  # the least seconds of a transfer on throttled links
     shared: int | None = None  # its number at the link server, if it may have to share such links
 
@@ -92,6 +93,8 @@ class Issues:
     homes: dict[str, StageHome]  # per stage that runs here, the memories in which it persists
     streams: set[str] = field(default_factory=set)
     counted: tuple[dict[str, int], dict[str, int]] | None = None  # of a run, per memory: bytes before it, and its peak
+    undoes: bool = False  # whether its updates may be undone
+    forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
 
     @property
     def batch_names(self) -> list[str]:
@@ -130,13 +133,20 @@ def plan_issues(
             plan.ops[-1].place, plan.ops[-1].place_bytes = offsets[node], aligned(place_bytes(node), PAGE)
         if op_of(node).streams:
             plan.streams.add(plan.ops[-1].stream)
-    order = build_order([program], {program.device: Memory(profile, budget_bytes, dram_budget_bytes, pooled)})
-    direct: list[set[int]] = [set() for _ in plan.ops]
+    firsts = {(op.stages[0], op.micro_batch): op.index for op in reversed(plan.ops) if op.op == "forward"}
+    plan.forwards = tuple(sorted(firsts.values()))
+    plan.undoes = any(home.undo for home in plan.homes.values())
+    memory = Memory(profile, budget_bytes, dram_budget_bytes, pooled)
+    order = build_order([program], {program.device: memory}, steps=2)
+    direct: list[set[int]] = [set() for _ in range(2 * len(plan.ops))]  # those of the second step come second
     for node, index in index_of.items():
-        for other, _ in order.tasks[order.task_of[node]].waits:
-            direct[index].add(index_of[order.tasks[other].parts[0][1]])
+        for step in (0, 1):
+            for other, _ in order.tasks[order.task_of[node] + step * order.per_step].waits:
+                later, task = divmod(other, order.per_step)
+                before = index_of[order.tasks[task].parts[0][1]] + later * len(plan.ops)
+                direct[index + step * len(plan.ops)].add(before)
     for issue in plan.ops:
-        issue.waits = _last_on_others(issue, direct[issue.index], plan.ops, direct)
+        issue.before, issue.waits = _last_on_others(issue, direct, plan.ops)
     return plan
 
 
@@ -188,20 +198,25 @@ def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tup
     return tuple(found)
 
 
-def _last_on_others(issue: Issue, before: set[int], issues: list[Issue], direct: list[set[int]]) -> tuple[int, ...]:
-    """The last op on each other stream, as streams work in order. A `free` has no stream and passes on its waits."""
+def _last_on_others(
+    issue: Issue, direct: list[set[int]], issues: list[Issue]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The last op on each other stream, as streams work in order: those of the step before, and those of its own. A
+    `free` has no stream and passes on its waits."""
+    count = len(issues)
     last: dict[str, int] = {}
-    for other in _expand(before, issues, direct):
-        stream = issues[other].stream
+    for other in _expand(direct[issue.index + count], issues, direct):
+        stream = issues[other % count].stream
         if stream != issue.stream:
             last[stream] = max(other, last.get(stream, other))
-    return tuple(sorted(last.values()))
+    found = sorted(last.values())
+    return tuple(i for i in found if i < count), tuple(i - count for i in found if i >= count)
 
 
 def _expand(indices: set[int], issues: list[Issue], direct: list[set[int]]) -> set[int]:
     found: set[int] = set()
     for index in indices:
-        if not ops.ALL[issues[index].op].streams:
+        if not ops.ALL[issues[index % len(issues)].op].streams:
             found |= _expand(direct[index], issues, direct)
         else:
             found.add(index)

@@ -165,7 +165,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
     def _seed(self, issue: Issue) -> int:
         """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
         assert issue.micro_batch is not None
-        return micro_batch_seed(self.state.seed, self.state.step_count, issue.micro_batch)
+        return micro_batch_seed(self.state.seed, self.step_count, issue.micro_batch)
 
     # --- ops: update
 
@@ -235,7 +235,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         """What random numbers of an update belong to: seed, step, and its number in the step if it is asynchronous."""
         number = self.updates.get((stage, part), 0)
         self.updates[stage, part] = number + 1
-        return self.state.seed, self.state.step_count, number
+        return self.state.seed, self.step_count, number
 
     def redo(self, stage: str, grads: Handle, norm: Handle, *, max_norm: float) -> None:
         issue, box, squares, store = self._next("redo"), grads.box, norm.box, self.stores[stage]

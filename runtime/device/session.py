@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 import traceback
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...ir.program import Program, bind_one, largest_values, place_of
 from ..accelerator import allocator_figures, current
 from ..simulate import Span
 from .file import DeviceFile
+from .issuing import Handle
 from .named_streams import Streams
 from .pacing import Pacing, route_of
 from .peers import PeerLink, group_memories, message_orders
@@ -27,21 +28,34 @@ from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
 from .state import DeviceState
-from .streams import Fault
+from .streams import Fault, StepRecord, Stream
 
 
 @dataclass
 class StepResult:
     """What a program returned, on CPU: per name one tensor per micro-batch, empty lists on devices that return none.
 
-    `report`: `seconds`, `busy_share` per stream (sends and receives include waiting for the other side), `moved_bytes`
-    per route ("dram0 -> gpu0"; "dram0 -> dram0" for copies that undo updates), `peak_bytes` per memory as accounted,
-    `gradient_norm` (None if the program computes none), `loss_scale` (None except in fp16), `skipped` (a step whose
-    gradients were not finite), `eager_blocks` (stage -> class -> why its blocks are not compiled, though asked for).
+    `report`: `seconds` (since it began or, if that was later, since the step before ended), `busy_share` per stream
+    (sends and receives include waiting for the other side), `moved_bytes` per route ("dram0 -> gpu0"; "dram0 -> dram0"
+    for copies that undo updates), `peak_bytes` per memory as accounted, `gradient_norm` (None if the program computes
+    none), `loss_scale` (None except in fp16), `skipped` (a step whose gradients were not finite), `eager_blocks` (stage
+    -> class -> why its blocks are not compiled, though asked for).
     """
 
     values: dict[str, list[Tensor]]
     report: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a program whose ops have all been issued. `number`: of the step, from 1."""
+
+    function: str
+    number: int
+    runtime: DeviceRuntime
+    results: dict[str, list[Handle]]
+    begun_s: float
+    records: dict[Stream, StepRecord]
 
 
 class DeviceSession:
@@ -73,7 +87,10 @@ class DeviceSession:
             self.streams.copy_by_thread()
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
         self.broken: Fault | None = None
-        self.spans: list[Span] = []  # of the last step
+        self.spans: list[Span] = []  # of the last step that ended
+        self.tail: Run | None = None  # the step that has given its results and may still be at work
+        self._ended_s = 0.0  # when the last run ended
+        self._report_of_tail: dict[str, Any] = {}
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
@@ -91,6 +108,8 @@ class DeviceSession:
         return sorted({name for plan in self.plans.values() for name in plan.batch_names})
 
     def close(self) -> None:
+        with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
+            self.finish_step()
         self.streams.close()
         self.state.memory.close()
         if self.device.type == "cuda" and self.link is None:
@@ -102,76 +121,144 @@ class DeviceSession:
     # --- running a program
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """One training step of this device's part, on the rows of the batch that its lane takes."""
-        result = self._run("step", batch)
-        self.state.commit()
-        return result
+        """One training step of this device's part, on the rows of the batch that its lane takes, to its end."""
+        values = self.begin_step(batch)
+        return StepResult(values, self._finish(self.state.step_count))
+
+    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """As `step`, but it returns as soon as results and all forwards are there. The rest of the step goes on while
+        the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
+
+        What only the end of a step shows holds up the next one: the first step's measured bytes, whether updates are
+        undone, and the next loss scale. Among several GPUs the next one waits, too: a host that is further ahead of its
+        streams has its allocator wait for memory that other hosts' messages hold.
+        """
+        self._check(batch, "step")
+        first = self.state.step_count == 0
+        among_gpus = self.link is not None and self.device.type == "cuda"
+        if self.tail is not None and (self.state.loss_scale is not None or self.plans["step"].undoes or among_gpus):
+            self.finish_step()
+        before, self.tail = self.tail, None
+        run = self._issue("step", batch, before)
+        self.state.count_step()
+        if before is not None:
+            self._report_of_tail = self._end(before, run.number)
+        self.tail = run
+        self._wait_for_results(run)
+        values = self._values_of(run)
+        if first:
+            self._finish(run.number)
+            self._charge_kept(self.plans["step"])
+        return values
+
+    def finish_step(self) -> dict[str, Any]:
+        """Wait for the end of the last step, and return its report. Any other use of the device must come after."""
+        return self._finish(0)
+
+    def _finish(self, number: int) -> dict[str, Any]:
+        run, self.tail = self.tail, None
+        if run is not None and self.broken is None:
+            self._report_of_tail = self._end(run, number)
+        return self._report_of_tail
 
     def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         """The forward pass in evaluation mode. With `loss_only` no other output leaves the device."""
         if "evaluate" not in self.plans:
             raise PlanError(f"the file of device {self.index} has no `evaluate`")
-        result = self._run("evaluate", batch, loss_only)
+        self._check(batch, "evaluate")
+        self.finish_step()
+        run = self._issue("evaluate", batch)
+        report = self._end(run, run.number)
+        values = self._values_of(run, loss_only)
         self.state.evaluation_count += 1
-        return result
-
-    def _run(self, function: str, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
-        if self.broken is not None:
-            raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
-        plan = self.plans[function]
-        self.file.step.interface.check_batch(batch, plan.batch_names)
-        self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
-        results, report = self._execute(function, batch)
-        if self.state.step_count == 0:
-            self._charge_kept(plan)
-        wanted = {name: handles for name, handles in results.items() if name == "loss" or not loss_only}
-        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in wanted.items()}
-        self.state.forget_values()
         return StepResult(values, report)
 
-    def _execute(self, function: str, batch: Mapping[str, Tensor]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-        """Issue all ops of the function and wait for their end. Returns the function's results and the report."""
-        plan = self.plans[function]
-        runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link)
+    def _check(self, batch: Mapping[str, Tensor], function: str) -> None:
+        if self.broken is not None:
+            raise WorkerError(f"device {self.index} failed before and holds half a step; resume from a checkpoint")
+        self.file.step.interface.check_batch(batch, self.plans[function].batch_names)
+
+    def _values_of(self, run: Run, loss_only: bool = False) -> dict[str, list[Tensor]]:
+        """What a run has returned, on CPU; the device lets go of it."""
+        wanted = {name: handles for name, handles in run.results.items() if name == "loss" or not loss_only}
+        values = {name: [handle.box.value.detach().cpu() for handle in handles] for name, handles in wanted.items()}
+        run.results = {}
+        self.state.forget_values()
+        return values
+
+    def _issue(self, function: str, batch: Mapping[str, Tensor], before: Run | None = None) -> Run:
+        """Issue all ops of a function, behind those of the run `before`."""
+        plan, number = self.plans[function], self.state.step_count + 1
+        self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
+        behind = None if before is None else before.runtime
+        runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, behind)
         for account in self.state.memory.accounts.values():
             account.peak_bytes = account.live_bytes
-        for store in self.state.stores.values():
-            store.copied_bytes = 0
-        start_s = time.perf_counter()
+        if before is None:
+            for store in self.state.stores.values():
+                store.copied_bytes = 0
+        begun_s = time.perf_counter()
         for stream in runtime.streams.values():
-            stream.begin()
-        try:
-            with current(self.device):
-                with self.streams.as_before():
-                    results = self.file.functions[function](runtime, dict(batch))
-                assert runtime.complete, "the file's function and its parsed text differ"
-                self.streams.finish(runtime.streams.values())
-                runtime.end()
-        except Fault as fault:
-            self.broken = self.streams.first_fault(fault)
-            if not runtime.accounted and self.broken.label is not None:
-                for issue in plan.ops[: self.broken.label.index + 1]:  # so that the error can say what was live
-                    runtime.account(issue)
-            raise self._located(self.broken) from self.broken.error
-        except BaseException as error:
-            self.broken = Fault(None, error)
-            raise
+            stream.begin(number)
+        with self._breaking(runtime, number), self.streams.as_before():
+            results = self.file.functions[function](runtime, dict(batch))
+            assert runtime.complete, "the file's function and its parsed text differ"
+            self.streams.end_issue(runtime.streams.values())
+        records = {stream: stream.record for stream in runtime.streams.values()}
         if runtime.accounted:
             peaks = {memory: account.peak_bytes for memory, account in self.state.memory.accounts.items()}
             plan.counted = runtime.live_before, peaks
-        return results, self._report(runtime, plan, time.perf_counter() - start_s)
+        return Run(function, number, runtime, results, begun_s, records)
+
+    def _wait_for_results(self, run: Run) -> None:
+        """Wait for what a step returns, and for the first forward of each micro-batch on each stage: so a device whose
+        forwards fail or hang does not seem to be done."""
+        events = [handle.box.event for handles in run.results.values() for handle in handles]
+        events += [run.runtime.events[index] for index in self.plans[run.function].forwards]
+        with self._breaking(run.runtime, run.number):
+            self.streams.wait(run.records, [event for event in events if event is not None])
+
+    def _end(self, run: Run, number: int) -> dict[str, Any]:
+        """Wait for the end of a run, and return its report. `number`: see `_breaking`."""
+        with self._breaking(run.runtime, number):
+            self.streams.wait_end(run.records)
+            run.runtime.end()
+        end_s = time.perf_counter()
+        seconds, self._ended_s = end_s - max(run.begun_s, self._ended_s), end_s
+        report = self._report(run, seconds)
+        if run.function == "step":
+            self.state.commit()
+        return report
+
+    @contextlib.contextmanager
+    def _breaking(self, runtime: DeviceRuntime, number: int) -> Iterator[None]:
+        """After an error in the body half a step is there; it is raised with its place. `runtime`: of the run that the
+        body waits for; `number`: of the step in which the caller would look for the error."""
+        try:
+            with current(self.device):
+                yield
+        except Fault as fault:
+            self.broken, self.tail = self.streams.first_fault(fault), None
+            if not runtime.accounted and self.broken.label is not None:
+                for issue in runtime.issues[: self.broken.label.index + 1]:  # so that the error can say what was live
+                    runtime.account(issue)
+            raise self._located(self.broken, number) from self.broken.error
+        except BaseException as error:
+            self.broken, self.tail = Fault(None, error), None
+            raise
 
     @property
     def waited(self) -> bool:
         """Whether the op that failed waited for another device: then that device is the likelier culprit."""
         return self.broken is not None and self.broken.label is not None and bool(ops.ALL[self.broken.label.op].meets)
 
-    def _located(self, fault: Fault) -> Exception:
-        """The error that the caller sees, with the place."""
+    def _located(self, fault: Fault, number: int) -> Exception:
+        """The error that the caller sees, with the place; with its step if that is not `number`."""
         issue, error = fault.label, fault.error
         if issue is None:
             return error if isinstance(error, Exception) else WorkerError(str(error), device=self.index)
-        place = f"device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
+        step = "" if fault.step in (None, number) else f"the end of step {fault.step}: "
+        place = f"{step}device {self.index} ({self.spec.name}), line {issue.line}: {issue.where}"
         if isinstance(error, PenstockError):
             located = copy.copy(error)  # keeps its fields, such as the file and the missing bytes
             located.args = (f"{place}: {error}{self._line_in_stage(error)}",)
@@ -191,16 +278,16 @@ class DeviceSession:
         code = self.file.text.splitlines()[lines[-1] - 1].partition("  #")[0].strip()
         return f"\n--> {self.file.path}:{lines[-1]}: {code}"
 
-    def _report(self, runtime: DeviceRuntime, plan: Issues, seconds: float) -> dict[str, Any]:
+    def _report(self, run: Run, seconds: float) -> dict[str, Any]:
         self.spans, busy_share = [], {}
-        for stream in runtime.streams.values():
+        for stream, record in run.records.items():
             busy_s = 0.0
-            for issue, start_s, end_s in stream.spans:
+            for issue, start_s, end_s in record.spans:
                 self.spans.append(Span(self.index, stream.name.split()[0], issue.op, issue.text, start_s, end_s))
                 busy_s += end_s - start_s
             busy_share[stream.name] = busy_s / seconds
-        norm, skipped = self._gradient_norm(runtime)
-        accounts = self.state.memory.accounts
+        norm, skipped = self._gradient_norm(run.runtime)
+        plan, accounts = self.plans[run.function], self.state.memory.accounts
         assert plan.counted is not None
         return {
             "seconds": seconds,

@@ -239,12 +239,15 @@ class DeviceState:
 
     # --- from step to step
 
+    def count_step(self) -> None:
+        """A step has been issued."""
+        self.step_count += 1
+        self.evaluation_count = 0
+
     def commit(self) -> None:
         """End a step."""
         for store in self.stores.values():
             store.commit()
-        self.step_count += 1
-        self.evaluation_count = 0
 
     @property
     def gradient_scale(self) -> float:

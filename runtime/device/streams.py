@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -29,12 +30,13 @@ class Label(Protocol):
 
 
 class Fault(Exception):
-    """A task of a stream raised; `error` is what it raised, `label` the op it belongs to."""
+    """A task of a stream raised; `error` is what it raised, `label` the op it belongs to, in the step number `step`."""
 
-    def __init__(self, label: Any, error: BaseException):
+    def __init__(self, label: Any, error: BaseException, step: int | None = None):
         super().__init__(str(error))
         self.label = label
         self.error = error
+        self.step = step
         self.time_s = time.perf_counter()
 
 
@@ -63,6 +65,25 @@ class HostEvent:
         for lock in self.waiters:
             lock.release()
 
+    def tell(self, notices: SimpleQueue[Any]) -> None:
+        """Put this event into `notices` once the task is over."""
+        waiter = _Notice(notices, self)
+        self.waiters.append(waiter)
+        if self.done:  # `set` may have passed the list already; twice does no harm
+            waiter.release()
+
+
+class _Notice:
+    """Stands among the locks of those who wait for an event."""
+
+    __slots__ = ("event", "notices")
+
+    def __init__(self, notices: SimpleQueue[Any], event: HostEvent):
+        self.notices, self.event = notices, event
+
+    def release(self) -> None:
+        self.notices.put(self.event)
+
 
 class CudaEvent:
     """The end of a task on a CUDA stream. Never failed: such a task raises when it is issued."""
@@ -87,18 +108,31 @@ class CudaEvent:
 Event = HostEvent | CudaEvent
 
 
+@dataclass(eq=False)
+class StepRecord:
+    """The tasks of one step on one stream: label, start and end in seconds of `time.perf_counter`."""
+
+    step: int = 0
+    spans: list[tuple[Any, float, float]] = field(default_factory=list)
+
+
 class Stream:
-    """What all streams have in common; `spans`: the tasks since `begin`, with seconds of `time.perf_counter`."""
+    """What all streams have in common; `record`: the tasks issued since `begin`. While it grows, tasks of the step
+    before may still run, and stand in the record of that one."""
 
     is_cuda = False
 
     def __init__(self, name: str):
         self.name = name
-        self.spans: list[tuple[Any, float, float]] = []  # label, start, end
+        self.record = StepRecord()
 
-    def begin(self) -> None:
-        """Forget the spans of the last step."""
-        self.spans = []
+    @property
+    def spans(self) -> list[tuple[Any, float, float]]:
+        return self.record.spans
+
+    def begin(self, step: int = 0) -> None:
+        """What is issued from here on belongs to the step of this number."""
+        self.record = StepRecord(step)
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         """Run `task` once all that was issued before it and all of `waits` are over; do not wait for it here."""
@@ -131,7 +165,7 @@ class InlineStream(Stream):
         try:
             task()
         except Exception as error:
-            raise Fault(label, error) from error
+            raise Fault(label, error, self.record.step) from error
         self.spans.append((label, start_s, time.perf_counter()))
         self.board[self.slot] = -label.line
         event.done = True
@@ -170,14 +204,14 @@ class ThreadStream(Stream):
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = HostEvent(self)
-        self.queue.put((task, [w for w in waits if w.failed or not w.done], event, label))
+        self.queue.put((task, [w for w in waits if w.failed or not w.done], event, label, self.record))
         return event
 
     def finish(self, notices: SimpleQueue[Any]) -> None:
-        self.queue.put((lambda: notices.put(self), None, None, None))
+        self.queue.put((lambda: notices.put(self), None, None, None, None))
 
     def close(self) -> None:
-        self.queue.put((None, None, None, None))
+        self.queue.put((None, None, None, None, None))
 
     def _run(self) -> None:
         if self.cores:
@@ -188,40 +222,40 @@ class ThreadStream(Stream):
             torch.cuda.set_device(self.device)
         broken = False
         while True:
-            task, waits, event, label = self.queue.get()
+            task, waits, event, label, record = self.queue.get()
             if task is None:
                 return
             if event is None:
                 task()
                 continue
-            broken |= not self._wait_for(waits, label)
+            broken |= not self._wait_for(waits, label, record)
             if not broken:
-                broken = not self._execute(task, label)
+                broken = not self._execute(task, label, record)
             del task  # before the event: whoever it wakes may count on the memory that only this task held
             event.failed = broken
             event.set()
             del event, waits
 
-    def _wait_for(self, waits: Iterable[Event], label: Label) -> bool:
+    def _wait_for(self, waits: Iterable[Event], label: Label, record: StepRecord) -> bool:
         try:
             for other in waits:
                 other.wait()
                 if other.failed:
                     return False
         except Exception as error:  # the GPU's own errors are raised by a wait for it
-            self.notices.put(Fault(label, error))
+            self.notices.put(Fault(label, error, record.step))
             return False
         return True
 
-    def _execute(self, task: StreamTask, label: Label) -> bool:
+    def _execute(self, task: StreamTask, label: Label, record: StepRecord) -> bool:
         self.board[self.slot] = label.line
         start_s = time.perf_counter()
         try:
             task()
         except BaseException as error:
-            self.notices.put(Fault(label, error))
+            self.notices.put(Fault(label, error, record.step))
             return False
-        self.spans.append((label, start_s, time.perf_counter()))
+        record.spans.append((label, start_s, time.perf_counter()))
         self.board[self.slot] = -label.line
         return True
 
@@ -239,17 +273,22 @@ class CudaStream(Stream):
         super().__init__(name)
         self.device, self.board, self.slot = device, board, slot
         self.stream = take_stream(device)
-        self.last: CudaEvent | None = None
-        self.timed: list[tuple[Any, CudaEvent]] = []
+        self.steps = [CudaStep(self.record, torch.cuda.Event(enable_timing=True))]  # those under way, the last one last
         self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
-        self.origin = torch.cuda.Event(enable_timing=True)
-        self.origin_s = 0.0
+        self.over: list[CudaEvent] = []  # of the last step that is over: tasks of the next one may still wait for them
 
-    def begin(self) -> None:
-        super().begin()
-        self.timed, self.last = [], None
-        self.origin.record(self.stream)  # the stream is idle between steps, so this is now
-        self.origin_s = time.perf_counter()
+    @property
+    def timed(self) -> list[tuple[Any, CudaEvent]]:
+        """The tasks of the earliest step under way, with their events."""
+        return self.steps[0].timed
+
+    def begin(self, step: int = 0) -> None:
+        super().begin(step)
+        before = self.steps[-1] if self.steps[-1].timed else None
+        self.steps = [each for each in self.steps if each.timed]
+        self.steps.append(CudaStep(self.record, torch.cuda.Event(enable_timing=True), before=before))
+        self.steps[-1].origin.record(self.stream)  # now, if the stream is idle
+        self.steps[-1].origin_s = time.perf_counter()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the caller's batch, or a new arena
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
@@ -258,7 +297,7 @@ class CudaStream(Stream):
             if isinstance(other, HostEvent):
                 other.wait()
                 if other.failed:
-                    raise Fault(label, RuntimeError("an op that this one needs has failed"))
+                    raise Fault(label, RuntimeError("an op that this one needs has failed"), self.record.step)
             elif other.stream is not self:
                 self.stream.wait_event(other.end)
         self.board[self.slot] = label.line
@@ -268,34 +307,59 @@ class CudaStream(Stream):
             task()
             event.end.record(self.stream)
         except Exception as error:
-            raise Fault(label, error) from error
-        self.timed.append((label, event))
-        self.last = event
+            raise Fault(label, error, self.record.step) from error
+        self.steps[-1].timed.append((label, event))
         return event
 
     def finish(self, notices: SimpleQueue[Any]) -> None:
-        if self.last is not None:
-            self.last.wait()
-        for label, event in self.timed:
-            start_s = self.origin_s + self.origin.elapsed_time(event.start) / 1e3
+        """As for other streams, but here: wait for the earliest step under way, and record its spans."""
+        step = self.steps[0]
+        if step.timed:
+            step.timed[-1][1].wait()
+        step.date()
+        for label, event in step.timed:
+            start_s = step.origin_s + step.origin.elapsed_time(event.start) / 1e3
             end_s = start_s + event.start.elapsed_time(event.end) / 1e3
-            self.spans.append((label, start_s, end_s))
-        self.spare += [event for _, event in self.timed]
-        self.timed = []
+            step.record.spans.append((label, start_s, end_s))
+        self.spare += self.over
+        self.over, step.timed = [event for _, event in step.timed], []
+        self.steps = self.steps[1:] or self.steps
         notices.put(self)
 
     def close(self) -> None:
         give_stream(self.device, self.stream)
 
 
-def follow(streams: Iterable[CudaStream]) -> None:
-    """Wait for the ops of CUDA streams in the order of their lines, so that the board shows how far the GPU is, not how
-    far ahead its ops have been issued."""
+@dataclass(eq=False)
+class CudaStep:
+    """One step's tasks on a CUDA stream. `origin` was recorded before the first of them, at `origin_s`; if the stream
+    was still at work on the step `before`, only the GPU knows how much later that was."""
+
+    record: StepRecord
+    origin: torch.cuda.Event
+    origin_s: float = 0.0
+    before: CudaStep | None = None
+    timed: list[tuple[Any, CudaEvent]] = field(default_factory=list)
+
+    def date(self) -> None:
+        """Set `origin_s`, once the origin is past."""
+        if self.before is not None:
+            self.origin_s = self.before.origin_s + self.before.origin.elapsed_time(self.origin) / 1e3
+            self.before = None
+
+
+def follow(streams: Iterable[CudaStream], until: Collection[Event] = ()) -> None:
+    """Wait for the ops of CUDA streams, of the earliest step under way, in the order of their lines, so that the board
+    shows how far the GPU is, not how far ahead its ops have been issued. `until`: wait no longer than for these."""
     rows: list[tuple[int, CudaStream, CudaEvent]] = []
     for stream in streams:
         stream.board[stream.slot] = -abs(stream.board[stream.slot])
         rows += [(label.line, stream, event) for label, event in stream.timed]
+    left = {id(event) for event in until}
     for line, stream, event in sorted(rows, key=lambda row: row[0]):
+        if until and not left:
+            return
         stream.board[stream.slot] = line
         event.wait()
         stream.board[stream.slot] = -line
+        left.discard(id(event))

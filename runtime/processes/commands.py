@@ -30,6 +30,16 @@ def run_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) 
     return pack_result(session.step(tensors))
 
 
+def begin_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """As `run_step`, but the report comes from `finish_step`. See `DeviceSession.begin_step`."""
+    return pack_result(StepResult(session.begin_step(tensors), {}))
+
+
+def finish_step(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
+    """The report of the last step, at its end."""
+    return pack_result(StepResult({}, session.finish_step()))
+
+
 def run_evaluate(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
     """The forward pass; with `loss_only` only the loss comes back."""
     return pack_result(session.evaluate(tensors, args.get("loss_only", False)))
@@ -125,8 +135,8 @@ def spans(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> 
 COMMANDS: dict[str, Callable[[DeviceSession, Mapping[str, Any], Tensors], Answer]] = {
     f.__name__: f
     for f in (
-        run_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard, read_shard, begin_checkpoint,
-        commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
+        run_step, begin_step, finish_step, run_evaluate, load_stage, stage_state, load_stage_state, write_shard,
+        read_shard, begin_checkpoint, commit_checkpoint, abort_checkpoint, counters, load_counters, spans,
     )
 }  # fmt: skip
 

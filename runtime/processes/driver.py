@@ -34,6 +34,7 @@ class Driver:
     def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
+        self._report: dict[str, Any] = {}  # of the last step
         self.keeper = Keeper([tempfile.gettempdir(), *setup.all_ssd_dirs])
 
     # --- what a kind of driver provides
@@ -57,6 +58,17 @@ class Driver:
         """One training step on the global batch. Raises `BatchError` before anything has run, else `WorkerError`."""
         return self._run("run_step", "step", batch, {})
 
+    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """As `step`, but it returns the results as soon as they are there; the devices may still be at work when the
+        next step begins. Any other call must come after `finish_step`."""
+        result = self.step(batch)
+        self._report = result.report
+        return result.values
+
+    def finish_step(self) -> dict[str, Any]:
+        """Wait for the end of the step that `begin_step` began, and return its report. Raises what the step would."""
+        return self._report
+
     def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves."""
         return self._run("run_evaluate", "evaluate", batch, {"loss_only": loss_only})
@@ -67,6 +79,12 @@ class Driver:
             raise PlanError(f"the files have no `{function}`")
         self._check(function, batch)
         return merge_results(self._run_all(command, batch, args), self.setup.hardware)
+
+    def _begin(self, command: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """`begin_step` of a driver whose devices know it."""
+        self._require_open()
+        self._check("step", batch)
+        return merge_values(self._run_all(command, batch, {}))
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         self.setup.whole.check_batch(batch, self.inputs[function])
@@ -166,7 +184,17 @@ class InProcessDriver(Driver):
         return COMMANDS[command](self.session, args or {}, tensors or {})
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
+        if command == "begin_step":
+            own = {name: batch[name].clone() for name in self.inputs["step"]}  # the script may reuse its batch
+            return [StepResult(self.session.begin_step(own), {})]
         return [self.session.step(batch) if command == "run_step" else self.session.evaluate(batch, **args)]
+
+    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        return self._begin("begin_step", batch)
+
+    def finish_step(self) -> dict[str, Any]:
+        self._require_open()
+        return merge_results([StepResult({}, self.session.finish_step())], self.setup.hardware).report
 
     def close(self) -> None:
         if not self.closed:
@@ -184,15 +212,21 @@ def result_of(answer: Answer) -> StepResult:
     return unpack_result(*answer)
 
 
+def merge_values(results: Sequence[StepResult]) -> dict[str, list[Tensor]]:
+    """What the programs of all devices returned; devices that share a batch hold it in their order."""
+    values: dict[str, list[Tensor]] = {}
+    for result in results:
+        for name, tensors in result.values.items():
+            values[name] = [*values.get(name, []), *tensors]
+    return values
+
+
 def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResult:
     """One result from those of all devices: adds the DRAM peaks of a host and the bytes of a route, the rest is per
     device."""
-    values: dict[str, list[Tensor]] = {}
     peak_bytes: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}
     for result in results:
-        for name, tensors in result.values.items():
-            values[name] = [*values.get(name, []), *tensors]  # devices that share a batch hold it in their order
         for total, key in ((peak_bytes, "peak_bytes"), (moved_bytes, "moved_bytes")):
             for name, amount in result.report[key].items():
                 total[name] = total.get(name, 0) + amount
@@ -208,7 +242,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
         "skipped": any(r["skipped"] for r in reports),
         "eager_blocks": {stage: reasons for r in reports for stage, reasons in r["eager_blocks"].items()},
     }
-    return StepResult(values, report)
+    return StepResult(merge_values(results), report)
 
 
 def without_waiting(spans: Sequence[Span]) -> list[Span]:

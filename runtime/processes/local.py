@@ -32,7 +32,7 @@ from ..emulate.turn_server import TurnServer
 from ..scratch import Scratch
 from ..simulate import simulate
 from .commands import Answer, Tensors
-from .driver import Driver, InProcessDriver, result_of
+from .driver import Driver, InProcessDriver, merge_results, result_of
 from .local_worker import Worker
 from .setup import RunSetup
 from .torchrun import TorchrunDriver
@@ -185,6 +185,14 @@ class LocalWorkers(Driver):
             requests[device] = command, args, self.part({name: batch[name] for name in names}, device)
         answers = self._exchange(requests)
         return [result_of(answers[worker.device]) for worker in self.workers]
+
+    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        return self._begin("begin_step", batch)
+
+    def finish_step(self) -> dict[str, Any]:
+        self._require_open()
+        answers = self._exchange({worker.device: ("finish_step", {}, {}) for worker in self.workers})
+        return merge_results([result_of(answers[worker.device]) for worker in self.workers], self.setup.hardware).report
 
     def _exchange(self, requests: Mapping[int, tuple[str, Mapping[str, Any], Tensors]]) -> dict[int, Answer]:
         """Send each device its command and wait for all answers; if a run fails anywhere, stop all workers."""

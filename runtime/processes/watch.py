@@ -18,7 +18,7 @@ from .local_worker import Worker
 from .setup import RunSetup
 from .wire import LOOK_S, Idle
 
-RUNS = ("run_step", "run_evaluate")
+RUNS = ("run_step", "begin_step", "finish_step", "run_evaluate")
 SET_UP = "set_up"
 STOPPED = {psutil.STATUS_STOPPED: "is stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "is stopped by a debugger"}
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .costs import CostModel, costs_of
-    from .engine import simulate
+    from .engine import simulate, steady_step_s
     from .stragglers import Straggler, find_stragglers
     from .timeline import Span, Timeline
 
-__all__ = ["CostModel", "Span", "Straggler", "Timeline", "costs_of", "find_stragglers", "simulate"]
+__all__ = ["CostModel", "Span", "Straggler", "Timeline", "costs_of", "find_stragglers", "simulate", "steady_step_s"]
 
 # Imported at first use: a worker records spans and simulates nothing.
 _HOMES = {
     "CostModel": ".costs", "Span": ".timeline", "Straggler": ".stragglers", "Timeline": ".timeline",
     "costs_of": ".costs", "find_stragglers": ".stragglers", "simulate": ".engine",
+    "steady_step_s": ".engine",
 }  # fmt: skip
 
 

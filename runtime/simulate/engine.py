@@ -12,12 +12,25 @@ from itertools import accumulate
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
-from ...ir.program import WRITTEN_OUT, Order, Program, build_order, memory_change, print_node, shown
+from ...ir.precision import Precision
+from ...ir.program import (
+    WRITTEN_OUT,
+    Order,
+    Program,
+    build_order,
+    homes_of,
+    memory_change,
+    print_node,
+    producer_of,
+    shown,
+)
 from ...ir.verify.case import Case
 from ...ir.verify.devices import check_collectives, check_deadlock, check_devices, check_messages
 from .costs import CostModel, WholeMachine
 from .sharing import TasksUnderWay
 from .timeline import Span, Timeline
+
+SETTLED = 3  # the number of steps after which the time between two ends stays the same
 
 
 def simulate(
@@ -38,25 +51,85 @@ def simulate(
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
+    case, hardware, engine = _run(programs, hardware, precision, written_out, start)
+    return _timeline(case, hardware, engine.order, engine)
+
+
+def steady_step_s(
+    programs: Sequence[Program], hardware: Hardware, *, precision: str = "fp32", written_out: int = WRITTEN_OUT
+) -> float:
+    """Seconds from the end of one step to that of the next, where a script makes step after step.
+
+    The devices begin the next step as soon as they have the loss, behind what is left of this one; see
+    `DeviceSession.begin_step`, which also says when they do not. For the arguments and errors see `simulate`.
+    """
+    undone = any(home.undo for program in programs for home in homes_of(program).values())
+    among_gpus = programs[0].interface.world_size > 1 and any(device.kind == "cuda" for device in hardware.devices)
+    if undone or among_gpus or Precision.of(precision).scales_loss:
+        return simulate(programs, hardware, precision=precision, written_out=written_out).step_s
+    _, _, engine = _run(programs, hardware, precision, written_out, steps=SETTLED)
+    ends_s = [0.0] * SETTLED
+    for index, end_s in engine.ended_s.items():
+        step = index // engine.order.per_step
+        ends_s[step] = max(ends_s[step], end_s)
+    return ends_s[-1] - ends_s[-2]
+
+
+def _run(
+    programs: Sequence[Program],
+    hardware: Hardware,
+    precision: str,
+    written_out: int,
+    start: Sequence[float] | None = None,
+    steps: int = 1,
+) -> tuple[Case, Hardware, _Engine]:
+    """The devices that are written out, as a case with their part of the machine, after these steps."""
     interface, whole = programs[0].interface, hardware
     programs, hardware = shown(programs, whole, written_out)
     fleet = None if hardware is whole else WholeMachine(whole, interface)
     case = Case(programs, hardware)
     for rule in (check_devices, check_messages, check_collectives):
         rule(case)
-    order = build_order(programs, case.memories)
+    order = build_order(programs, case.memories, steps)
+    _wait_for_calls(order, programs)
     engine = _Engine(order, CostModel(hardware, precision, fleet))
     engine.run(start)
     if len(engine.ended_s) < len(order.tasks):
         check_deadlock(case)
         raise AssertionError("the simulation stopped, but no ring of waits was found")
-    return _timeline(case, hardware, order, engine)
+    return case, hardware, engine
+
+
+def _wait_for_calls(order: Order, programs: Sequence[Program]) -> None:
+    """Let each step after the first wait for what the script waits for before it calls for that step: all that the step
+    before returns and its first forwards, and the end of the step before that one."""
+    if len(order.tasks) == order.per_step:
+        return
+    given, last, forwards = set[int](), dict[tuple[int, str], int](), set[tuple[int, object, object]]()
+    for program in programs:
+        given |= {order.task_of[producer_of(v)] for values in program.results().values() for v in values}
+        for node in program.ops():
+            last[program.device, order.work_of[node].stream] = order.task_of[node]
+            turn = (program.device, node.args[0], node.kwargs.get("micro_batch"))
+            if node.target is ops.forward and turn not in forwards:
+                forwards.add(turn)
+                given.add(order.task_of[node])
+    for index in range(order.per_step, len(order.tasks)):
+        first = index - index % order.per_step
+        task = order.tasks[index]
+        if any(other >= first for other, _ in task.waits):
+            continue
+        task.waits += [(first - order.per_step + other, "the step before is called first") for other in given]
+        if first > order.per_step:
+            ends = last.values()
+            task.waits += [(first - 2 * order.per_step + other, "an earlier step must end first") for other in ends]
 
 
 class _Engine:
     """Runs the tasks of an order, and records when each task began and ended."""
 
     def __init__(self, order: Order, model: CostModel):
+        self.order = order
         self.tasks = order.tasks
         self.costs = [model.cost(task) for task in order.tasks]
         self.progress = TasksUnderWay(model.links)

@@ -113,3 +113,21 @@ def test_changes_of_memory_add_up_to_the_profile() -> None:
             if node.target is not ops.free:
                 assert profile.live_bytes[node] == now + taken
             now += taken - given
+
+
+def test_several_steps_wait_in_each_as_one_does_and_find_no_ring() -> None:
+    programs = pipeline(2, 4, 3, ssd="states")
+    memories = {p.device: Memory(profile_memory(p), profile_memory(p).peak_bytes[ops.DEVICE]) for p in programs}
+    one, three = build_order(programs, memories), build_order(programs, memories, steps=3)
+    count = one.per_step
+    assert len(three.tasks) == 3 * count and find_cycle(three) is None
+    for index, task in enumerate(three.tasks):
+        own = {other % count for other, _ in task.waits if other >= index - index % count}
+        assert own == {other for other, _ in one.tasks[index % count].waits}
+    steps = {n.args[0]: one.task_of[n] for p in programs for n in calls(p, ops.step)}
+    writes = {str(n.kwargs["to"]).partition(".")[0]: one.task_of[n] for p in programs for n in calls(p, ops.write)}
+    for program in programs:
+        for node in calls(program, ops.fetch) + calls(program, ops.read):
+            stage = str(node.args[0]).partition(".")[0]
+            update = writes[stage] if node.target is ops.read else steps[stage]
+            assert update in {other for other, _ in three.tasks[one.task_of[node] + count].waits}

@@ -312,11 +312,11 @@ def _carry_clocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         return issue(stream, after, waits, label)
 
     monkeypatch.setattr(streams.ThreadStream, "issue", issue_with_clock)
-    finish = Streams.finish
+    wait_end = Streams.wait_end
 
-    def finish_with_clocks(made: Streams, used: Any) -> None:
-        finish(made, used)  # it has waited for every thread
+    def wait_end_with_clocks(made: Streams, used: Any) -> None:
+        wait_end(made, used)  # it has waited for every thread
         for clock in list(cuda.clocks.values()):
             merge(cuda.host_clock(), clock)
 
-    monkeypatch.setattr(Streams, "finish", finish_with_clocks)
+    monkeypatch.setattr(Streams, "wait_end", wait_end_with_clocks)

@@ -151,13 +151,13 @@ def test_memory_comes_back_as_the_order_says_and_the_host_waits_for_nothing(
     document = gpu("cuda").model_dump(mode="json")
     document["devices"][0] |= {"memory_bytes": peak_bytes}
     tight = FakeCudaSession(replace(roomy.setup, hardware=Hardware.from_any(document)), roomy.file)
-    finish, most, while_issued = Streams.finish, [0, 0], []
+    end_issue, most, while_issued = Streams.end_issue, [0, 0], []
 
     def counted(streams: Streams, used: Any) -> None:
         while_issued.append(cuda.host_waits)
-        finish(streams, used)
+        end_issue(streams, used)
 
-    monkeypatch.setattr(Streams, "finish", counted)
+    monkeypatch.setattr(Streams, "end_issue", counted)
     for place, session in enumerate((roomy, tight)):
         _count_borrowed(monkeypatch, most, place)
         cuda.host_waits = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,20 @@ from torch import fx
 from penstock.ir import ops
 from penstock.ir.errors import HardwareError, VerifyError
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import Interface, Program, TensorSpec, build_order, place_frees, profile_memory
+from penstock.ir.program import (
+    Interface,
+    Program,
+    TensorSpec,
+    build_order,
+    memory_change,
+    place_frees,
+    producer_of,
+    profile_memory,
+)
 from penstock.ir.verify.case import Case
-from penstock.runtime.simulate import CostModel, Span, Timeline, simulate
+from penstock.runtime.simulate import CostModel, Span, Timeline, simulate, steady_step_s
 from penstock.runtime.simulate.costs import OWN_CALLS
+from penstock.runtime.simulate.engine import _Engine, _run
 from penstock.runtime.simulate.priority import turn_of
 from penstock.tests.ir.program.handmade import linear_stages, pipeline
 
@@ -279,6 +290,57 @@ def test_no_program_breaks_its_bounds(data: st.DataObject) -> None:
         assert max(taken for _, taken in timeline.memory[device.name]) <= budget_bytes
     for name, peak in timeline.peak_bytes.items():
         assert timeline.memory[name][0][1] <= peak
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_several_steps_keep_to_the_memory_and_to_what_links_carry(data: st.DataObject) -> None:
+    programs = data.draw(any_programs())
+    peak_bytes = max(profile_memory(program).peak_bytes[ops.DEVICE] for program in programs)
+    budget_bytes = int(peak_bytes * data.draw(st.sampled_from([1.0, 1.3, 100.0]))) + 1
+    hardware = data.draw(any_machine(len(programs), budget_bytes))
+    try:
+        alone = simulate(programs, hardware)
+    except VerifyError:
+        with pytest.raises(VerifyError):  # several steps have a ring of waits exactly if one has
+            steady_step_s(programs, hardware)
+        return
+    case, _, engine = _run(programs, hardware, "fp32", len(programs), steps=3)
+    busiest_s = max(share * alone.step_s for share in alone.link_busy.values())
+    assert max(engine.ended_s.values()) >= 3 * busiest_s * (1 - 1e-6)
+    for program, rows in zip(programs, held_over_steps(programs, case, engine), strict=True):
+        assert max(rows) <= budget_bytes, f"device {program.device}"
+
+
+def held_over_steps(programs: list[Program], case: Case, engine: _Engine) -> list[list[int]]:
+    """Per device the bytes that are held after every change in three steps."""
+    order, found = engine.order, []
+    for program in programs:
+        profile = case.profiles[program.device]
+        changes = [(0.0, profile.persistent.total(ops.DEVICE) + profile.arenas[ops.DEVICE])]
+        returned = [value for values in program.results().values() for value in values]
+        kept_bytes = sum(v.meta["type"].bytes for v in returned if v.meta["type"].memory == ops.DEVICE)
+        for step in range(3):
+            first = step * order.per_step
+            for node in program.ops():
+                taken, given = memory_change(node, order.work_of[node], ops.DEVICE)
+                task = first + order.task_of[node]
+                changes += [(engine.began_s[task], taken), (engine.ended_s[task], -given)]
+            given_s = [engine.ended_s[first + order.task_of[producer_of(value)]] for value in returned]
+            changes.append((max(given_s, default=0.0), -kept_bytes))
+        changes.sort()
+        found.append(list(accumulate(change for _, change in changes)))
+    return found
+
+
+def test_the_next_step_begins_behind_the_updates_that_it_needs() -> None:
+    """The host updates slowly: it is never idle, while drained steps leave it idle during each forward."""
+    programs = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9)
+    alone = simulate(programs, machine(1))
+    updating_s = alone.busy_share[0, ops.CPU] * alone.step_s
+    assert updating_s < steady_step_s(programs, machine(1)) < alone.step_s * 0.999
+    undone = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9, clip=True, speculative=True)
+    assert steady_step_s(undone, machine(1)) == simulate(undone, machine(1)).step_s
 
 
 def check_bounds(programs: list[Program], hardware: Hardware, timeline: Timeline) -> None:
