@@ -28,7 +28,7 @@ from penstock.tests.runtime.device.fake_cuda import FakeCuda, FakeCudaSession, i
 from penstock.tests.runtime.generated_files import write_chain
 from penstock.tests.zoo import gpt2
 
-WIDTH, ROWS, MICRO_BATCHES, STEPS, STAGES = 8, 4, 2, 2, 4
+WIDTH, ROWS, MICRO_BATCHES, STEPS, STAGES = 8, 4, 2, 3, 4
 ADAMW = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
 
 
@@ -62,7 +62,9 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 def run(session: DeviceSession) -> list[float]:
-    losses = [v.item() for step in range(STEPS) for v in session.step(batch_of(step)).values["loss"]]
+    """Steps one right after another: from the second on, each begins before the one before has ended."""
+    losses = [v.item() for step in range(STEPS) for v in session.begin_step(batch_of(step))["loss"]]
+    session.finish_step()
     session.close()
     return losses
 
@@ -99,6 +101,15 @@ def test_without_events_every_kind_of_race_is_found(cuda: FakeCuda, tmp_path: Pa
     sides = [line.partition("does not wait") for line in cuda.races]
     found = {(_op_of(late), _op_of(early)) for late, _, early in sides}
     assert {("forward", "fetch"), ("fetch", "backward"), ("offload", "backward"), ("step", "offload")} <= found
+
+
+def test_without_events_of_the_step_before_its_updates_race_with_the_next_step(cuda: FakeCuda, tmp_path: Path) -> None:
+    session = open_session(tmp_path / "cuda", "cuda", fetched=True)
+    for issue in session.plans["step"].ops:
+        issue.before = ()
+    run(session)
+    sides = [line.partition("does not wait") for line in cuda.races]
+    assert {"fetch", "step"} in [{_op_of(late), _op_of(early)} for late, _, early in sides]
 
 
 def _op_of(text: str) -> str:
