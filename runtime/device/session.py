@@ -130,13 +130,11 @@ class DeviceSession:
         the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
 
         What only the end of a step shows holds up the next one: the first step's measured bytes, whether updates are
-        undone, and the next loss scale. Among several GPUs the next one waits, too: a host that is further ahead of its
-        streams has its allocator wait for memory that other hosts' messages hold.
+        undone, and the next loss scale.
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
-        among_gpus = self.link is not None and self.device.type == "cuda"
-        if self.tail is not None and (self.state.loss_scale is not None or self.plans["step"].undoes or among_gpus):
+        if self.tail is not None and (self.state.loss_scale is not None or self.plans["step"].undoes):
             self.finish_step()
         before, self.tail = self.tail, None
         run = self._issue("step", batch, before)

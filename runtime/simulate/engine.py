@@ -64,8 +64,7 @@ def steady_step_s(
     `DeviceSession.begin_step`, which also says when they do not. For the arguments and errors see `simulate`.
     """
     undone = any(home.undo for program in programs for home in homes_of(program).values())
-    among_gpus = programs[0].interface.world_size > 1 and any(device.kind == "cuda" for device in hardware.devices)
-    if undone or among_gpus or Precision.of(precision).scales_loss:
+    if undone or Precision.of(precision).scales_loss:
         return simulate(programs, hardware, precision=precision, written_out=written_out).step_s
     _, _, engine = _run(programs, hardware, precision, written_out, steps=SETTLED)
     ends_s = [0.0] * SETTLED

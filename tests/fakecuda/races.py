@@ -59,7 +59,11 @@ RACES = (
         "if other.failed:\n                    raise", (ALONE,),
     ),
     Race(
-        "a step's end waits for the streams", STREAMS, "            self.last.wait()", "            pass",
+        "a step waits for the one before", "runtime/device/issuing.py",
+        "waits += [(self._before, index) for index in issue.before]", "pass", (ALONE, PAIR),
+    ),
+    Race(
+        "a step's end waits for the streams", STREAMS, "step.timed[-1][1].wait()", "pass",
         (ALONE, CLIPPED),
     ),
     Race(
