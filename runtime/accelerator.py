@@ -23,6 +23,9 @@ import torch
 
 from ..ir.errors import HardwareError
 
+GpuStream = torch.cuda.Stream
+GpuEvent = torch.cuda.Event
+
 
 @dataclass(frozen=True)
 class Vendor:
@@ -176,21 +179,87 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def take_stream(device: torch.device) -> torch.cuda.Stream:
+def use_gpu(device: torch.device) -> None:
+    """Make a GPU the calling thread's current one for good: the thread is ours."""
+    torch.cuda.set_device(device)
+
+
+def current_stream(device: torch.device) -> GpuStream:
+    """The stream of the calling thread's ops on this GPU."""
+    return torch.cuda.current_stream(device)
+
+
+def set_stream(stream: GpuStream) -> None:
+    """Let the calling thread's next ops go to this stream."""
+    torch.cuda.set_stream(stream)
+
+
+def on_stream(stream: GpuStream) -> AbstractContextManager[Any]:
+    """Let the body's ops go to this stream, and then to the one before."""
+    return torch.cuda.stream(stream)
+
+
+def is_default_stream(stream: GpuStream, device: torch.device) -> bool:
+    """Whether this is the stream on which a thread works that has chosen none."""
+    return stream == torch.cuda.default_stream(device)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what the calling thread has put on its current stream of a GPU; on a CPU device there is no such."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def timed_event(blocking: bool = False) -> GpuEvent:
+    """An event that knows when it was passed. `blocking`: a thread that waits for it sleeps."""
+    return torch.cuda.Event(enable_timing=True, blocking=blocking)
+
+
+def leave(device: torch.device) -> None:
+    """Wait for all work of a GPU, and give back the workspaces of its products: one per stream, which torch else keeps
+    for ever."""
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def limit_allocator(device: torch.device, most_bytes: int) -> float:
+    """Let torch's allocator take no more than this of a GPU's memory. Returns what `restore_allocator` needs."""
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), device)
+    return before
+
+
+def restore_allocator(device: torch.device, before: float) -> None:
+    """End what `limit_allocator` began."""
+    torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def num_gpus() -> int:
+    """The number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
+def properties_of(gpu: torch.device | int) -> Any:
+    """What the driver says of a GPU: its name, memory and address."""
+    return torch.cuda.get_device_properties(gpu)
+
+
+def take_stream(device: torch.device) -> GpuStream:
     """A stream that nobody else has: one that an earlier job has given back, else a new one. torch hands out the same
     32 again and again, so that two streams of one job could be one."""
     idle = _idle_streams[device]
     return idle.pop() if idle else torch.cuda.Stream(device)
 
 
-def give_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
+def give_stream(device: torch.device, stream: GpuStream) -> None:
     """Give a stream back, unless it still waits for something: a peer may never answer."""
     with suppress(RuntimeError):  # a GPU in error
         if stream.query():
             _idle_streams[device].append(stream)
 
 
-_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_idle_streams: dict[torch.device, list[GpuStream]] = defaultdict(list)
 
 
 def queues() -> dict[str, str]:

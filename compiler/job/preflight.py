@@ -14,6 +14,7 @@ from ...ir.errors import HardwareError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program, bind, profile_memory
 from ...ir.units import format_bytes, short_bytes
+from ...runtime.accelerator import num_gpus
 from ...runtime.measure.detect import ram_bytes
 from ...runtime.processes.torchrun import TorchrunDriver
 from ..folder import Folder
@@ -67,7 +68,7 @@ def uses_ssd(hardware: Hardware, programs: Sequence[Program], host: int) -> bool
 
 def _require_gpus(hardware: Hardware, num_devices: int) -> None:
     per_host = Counter(device.host for device in hardware.devices[:num_devices] if device.kind == "cuda")
-    wanted, present = max(per_host.values(), default=0), torch.cuda.device_count()
+    wanted, present = max(per_host.values(), default=0), num_gpus()
     if TorchrunDriver.is_present():
         wanted = min(wanted, 1)  # a rank may see its own GPU only
     if wanted > present:

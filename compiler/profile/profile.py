@@ -28,6 +28,7 @@ from ...passes.graph.opgraph import OpGraph
 from ...passes.graph.profile import BlockSample, checked, distinct, samples, with_seconds
 from ...passes.stage_time import TurnSeconds, roofline
 from ...runtime import scratch
+from ...runtime.accelerator import num_gpus, properties_of
 from ...runtime.device.file import INTERFACE_FILE
 from ...runtime.measure.blocks import ROWS_FILE, STAGE_S
 from ...runtime.measure.detect import known_part, run_children, usable_cores
@@ -169,9 +170,9 @@ def _why_absent(device: Device, number: int) -> str:
     if device.kind == "cpu":
         cores = usable_cores()
         return f"computes on {device.threads} threads" if device.threads > cores else ""
-    if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+    if number >= num_gpus():
         return "is a GPU"
-    properties = torch.cuda.get_device_properties(number)
+    properties = properties_of(number)
     if abs(device.memory_bytes / properties.total_memory - 1) > MEMORY_TOLERANCE:
         return f"is a GPU with {format_bytes(device.memory_bytes)}"
     part = known_part(properties.name)
@@ -185,12 +186,12 @@ def _why_absent(device: Device, number: int) -> str:
 
 
 def _what_is_here() -> str:
-    gpus = [_gpu_title(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = [_gpu_title(i) for i in range(num_gpus())]
     return ", ".join([*gpus, f"{cpu_model()} with {usable_cores()} cores" + ("" if gpus else ", no GPU")])
 
 
 def _gpu_title(number: int) -> str:
-    properties = torch.cuda.get_device_properties(number)
+    properties = properties_of(number)
     return f"{properties.name}, {format_bytes(properties.total_memory)}"
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..accelerator import properties_of
 from ..nodes import NODES, Nodes, gpu_address
 
 FOR_ISSUING = 2  # cores: one for the thread that issues, one for disks and messages
@@ -43,7 +44,7 @@ def node_of(device: torch.device, nodes: Nodes = NODES) -> int | None:
     """The node of DRAM and cores that is near a GPU; None for a CPU device, and where all is equally near."""
     if device.type != "cuda" or len(nodes.with_memory) < 2:
         return None
-    return nodes.of_gpu(gpu_address(torch.cuda.get_device_properties(device)))
+    return nodes.of_gpu(gpu_address(properties_of(device)))
 
 
 def near_cores(node: int, place: int, count: int, nodes: Nodes = NODES) -> tuple[list[int], int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...ir import ops
-from ..accelerator import give_stream, take_stream
+from ..accelerator import GpuStream, current_stream, give_stream, on_stream, take_stream
 from .host import available_cores, near_cores, node_of, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
@@ -42,7 +42,7 @@ class Streams:
         self.place = self.beside.index(setup.index)
         self.num_threads = torch.get_num_threads() if setup.share.num_threads is None else setup.share.num_threads
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
-        self.copies: torch.cuda.Stream | None = None
+        self.copies: GpuStream | None = None
         self.made: dict[str, Stream] = {}
         self._notices: SimpleQueue[Any] = SimpleQueue()
         self._over: Counter[Any] = Counter()  # notices that came before anyone waited for them
@@ -98,7 +98,7 @@ class Streams:
         """Leave the calling thread's CUDA stream as it is now: each op that is issued sets its own."""
         if self.device.type != "cuda":
             return nullcontext()
-        return torch.cuda.stream(torch.cuda.current_stream(self.device))
+        return on_stream(current_stream(self.device))
 
     def end_issue(self, used: Collection[Stream]) -> None:
         """All ops of a step have been issued to these streams."""

@@ -22,6 +22,7 @@ from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.errors import PlanError
 from ...ir.program import Program, work_of
+from ..accelerator import settle
 from .exchange import gather_rows, seats_of, sum_rows
 
 LOOPBACK = "127.0.0.1"
@@ -93,7 +94,7 @@ class PeerLink:
         if found == {"cuda device"}:
             self._nccl_groups[name] = self._nccl(f"nccl/{name}", rank, len(members))
             self.sum(torch.zeros(1, device=self.device), name)  # connects, while nothing else is under way
-            torch.cuda.current_stream(self.device).synchronize()
+            settle(self.device)
 
     def _agree_on_order(self, src: int, dst: int, tags: Sequence[str]) -> None:
         self._store.set(f"order/{src}-{dst}/{self.index}", json.dumps(list(tags)))
@@ -205,7 +206,7 @@ class PeerLink:
         pair = self._nccl(f"nccl/{src}-{dst}", 0 if self.index == src else 1, 2)
         first = torch.zeros(1, device=self.device)
         (pair.send([first], 1, 0) if self.index == src else pair.recv([first], 0, 0)).wait()
-        torch.cuda.current_stream(self.device).synchronize()
+        settle(self.device)
         return pair
 
     def _nccl(self, name: str, rank: int, size: int) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ir.program import StageSpec
+from ..accelerator import current_stream, is_default_stream, settle
 from ..optimizer.gradients import Grads
 from .peers import PeerLink
 
@@ -88,5 +89,5 @@ def _device_of(grads: Sequence[dict[str, Tensor]]) -> torch.device:
 
 def _settle(total: Tensor) -> None:
     """Wait for the work that a host thread has put on its CUDA stream, because later ops wait for the thread only."""
-    if total.is_cuda and torch.cuda.current_stream(total.device) == torch.cuda.default_stream(total.device):
-        torch.cuda.current_stream(total.device).synchronize()
+    if total.is_cuda and is_default_stream(current_stream(total.device), total.device):
+        settle(total.device)

@@ -17,7 +17,7 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
-from ..accelerator import allocator_figures, current
+from ..accelerator import allocator_figures, current, leave
 from ..simulate import Span
 from .file import DeviceFile
 from .issuing import Handle
@@ -115,8 +115,7 @@ class DeviceSession:
         if self.device.type == "cuda" and self.link is None:
             # A step that failed may still use memory that goes back now; with peers, one may never answer.
             with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
-                torch.cuda.synchronize(self.device)
-                torch._C._cuda_clearCublasWorkspaces()  # one per stream, which torch else keeps for ever
+                leave(self.device)
 
     # --- running a program
 

@@ -14,7 +14,7 @@ from ...ir import ops
 from ...ir.errors import HardwareError, PlanError
 from ...ir.precision import Precision
 from ...ir.program import Account, Interface, StageHome
-from ..accelerator import growing_segments
+from ..accelerator import growing_segments, limit_allocator, restore_allocator, settle
 from ..optimizer.gradients import LossScale
 from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
@@ -117,10 +117,8 @@ class SessionMemory:
         """
         if self.device.type != "cuda":
             return
-        self._share_before = torch.cuda.get_per_process_memory_fraction(self.device)
-        _, total_bytes = torch.cuda.mem_get_info(self.device)
         most_bytes = max(self.spec.memory_bytes, self.spec.budget_bytes + UNSEEN_BYTES)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), self.device)
+        self._share_before = limit_allocator(self.device, most_bytes)
 
     def close(self) -> None:
         """Remove the files, and restore the earlier limit of torch's allocator."""
@@ -128,7 +126,7 @@ class SessionMemory:
         if self.folder is not None:
             self.folder.close()
         if self._share_before is not None:
-            torch.cuda.set_per_process_memory_fraction(self._share_before, self.device)
+            restore_allocator(self.device, self._share_before)
             self._share_before = None
 
 
@@ -224,8 +222,7 @@ class DeviceState:
 
     def _settle(self) -> None:
         """Wait until values loaded on the default stream are in place, before any other stream reads them."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        settle(self.device)
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint needs beside the stages."""

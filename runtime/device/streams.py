@@ -1,7 +1,7 @@
 """The streams of one device: each runs its tasks one after another, in the order in which they were issued.
 
 `ThreadStream` is a thread with a queue (everything of a CPU device, and what a CUDA device does on the host),
-`CudaStream` a `torch.cuda.Stream`, `InlineStream` the calling thread. All have one interface: `issue` takes a task and
+`CudaStream` a stream of a GPU, `InlineStream` the calling thread. All have one interface: `issue` takes a task and
 the events it must wait for and returns the task's own event; nothing else synchronises.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..accelerator import give_stream, take_stream
+from ..accelerator import GpuEvent, current_stream, give_stream, set_stream, take_stream, timed_event, use_gpu
 from .host import use_cores
 
 SWITCH_S = 0.0005  # how long a thread may keep the interpreter: a stream's thread needs it briefly, but at once
@@ -93,8 +93,8 @@ class CudaEvent:
 
     def __init__(self, stream: CudaStream):
         self.stream = stream
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.start = timed_event()
+        self.end = timed_event(blocking=True)
 
     @property
     def done(self) -> bool:
@@ -219,7 +219,7 @@ class ThreadStream(Stream):
         torch.get_num_threads()  # a thread's first use would else overwrite the number set next
         torch.set_num_threads(self.num_threads)
         if self.device is not None:
-            torch.cuda.set_device(self.device)
+            use_gpu(self.device)
         broken = False
         while True:
             task, waits, event, label, record = self.queue.get()
@@ -261,7 +261,7 @@ class ThreadStream(Stream):
 
 
 class CudaStream(Stream):
-    """One `torch.cuda.Stream`. Tasks only launch work, so they run at once on the calling thread.
+    """One stream of a GPU. Tasks only launch work, so they run at once on the calling thread.
 
     An event of a thread (a CPU optimizer's, before the fetch of its weights) blocks the caller; CUDA streams wait for
     each other by events on the device only.
@@ -273,7 +273,7 @@ class CudaStream(Stream):
         super().__init__(name)
         self.device, self.board, self.slot = device, board, slot
         self.stream = take_stream(device)
-        self.steps = [CudaStep(self.record, torch.cuda.Event(enable_timing=True))]  # those under way, the last one last
+        self.steps = [CudaStep(self.record, timed_event())]  # those under way, the last one last
         self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
         self.over: list[CudaEvent] = []  # of the last step that is over: tasks of the next one may still wait for them
 
@@ -286,10 +286,10 @@ class CudaStream(Stream):
         super().begin(step)
         before = self.steps[-1] if self.steps[-1].timed else None
         self.steps = [each for each in self.steps if each.timed]
-        self.steps.append(CudaStep(self.record, torch.cuda.Event(enable_timing=True), before=before))
+        self.steps.append(CudaStep(self.record, timed_event(), before=before))
         self.steps[-1].origin.record(self.stream)  # now, if the stream is idle
         self.steps[-1].origin_s = time.perf_counter()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the caller's batch, or a new arena
+        self.stream.wait_stream(current_stream(self.device))  # the caller's batch, or a new arena
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = self.spare.pop() if self.spare else CudaEvent(self)
@@ -301,7 +301,7 @@ class CudaStream(Stream):
             elif other.stream is not self:
                 self.stream.wait_event(other.end)
         self.board[self.slot] = label.line
-        torch.cuda.set_stream(self.stream)  # whoever runs a program sets the caller's again, once
+        set_stream(self.stream)  # whoever runs a program sets the caller's again, once
         try:
             event.start.record(self.stream)
             task()
@@ -336,7 +336,7 @@ class CudaStep:
     was still at work on the step `before`, only the GPU knows how much later that was."""
 
     record: StepRecord
-    origin: torch.cuda.Event
+    origin: GpuEvent
     origin_s: float = 0.0
     before: CudaStep | None = None
     timed: list[tuple[Any, CudaEvent]] = field(default_factory=list)

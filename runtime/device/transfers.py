@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accelerator import on_stream
 from ..optimizer.gradients import Grads
 from ..stage.arena import grads_layout
 from ..stage.runner import Kept
@@ -87,7 +88,7 @@ class Transfers(Issuing):
             with self._issued_apart():
                 place.copy_(source, non_blocking=True)
             return
-        with torch.cuda.stream(copies):
+        with on_stream(copies):
             for start in range(0, len(place), CHUNK_BYTES):
                 with turns.hold(turn):
                     end = min(start + CHUNK_BYTES, len(place))
@@ -122,7 +123,7 @@ class Transfers(Issuing):
         if copies is None:
             yield
             return
-        with torch.cuda.stream(copies):
+        with on_stream(copies):
             yield
             copies.synchronize()
 

@@ -47,7 +47,7 @@ RACES = (
     ),
     Race(
         "a stream's first work waits for the caller's", STREAMS,
-        "self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", (ALONE, CLIPPED),
+        "self.stream.wait_stream(current_stream(self.device))", "pass", (ALONE, CLIPPED),
     ),
     Race(
         "a thread waits for gradients from the GPU", STREAMS,
