@@ -229,7 +229,6 @@ class Job:
         self._unfinished, self._last = None, self._report(loss, report)
         self._tell_eager(self._last.eager_blocks)
 
-
     def _require_finite(self, loss: float) -> None:
         if math.isfinite(loss) or not self.folder.settings.stop_on_nan:
             return
