@@ -108,7 +108,6 @@ class Loans:
     def _lend(self, taker: Stream, tensors: list[Tensor], reader: Stream, index: int) -> None:
         if tensors:
             self._open.setdefault(taker, {}).setdefault(reader, deque()).append((index, tensors))
-        self.event: Event | None = None  # of the op that makes it
 
 
 class Handle:
