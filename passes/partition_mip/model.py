@@ -212,6 +212,7 @@ class CountModel:
         self.h_ends: list[Any] = [None] * self.count
         self.ready: list[Any] = [None] * self.count
         left: dict[int, Any] = {}
+        both = self.both_ways()
         own_left: dict[int, Any] = {}
         g_next = h_next = None
         for j in reversed(range(self.count)):
@@ -238,7 +239,22 @@ class CountModel:
                 if d in own_left:
                     self.row(out, own_left[d] + GB * unit.offload_s * self.g[j] + latency_s)
                 left[unit.complex] = own_left[d] = self.ready[j] = out
+                if unit.shared_both_s:
+                    again = self.w[j] if j + n <= last_stage else 0.0
+                    passed = self.real()
+                    self.row(passed, both[unit.complex] + GB * unit.shared_both_s * (self.g[j] + again))
+                    self.row(out, passed + latency_s)
+                    both[unit.complex] = passed
             g_next, h_next = g, h
+
+    def both_ways(self) -> dict[int, Any]:
+        """Per root complex the seconds that forward's weights take through what both directions share."""
+        passed: dict[int, Any] = {}
+        for j in range(self.count):
+            unit = self.p.units[j % self.n]
+            if not self.resident[j % self.n]:
+                passed[unit.complex] = passed.get(unit.complex, 0.0) + GB * unit.shared_both_s * self.w[j]
+        return passed
 
     def update(self) -> None:
         p, n = self.p, self.n

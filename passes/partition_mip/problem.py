@@ -39,6 +39,7 @@ class Unit:
     offload_s: float  # seconds per byte to DRAM, alone
     shared_fetch_s: float  # seconds per byte through the root complex
     shared_offload_s: float
+    shared_both_s: float = 0.0  # seconds per byte in either direction while both are busy; 0: neither slows the other
     latency_s: float = 0.0
     own_s: float = 0.0  # seconds of the runtime around one op
     step_s: float = 0.0  # seconds per parameter of an update on the device
@@ -238,6 +239,7 @@ def _unit(hardware: Hardware, index: int, state_bytes_per_param: float) -> Unit:
         offload_s=1.0 / hardware.bandwidth(device.name, dram),
         shared_fetch_s=1.0 / complex_.bandwidth_down,
         shared_offload_s=1.0 / complex_.bandwidth_up,
+        shared_both_s=0.0 if complex_.bandwidth_both is None else 1.0 / complex_.bandwidth_both,
         latency_s=device.link_latency_s,
         own_s=OWN_CALLS * device.op_overhead_s,
         step_s=update_traffic(1, state_bytes_per_param) / device.memory_bandwidth,

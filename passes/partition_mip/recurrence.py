@@ -13,8 +13,10 @@ besides: uploads follow each other through the root complex r(j) of stage j's de
     f_j >= u_j
 
 Backward has the same rows with x_j, in reverse order, but for the last N stages, whose weights stay; gradients leave by
-`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Devices whose
-stages all fit stay resident: no uploads, and their updates run on the device.
+`d_j >= max(h_j + T^b_j, d_prev(r(j)) + i) + W_j / B_r`, and the host's optimizer takes them one by one. Where both
+directions share a root complex, `d_j` is at least the time that all uploads of forward, and those of backward and the
+gradients down to stage j, take through what both share. Devices whose stages all fit stay resident: no uploads, and
+their updates run on the device.
 """
 
 from __future__ import annotations
@@ -334,6 +336,21 @@ class _Step:
             self.free[d] = self.ready[j] = last + tb[j]
         for top in range(self.count, 0, -n):
             self.offloads(range(top - 1, max(top - n, 0) - 1, -1))
+        self.both_ways()
+
+    def both_ways(self) -> None:
+        """All weights of forward, and then backward's weights and gradients, pass what both directions of a root
+        complex share: a gradient is in DRAM when those of the stages after it, and all that these needed, are."""
+        swapped = [j for j in range(self.count) if self.ahead_bytes[j % self.n] != math.inf]
+        passed_s = dict.fromkeys(range(len(self.up)), 0.0)
+        for j in swapped:
+            unit = self.p.units[j % self.n]
+            passed_s[unit.complex] += self.w[j] * unit.shared_both_s
+        for j in reversed(swapped):
+            unit = self.p.units[j % self.n]
+            again = self.w[j] if j < self.count - self.n else 0.0
+            passed_s[unit.complex] += (self.g[j] + again) * unit.shared_both_s
+            self.ready[j] = max(self.ready[j], passed_s[unit.complex] + unit.latency_s)
 
     def offloads(self, stages: Sequence[int]) -> None:
         """Set `ready`, when the gradients of these stages, one per device, are in DRAM."""

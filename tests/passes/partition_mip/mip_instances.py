@@ -21,8 +21,10 @@ def problem(
     state_bytes: float = 12.0,
     barrier: bool = False,
     rate: float = 1.0,
+    both: float | None = None,
 ) -> MipProblem:
-    """`kinds` indexes the tables; times in seconds, sizes in GB, `rate` in GB/s of every link."""
+    """`kinds` indexes the tables; times in seconds, sizes in GB, `rate` in GB/s of every link, `both` times that of
+    both directions of a root complex together."""
     giga, length = 1e9, len(kinds)
 
     def sums(values: list[float]) -> list[float]:
@@ -42,6 +44,7 @@ def problem(
             offload_s=1 / (rate * giga),
             shared_fetch_s=1 / (rate * giga),
             shared_offload_s=1 / (rate * giga),
+            shared_both_s=0.0 if both is None else 1 / (both * rate * giga),
             latency_s=1e-3,
             own_s=1e-3,
             step_s=1e-12,
@@ -86,4 +89,5 @@ def small_problems(draw: st.DrawFn, most_blocks: int = 9) -> MipProblem:
         micro_batches=draw(st.integers(1, 5)),
         barrier=draw(st.booleans()),
         rate=draw(st.sampled_from([0.5, 4.0, 50.0])),
+        both=draw(st.sampled_from([None, 1.0, 1.4])),
     )

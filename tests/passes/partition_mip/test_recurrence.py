@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.passes.partition_mip.model import CountModel
 from penstock.passes.partition_mip.problem import MipProblem
 from penstock.passes.partition_mip.recurrence import QueuedTransfer, contended_s, evenly, fits, literal_s, residents
 from penstock.tests.passes.partition_mip.mip_instances import problem, small_problems
@@ -85,3 +86,19 @@ def test_an_unequal_device_takes_its_own_time() -> None:
     one = problem([0] * 6, [1.0, 1.0], [0, 1], [600.0] * 2)
     other = problem([0] * 6, [1.0, 3.0], [0, 1], [600.0] * 2)
     assert contended_s(other, (0, 2, 6)) < contended_s(one, (0, 3, 6)) < contended_s(other, (0, 4, 6))
+
+
+def test_both_directions_of_a_root_complex_share_it() -> None:
+    """Four stages of 8 GB are uploaded, two of them once more, and four gradients of 8 GB leave at 1 GB/s in all; the
+    host then updates the last 4 G parameters."""
+    options = {"kinds": (2, 2, 2, 2), "speeds": (100.0, 100.0), "complexes": (0, 0), "budgets": (25.0, 25.0)}
+    alone, shared = problem(**options), problem(**options, both=1.0)  # type: ignore[arg-type]
+    cuts = (0, 1, 2, 3, 4)
+    assert residents(shared, cuts) == residents(alone, cuts) == (False, False)
+    assert contended_s(alone, cuts) == contended_s(problem(**options, both=2.0), cuts)  # type: ignore[arg-type]
+    update_s = 4.0 * 0.2
+    assert contended_s(shared, cuts) == pytest.approx(32.0 + 16.0 + 32.0 + 1e-3 + update_s)
+    assert contended_s(alone, cuts) < 70.0
+    model = CountModel(shared, 4, [False, False], integer=True)
+    model.model.optimize()
+    assert model.model.objective_value == pytest.approx(contended_s(shared, cuts), rel=1e-4)
