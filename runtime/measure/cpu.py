@@ -1,7 +1,8 @@
 """TableTiming what CPU devices do: matrix products, copies, torch calls, AdamW, messages, and the host's disks.
 
-Run as `python -m penstock.runtime.measure.cpu RANK WORLD THREADS RENDEZVOUS [DIRECTORY ...]`: one process per device,
-all at once, since devices that share a memory bus slow each other down. Each prints its rates as one line of JSON.
+Run as `python -m penstock.runtime.measure.cpu RANK WORLD THREADS CORES RENDEZVOUS [DIRECTORY ...]`: one process per
+device, all at once, since devices that share a memory bus slow each other down; then rank 0 alone with all cores. Each
+prints its rates as one line of JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,8 @@ from .table import DTYPES, TableTiming, measured_table
 from .waiting import waited_s
 
 FIGURE_S = 0.4  # time for one figure
-SIZE_S = 0.04  # time for one size of the table of rates
+SIZE_S = 0.03  # time for one size of the table of rates
+SIZE_RUNS = 4  # at least
 LEAST_S = 1e-7  # no clock here tells a shorter time from none
 MIB = 2**20
 MESSAGE_BYTES = 8 * MIB
@@ -79,7 +81,7 @@ def call_overhead_s(layers: int = 20, device: str = "cpu") -> float:
     return steady_s(block, slice_s=0.2) / (3 * calls)
 
 
-def adamw_params_per_s(num_params: int = 8 * MIB, dtype: torch.dtype = torch.float32) -> float:
+def adamw_params_per_s(num_params: int = 4 * MIB, dtype: torch.dtype = torch.float32) -> float:
     """Parameters per second of a stage's AdamW on fp32 states, as a device steps it. `dtype`: that of gradients, and of
     weights beside fp32 masters."""
     masters, grad = {"weight": torch.randn(num_params)}, torch.randn(num_params).to(dtype)
@@ -91,47 +93,54 @@ def adamw_params_per_s(num_params: int = 8 * MIB, dtype: torch.dtype = torch.flo
 def rate_table(overhead_s: float) -> dict[str, Any]:
     """The table of rates of this process's threads."""
     timing = TableTiming(
-        torch.device("cpu"), lambda work: steady_s(work, SIZE_S, 5), overhead_s, sizes=(128, 256, 512, 1024),
-        lengths=(128, 512, 1024), head_sizes=(64, 128), heads=2, tokens=512, tensor_bytes=(MIB // 16, MIB, 16 * MIB),
+        torch.device("cpu"), lambda work: steady_s(work, SIZE_S, SIZE_RUNS), overhead_s, sizes=(128, 256, 512, 1024),
+        lengths=(128, 512), head_sizes=(64, 128), heads=2, tokens=512, tensor_bytes=(MIB // 16, MIB, 16 * MIB),
     )  # fmt: skip
     return measured_table(timing, tuple(DTYPES), ("flash",))
 
 
-def measure_cpu(disk_directories: Sequence[str], store: dist.Store) -> dict[str, Any]:
-    """All rates of this process's device, in step with the other ranks; the disks on rank 0 only. `store`: where ranks
-    0 and 1 meet to exchange messages."""
-    tasks: dict[str, Callable[[], Any]] = {
-        "op_overhead_s": call_overhead_s,
-        "rates": lambda: rate_table(rates["op_overhead_s"]),
-        "copy": copy_bandwidth,
-        "copy_latency_s": fetch_latency_s,
-        "adamw": adamw_params_per_s,
-    }
+def device_rates() -> Iterator[tuple[str, Any]]:
+    """What a device of this process's threads reaches, figure by figure."""
+    overhead_s = call_overhead_s()
+    yield "op_overhead_s", overhead_s
+    yield "rates", rate_table(overhead_s)
+    yield "copy", copy_bandwidth()
+    yield "copy_latency_s", fetch_latency_s()
+
+
+def measure_cpu(disk_directories: Sequence[str], store: dist.Store, cores: int) -> dict[str, Any]:
+    """All rates of this process's device, in step with the other ranks; on rank 0 also those of the disks, and of a
+    device with all `cores`, where this one has fewer. `store`: where ranks 0 and 1 meet to exchange messages."""
     rates: dict[str, Any] = {}
-    for name, task in tasks.items():
+    dist.barrier()
+    for name, found in device_rates():
+        rates[name] = found
         dist.barrier()
-        rates[name] = task()
+    rates["adamw"] = adamw_params_per_s()
     dist.barrier()
     if dist.get_world_size() > 1 and dist.get_rank() < 2:
         rates |= message_rates(store, dist.get_rank(), MESSAGE_BYTES)
     dist.barrier()
     if dist.get_rank() == 0:
         rates["disks"] = [disk_rates(directory) for directory in disk_directories]
+        if cores != torch.get_num_threads():
+            torch.set_num_threads(cores)
+            rates["all_cores"] = dict(device_rates())
     dist.barrier()
     return rates
 
 
 def main(arguments: list[str]) -> None:
-    rank, world, threads, rendezvous, *directories = arguments
+    rank, world, threads, cores, rendezvous, *directories = arguments
     keep_freed_memory()  # as the devices themselves do
     sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(int(threads))
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
     )
     try:
         store = dist.FileStore(f"{rendezvous}-messages", 2)
-        print(json.dumps(measure_cpu(directories, store)))
+        print(json.dumps(measure_cpu(directories, store, int(cores))))
     finally:
         dist.destroy_process_group()
 

@@ -271,10 +271,10 @@ def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
     """Rates of the document's devices, all at once, and those of one device with all cores."""
     devices, host = document["devices"], document["hosts"][0]
     threads, cores = devices[0]["threads"], host["cpu_cores"]
-    reports = _timed_cpus(len(devices), threads, directories)
+    reports = _timed_cpus(len(devices), threads, cores, directories)
     by_threads = {threads: _common_rates(reports, threads)}
-    if cores not in by_threads:
-        by_threads[cores] = _common_rates(_timed_cpus(1, cores, []), cores)
+    if cores != threads:
+        by_threads[cores] = _common_rates([reports[0]["all_cores"]], cores)
     for device, report in zip(devices, reports, strict=True):
         device |= _common_rates([report], threads) | {"achieved_fraction": 1.0}
     copies = sum(rates["copy"] for rates in reports)
@@ -289,11 +289,11 @@ def _measure_cpus(document: dict[str, Any], directories: list[str]) -> None:
     _set_disks(document, reports[0]["disks"])
 
 
-def _timed_cpus(count: int, threads: int, directories: list[str]) -> list[dict[str, Any]]:
-    """The reports of `count` devices of `threads` threads that are timed at the same time."""
+def _timed_cpus(count: int, threads: int, cores: int, directories: list[str]) -> list[dict[str, Any]]:
+    """The reports of `count` devices of `threads` threads that are timed at the same time, and of one with `cores`."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
-        ranks = [[str(rank), str(count), str(threads), rendezvous, *directories] for rank in range(count)]
+        ranks = [[str(rank), str(count), str(threads), str(cores), rendezvous, *directories] for rank in range(count)]
         return run_children("cpu", ranks, threads)
 
 

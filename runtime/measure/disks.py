@@ -20,7 +20,7 @@ from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder, free_space
 
 LEAST_FREE_BYTES = 1 << 30  # a disk with less free space is not worth planning for
-DISK_S = 0.8  # of writing, and as much of reading
+DISK_S = 0.6  # of writing, and as much of reading
 BLOCK_BYTES = 32 << 20
 MOST_BYTES = 8 << 30
 DEVICES = Path("/sys/dev/block")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS
 from penstock.runtime.measure import cuda
 from penstock.runtime.measure.cpu import MIB, call_overhead_s
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
@@ -48,3 +51,39 @@ def test_gpus_of_one_name_share_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda, "call_overhead_s", lambda device: 1e-6)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "ABA"[device])
     assert [row["rates"]["from"] for row in cuda.measured_tables(3)] == [0, 1, 0] and timed == [0, 1]
+
+
+def test_the_reserve_holds_cublas_workspaces_of_forward_and_backward() -> None:
+    """A product and its backward leave one for each of their two threads, which cuBLASLt shares."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    found_bytes = cuda.measured_reserves(1)[0]["libraries_bytes"]
+    each_bytes = CUBLAS_BYTES if torch.cuda.get_device_capability(0) >= (9, 0) else (2 * 4096 + 8 * 16) * 1024
+    assert found_bytes == CUBLAS_PAIRS * each_bytes
+
+
+def test_a_machine_of_eight_gpus_is_measured_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time that each figure is given, and the runs before it of work that takes as long as any may: kernels of
+    one GPU, as all eight have one name, and copies of each. Context, disks and the host's optimizer have 20 s."""
+    budgets_s: list[float] = []
+
+    def budgeted(work: Callable[[], object], device: int, slice_s: float = cuda.KERNELS_S) -> float:
+        budgets_s.append(slice_s)
+        return 1e-6
+
+    def counted(work: Callable[[], object], device: int, repeats: int = 50) -> float:
+        budgets_s.append(repeats * 1e-3)
+        return 1e-6
+
+    monkeypatch.setattr(cuda, "mean_s", budgeted)
+    monkeypatch.setattr(cuda, "alone_s", counted)
+    monkeypatch.setattr(cuda, "COPY_BYTES", MIB)
+    cuda.rate_table(0, 1e-6)
+    kernels_s, num_sizes = sum(budgets_s), len(budgets_s)
+    assert num_sizes > 50 and all(budget_s == cuda.SIZE_S for budget_s in budgets_s)
+    longest_s = (3 + 1) * 0.01 * num_sizes  # runs before those that count; few sizes take 10 ms
+    budgets_s.clear()
+    cuda.measure_device(0)
+    copies_s = 8 * sum(budgets_s)
+    links_s = 3 * 8 * 6 * 256 * MIB / 12e9  # eight GPUs on one slot of generation 3: down, up, both
+    assert kernels_s + longest_s + copies_s + links_s + 20.0 <= 60.0

@@ -72,7 +72,7 @@ def test_a_hanging_measurement_is_stopped_and_leaves_no_process(
     before = {child.pid for child in psutil.Process().children()}
     start = time.monotonic()
     with pytest.raises(HardwareError, match="measuring took more than 3 s"):
-        detect.run_children("cpu", [["0", "2", "1", str(tmp_path / "alone")]], threads=1)
+        detect.run_children("cpu", [["0", "2", "1", "1", str(tmp_path / "alone")]], threads=1)
     assert time.monotonic() - start < 10
     assert {child.pid for child in psutil.Process().children()} <= before
 

@@ -80,7 +80,8 @@ def test_cpu_devices_are_timed_together_and_as_one(monkeypatch: pytest.MonkeyPat
 
     def children(module: str, arguments: list[list[str]], threads: int) -> list[dict[str, Any]]:
         runs.append((len(arguments), threads))
-        return [report(1.5 if threads > 1 else 0.9 + 0.2 * rank) for rank in range(len(arguments))]
+        assert [each[1:4] for each in arguments] == [["2", "1", "2"]] * 2  # ranks, threads of each, cores
+        return [report(0.9 + 0.2 * rank) | {"all_cores": report(1.5)} for rank in range(len(arguments))]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(detect, "usable_cores", lambda: 2)
@@ -88,7 +89,7 @@ def test_cpu_devices_are_timed_together_and_as_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(detect, "run_children", children)
     both = Hardware.detect(measure=True)
     one = both.with_(num_devices=1)
-    assert runs == [(2, 1), (1, 2)]
+    assert runs == [(2, 1)]
     assert [device.threads for device in both.devices] == [1, 1] and one.devices[0].threads == 2
     assert [device.achieved_flops("fp32") for device in both.devices] == pytest.approx([4.5e10, 5.5e10])
     assert one.devices[0].achieved_flops("fp32") == pytest.approx(7.5e10)
