@@ -25,6 +25,7 @@ from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
+from ..runtime.optimizer.ways import steps_in_tiles
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN
@@ -320,6 +321,7 @@ def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtyp
         "state_bytes_of": None if is_even else state_bytes_of,
         "takes_whole": (lambda name: not optimizer.is_elementwise(name)) if whole else None,
         "whole_optimizer": whole[0] if whole else "",
+        "optimizer_tiles": steps_in_tiles(optimizer),
     }
 
 

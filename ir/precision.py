@@ -21,6 +21,7 @@ import torch
 from .errors import PlanError
 
 MASTER_BYTES = 4  # of one parameter in fp32
+TILED_ELEMENTS = 1 << 24  # of parameters that a host steps at once, at most, all its threads together
 ROUNDED_ELEMENTS = 1 << 24  # of weights without masters, updated in fp32 at once
 
 GradientDtype = Literal["fp32", "compute"]

@@ -43,6 +43,7 @@ class Options:
     state_bytes_of: StateBytes | None = None  # where the bytes are not the same for each element
     takes_whole: Callable[[str], bool] | None = None  # whether a parameter's optimizer needs all of it; None: none does
     whole_optimizer: str = ""  # the first class that needs all of a parameter
+    optimizer_tiles: bool = False  # a host updates parameters in tiles
     optimizer_rounds: bool = False  # the optimizer itself rounds what it writes into weights without masters
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 

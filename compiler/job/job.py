@@ -142,7 +142,10 @@ class Job:
         if self._helps is None and self._help_finder is not None:
             self._helps = self._help_finder()
         known = self.folder.settings
-        page = explain(self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, rows=known.rows)
+        spec = OptimizerSpec.from_json(known.optimizer)
+        page = explain(
+            self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, known.rows, spec
+        )
         return f"{page}\n\n{self._compiled_text()}" if known.compile_stages else page
 
     def _compiled_text(self) -> str:

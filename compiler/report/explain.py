@@ -13,6 +13,8 @@ from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
+from ...runtime.optimizer.spec import OptimizerSpec
+from ...runtime.optimizer.ways import way_on_gpu, way_on_host
 from ...runtime.simulate import Timeline, simulate
 from ..coupling import fact_lines
 from ..pipeline import PassRecord
@@ -39,6 +41,7 @@ def explain(
     helps: Sequence[Help] | None = None,
     loss: Sequence[LossTerm] = (),
     rows: RowFacts = MEAN_OVER_ROWS,
+    optimizer: OptimizerSpec | None = None,
 ) -> str:
     """The plan in a page: stages, terms of the loss, prediction, bounds, what would help, rivals and passes.
 
@@ -46,6 +49,7 @@ def explain(
     """
     parts = [
         _stages(plan, programs, hardware),
+        _updates(programs, hardware, optimizer),
         _loss(loss, programs),
         _rows(rows, programs),
         _prediction(plan, hardware),
@@ -81,6 +85,24 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     elif decisions.clipping:
         lines.append(f"  {CLIPPING[decisions.clipping]}")
     return "\n".join(lines)
+
+
+def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerSpec | None) -> str:
+    """Where stages are updated, and how an update goes over their memory."""
+    if optimizer is None:
+        return ""
+    found: dict[str, set[str]] = {}
+    for program in programs:
+        kind = hardware.devices[program.device].kind
+        for node in program.ops():
+            if node.target is ops.step:
+                on_host = kind == "cpu" or node.args[1].meta["type"].memory == ops.DRAM  # type: ignore[union-attr]
+                found.setdefault("host" if on_host else "GPU", set()).add(str(node.args[0]))
+    ways = {"host": way_on_host, "GPU": way_on_gpu}
+    lines = [
+        _wrapped("  ", [f"{len(stages)} on the {where}: {ways[where](optimizer)}"]) for where, stages in found.items()
+    ]
+    return "\n".join(["updates of stages", *(row for line in lines for row in line)]) if lines else ""
 
 
 def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:

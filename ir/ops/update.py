@@ -134,7 +134,7 @@ def _step_work(
         copied_bytes=round(share * interface.copied_to_undo(spec, kind)) if speculative else 0,
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        workspace_bytes=spec.change_bytes + round(share * interface.update_bytes(spec, converted)),
+        workspace_bytes=spec.change_bytes + interface.update_bytes(spec, grads.memory, converted, share),
         workspace_memory=grads.memory,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..documents import Unreadable, plain_errors
 from ..errors import BatchError
-from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS
+from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS, TILED_ELEMENTS
 from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
@@ -42,6 +42,7 @@ class Interface:
     copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage. `rounds`: bf16 weights without
     masters are updated in fp32, a portion at once, and the result is rounded stochastically.
+    `tiles`: a host updates parameters in tiles.
     """
 
     stages: dict[str, StageSpec]
@@ -56,6 +57,7 @@ class Interface:
     shards: int = 1
     asynchronous: bool = False
     rounds: bool = False
+    tiles: bool = False
 
     @property
     def replicas(self) -> int:
@@ -88,11 +90,13 @@ class Interface:
         """Bytes of a stage's fp32 masters; 0 if there are none."""
         return MASTER_BYTES * spec.trained_params if self.master else 0
 
-    def update_bytes(self, spec: StageSpec, converted: bool) -> int:
-        """Bytes that an update of all of a stage takes while it runs: fp32 gradients where they are `converted`, and
-        fp32 weights where the result is rounded."""
-        elements = spec.trained_params
-        if self.rounds:
+    def update_bytes(self, spec: StageSpec, memory: str, converted: bool, share: float = 1.0) -> int:
+        """Bytes that an update of a share of a stage takes in a memory while it runs: fp32 gradients where they are
+        `converted`, and fp32 weights where the result is rounded; of tiles, where it is made in these."""
+        elements = round(share * spec.trained_params)
+        if self.tiles and memory == ops.DRAM:
+            elements = min(elements, TILED_ELEMENTS)
+        elif self.rounds:
             largest = max((p.numel for p in spec.params if p.requires_grad), default=0)
             elements = min(elements, ROUNDED_ELEMENTS + largest)
         return MASTER_BYTES * elements * (converted + self.rounds)

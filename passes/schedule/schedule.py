@@ -67,6 +67,7 @@ def interface_of(draft: Draft) -> Interface:
         states=_states(draft),
         master=precision.has_masters,
         rounds=precision.is_pure and not draft.options.optimizer_rounds,
+        tiles=draft.options.optimizer_tiles,
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
     )

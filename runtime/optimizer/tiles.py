@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...ir.precision import TILED_ELEMENTS
 from ..team import share_among
 from .gradients import times_in_full
 
@@ -29,9 +30,8 @@ _KERNELS = (
     torch.ops.aten._fused_adagrad_,
 )  # fmt: skip
 _STEPS = "state_steps"  # the argument of the kernels that has one number for each parameter
-ELEMENTS_PER_THREAD = (
-    1 << 18
-)  # of a thread's tile; measured: smaller ones lose time in calls, larger ones leave the caches
+# Of a thread's tile. Measured: smaller ones lose time in calls, larger ones leave the caches.
+ELEMENTS_PER_THREAD = 1 << 18
 LANES = 64  # pieces begin at multiples of it, so that vectors and single elements are those of the whole tensor
 
 Tile = tuple[tuple[int, int, int], ...]  # of each piece: the number of its tensor, its first element, its size
@@ -51,8 +51,9 @@ class Tiled:
 
 
 def tile_elements() -> int:
-    """The size of the tiles that the calling thread's number of threads has at a time, all together."""
-    return ELEMENTS_PER_THREAD * torch.get_num_threads()
+    """The size of the tiles that the calling thread's number of threads has at a time, all together: no more than
+    DRAM's account has."""
+    return min(ELEMENTS_PER_THREAD * torch.get_num_threads(), TILED_ELEMENTS)
 
 
 @lru_cache(maxsize=256)

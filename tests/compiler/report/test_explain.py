@@ -18,6 +18,7 @@ from penstock.compiler.search.what_helps import changed_machines
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.units import format_bytes, format_seconds
 from penstock.passes.partition.partition_balanced import PartitionBalanced
+from penstock.runtime.optimizer.spec import OptimizerSpec
 from penstock.runtime.simulate import simulate
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, zoo_case
 
@@ -69,7 +70,8 @@ def test_the_whole_page(golden: Any, tmp_path: Any) -> None:
         Rival(name="4 stages, 4 micro-batches", step_s=0.015, reason="50.0% slower (15.0 ms)"),
     ]
     plan = job.plan.model_copy(update={"rivals": rivals})
-    golden(normalised(explain(plan, job.programs, job.hardware, job._records)) + "\n", "explain")
+    spec = OptimizerSpec.from_json(job.folder.settings.optimizer)
+    golden(normalised(explain(plan, job.programs, job.hardware, job._records, optimizer=spec)) + "\n", "explain")
 
 
 @pytest.mark.slow
