@@ -98,11 +98,15 @@ def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: Optimiz
             if node.target is ops.step:
                 on_host = kind == "cpu" or node.args[1].meta["type"].memory == ops.DRAM  # type: ignore[union-attr]
                 found.setdefault("host" if on_host else "GPU", set()).add(str(node.args[0]))
+    threads = hardware.hosts[0].optimizer_threads
     ways = {"host": way_on_host, "GPU": way_on_gpu}
     lines = [
-        _wrapped("  ", [f"{len(stages)} on the {where}: {ways[where](optimizer)}"]) for where, stages in found.items()
+        f"{len(stages)} on the {where}"
+        + ("" if threads is None or where == "GPU" else f", whose fastest number of threads is {threads}")
+        + f": {ways[where](optimizer)}"
+        for where, stages in found.items()
     ]
-    return "\n".join(["updates of stages", *(row for line in lines for row in line)]) if lines else ""
+    return "\n".join(["updates of stages", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
 
 
 def _loss(terms: Sequence[LossTerm], programs: Sequence[Program]) -> str:

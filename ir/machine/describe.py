@@ -49,7 +49,8 @@ def _describe_host(host: Host, complex_sizes: list[int]) -> str:
     parts = [
         f"DRAM {format_bytes(host.dram_bytes)} at {format_rate(host.dram_bandwidth)}"
         + (f", {format_bytes(host.model_bytes)} of it the script's own copy of the model" if host.model_bytes else ""),
-        f"{host.cpu_cores} cores, AdamW {host.optimizer_params_per_s / 1e9:.2f} G parameters/s",
+        f"{host.cpu_cores} cores, AdamW {host.optimizer_params_per_s / 1e9:.2f} G parameters/s"
+        + ("" if host.optimizer_threads is None else f" with {host.optimizer_threads} threads"),
         f"root complexes {'+'.join(map(str, complex_sizes))} at {format_rate(host.root_complexes[0].bandwidth_down)}",
     ]
     if host.nvlink_bandwidth is not None:

@@ -88,7 +88,8 @@ class Host(MachinePart):
     """One machine: DRAM, CPU, root complexes, disks.
 
     `optimizer_params_per_s` is the AdamW rate of the whole host, all cores on fp32 states in DRAM, measured while the
-    links of its GPUs are busy.
+    links of its GPUs are busy; `optimizer_threads` is the number of threads that reached it, those of all GPUs
+    together, and None where it was not measured: then all cores that do not feed the GPUs step.
     `nvlink_bandwidth` is per device and direction through a switch that joins all devices of the host; on CPU
     devices it is the loopback between two worker processes. `model_bytes` is what the script's own copy of the model
     takes of the usable DRAM; `compile` sets it, on devices too.
@@ -100,6 +101,7 @@ class Host(MachinePart):
     dram_bandwidth: Rate
     cpu_cores: Annotated[int, Field(gt=0)]
     optimizer_params_per_s: Annotated[float, Field(gt=0)]
+    optimizer_threads: Annotated[int, Field(gt=0)] | None = None
     root_complexes: Annotated[list[RootComplex], Field(min_length=1)]
     ssds: list[Ssd] = []
     ssd_uplink_bandwidth: Rate | None = None  # shared by all disks of the host, per direction

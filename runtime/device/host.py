@@ -32,12 +32,13 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def optimizer_cores(cores: Sequence[int], place: int, count: int) -> list[int]:
-    """The cores for the optimizer of the GPU number `place` of `count` on this host, out of its equal share."""
+def optimizer_cores(cores: Sequence[int], place: int, count: int, most: int | None = None) -> list[int]:
+    """The cores for the optimizer of the GPU number `place` of `count` on this host, out of its equal share; at most
+    `most`, with which it was measured to be the fastest."""
     assert 0 <= place < count and cores
     share = list(cores[place * len(cores) // count : (place + 1) * len(cores) // count]) or [cores[place % len(cores)]]
     free = FOR_ISSUING if len(share) >= FEWEST_TO_SPLIT else min(1, len(share) - 1)
-    return share[free:]
+    return share[free:][:most]
 
 
 def node_of(device: torch.device, nodes: Nodes = NODES) -> int | None:

@@ -40,6 +40,8 @@ class Streams:
         self.spec, self.device, self.link = setup.spec, device, link
         self.beside = [i for i, other in enumerate(setup.hardware.devices) if other.host == self.spec.host]
         self.place = self.beside.index(setup.index)
+        threads = setup.hardware.hosts[self.spec.host].optimizer_threads  # of all GPUs of the host together
+        self.optimizer_threads = None if threads is None else -(-threads // len(self.beside))
         self.num_threads = torch.get_num_threads() if setup.share.num_threads is None else setup.share.num_threads
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
         self.copies: GpuStream | None = None
@@ -88,7 +90,7 @@ class Streams:
         node = None if gpu is None else node_of(gpu)
         if gpu is not None and key == ops.CPU:
             near = near_cores(node, self.place, len(self.beside)) if node is not None else None
-            cores = optimizer_cores(*near or (available_cores(), self.place, len(self.beside)))
+            cores = optimizer_cores(*near or (available_cores(), self.place, len(self.beside)), self.optimizer_threads)
             return ThreadStream(key, self._notices, self.board, slot, len(cores), gpu, cores)
         if node is not None:  # disks and messages, which the kernel may move to any core of the node
             cores = near_cores(node, self.place, len(self.beside))[0]

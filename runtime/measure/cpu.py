@@ -90,6 +90,20 @@ def adamw_params_per_s(num_params: int = 4 * MIB, dtype: torch.dtype = torch.flo
     return num_params / steady_s(lambda: part.step({"weight": grad}, weights=weights))
 
 
+def fastest_adamw(num_params: int, dtype: torch.dtype) -> tuple[int, float]:
+    """The number of threads, up to this thread's, with which AdamW is the fastest, and its parameters per second: DRAM
+    is full before all cores are at work."""
+    own, rates = torch.get_num_threads(), dict[int, float]()
+    try:
+        for threads in sorted({own, *(1 << power for power in range(own.bit_length()))}):
+            torch.set_num_threads(threads)
+            rates[threads] = adamw_params_per_s(num_params, dtype)
+    finally:
+        torch.set_num_threads(own)
+    best = max(rates, key=rates.__getitem__)
+    return best, rates[best]
+
+
 def rate_table(overhead_s: float) -> dict[str, Any]:
     """The table of rates of this process's threads."""
     timing = TableTiming(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ir.machine.presets import MESSAGES_BYTES
-from .cpu import MIB, adamw_params_per_s, call_overhead_s, copy_bandwidth
+from .cpu import MIB, call_overhead_s, copy_bandwidth, fastest_adamw
 from .disks import disk_rates
 from .table import BACKENDS, DTYPES, TableTiming, measured_table
 
@@ -189,11 +189,11 @@ def link_rates(groups: list[list[int]]) -> dict[str, list[float]]:
     return {name: [Copies(group, *way).bandwidth() for group in groups] for name, way in ways.items()}
 
 
-def busy_adamw_params_per_s(groups: list[list[int]]) -> float:
-    """Parameters per second of the host's AdamW while all GPUs copy in both directions, as they do in a step: copies
-    and the optimizer share DRAM."""
+def busy_adamw(groups: list[list[int]]) -> tuple[int, float]:
+    """The best number of threads for the host's AdamW, and its parameters per second, while all GPUs copy in both
+    directions, as they do in a step: copies and the optimizer share DRAM."""
     with Copies([device for group in groups for device in group], down=True, up=True).busy():
-        return adamw_params_per_s(64 * MIB, torch.bfloat16)
+        return fastest_adamw(64 * MIB, torch.bfloat16)
 
 
 def peer_rates(src: int, dst: int) -> dict[str, float]:
@@ -209,11 +209,12 @@ def peer_rates(src: int, dst: int) -> dict[str, float]:
 def measure_machine(groups: list[list[int]], disk_directories: Sequence[str]) -> dict[str, Any]:
     """Rates of every GPU, of each root complex's group together, of a pair of peers, of the host and its disks."""
     num_devices = sum(map(len, groups))
+    threads, params_per_s = busy_adamw(groups)
     report: dict[str, Any] = {
         "reserves": measured_reserves(num_devices),
         "devices": [{**measure_device(device), **table} for device, table in enumerate(measured_tables(num_devices))],
         **link_rates(groups),
-        "host": {"adamw": busy_adamw_params_per_s(groups), "copy": copy_bandwidth(256 * MIB)},
+        "host": {"adamw": params_per_s, "adamw_threads": threads, "copy": copy_bandwidth(256 * MIB)},
     }
     if num_devices > 1 and torch.cuda.can_device_access_peer(0, 1):
         report["peer"] = peer_rates(0, 1)

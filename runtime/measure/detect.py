@@ -350,6 +350,7 @@ def _measure_gpus(document: dict[str, Any], directories: list[str]) -> None:
         ],
         "dram_bandwidth": 2 * report["host"]["copy"],
         "optimizer_params_per_s": report["host"]["adamw"],
+        "optimizer_threads": report["host"]["adamw_threads"],
     }
     if host["nvlink_bandwidth"] is not None and "peer" in report:
         host |= {"nvlink_bandwidth": report["peer"]["link"], "nvlink_latency_s": report["peer"]["link_latency_s"]}

@@ -19,7 +19,12 @@ def way_on_host(spec: OptimizerSpec) -> str:
     """How each class of optimizer steps on a host, and why not in tiles if it does not."""
     lacks = {spec.class_of(index)[0]: _lacks_for_tiles(spec, index) for index in range(len(spec.all_groups))}
     ways = [
-        f"{_name(path)} " + ("in one pass over memory, in tiles where anything is converted" if not why else f"by torch as it is, as {why}")
+        f"{_name(path)} "
+        + (
+            "in one pass over memory, in tiles where anything is converted"
+            if not why
+            else f"by torch as it is, as {why}"
+        )
         for path, why in lacks.items()
     ]
     return "; ".join(ways)

@@ -17,6 +17,7 @@ from penstock.runtime.device.host import available_cores, optimizer_cores, use_c
 
 def test_a_gpu_alone_has_all_cores_but_two() -> None:
     assert optimizer_cores(range(16), 0, 1) == list(range(2, 16))
+    assert optimizer_cores(range(16), 0, 1, most=3) == [2, 3, 4]
     assert optimizer_cores([0, 1], 0, 1) == [1] and optimizer_cores([5], 0, 1) == [5]
 
 

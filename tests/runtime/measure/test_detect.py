@@ -218,7 +218,8 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     report = {
         "devices": [figures | {"copy_latency_s": 7e-6, "op_overhead_s": 4e-6}] * 3,
         "reserves": [{"context_bytes": 9**9, "libraries_bytes": 8**8, "messages_bytes": i} for i in range(3)],
-        "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "both": [41e9, 20e9], "host": {"adamw": 3e9, "copy": 15e9},
+        "down": [24.5e9, 12e9], "up": [25.5e9, 12.5e9], "both": [41e9, 20e9],
+        "host": {"adamw": 3e9, "adamw_threads": 6, "copy": 15e9},
         "disks": [{"disk_read": 3e9, "disk_write": 2e9, "disk_latency_s": 70e-6}],
     }  # fmt: skip
 
@@ -239,7 +240,8 @@ def test_measured_gpus_replace_every_guess(three_gpus: None, monkeypatch: pytest
     assert (device.h2d_bandwidth, device.d2h_bandwidth, device.link_latency_s) == (24e9, 25e9, 7e-6)
     assert (host.root_complexes[0].bandwidth_down, host.root_complexes[1].bandwidth_up) == (24.5e9, 12.5e9)
     assert [each.bandwidth_both for each in host.root_complexes] == [41e9, 20e9]
-    assert (host.optimizer_params_per_s, host.dram_bandwidth) == (3e9, 30e9)
+    assert (host.optimizer_params_per_s, host.optimizer_threads, host.dram_bandwidth) == (3e9, 6, 30e9)
+    assert "AdamW 3.00 G parameters/s with 6 threads" in hardware.describe()
     (disk,) = host.ssds
     assert (disk.read_bandwidth, disk.write_bandwidth, disk.latency_s) == (3e9, 2e9, 70e-6)
     assert disk.directory == str(tmp_path) and disk.size_bytes > 0
@@ -270,3 +272,14 @@ def test_the_rate_of_the_optimizer_is_that_of_the_code_that_steps_stages(
     monkeypatch.setattr(measure, "steady_s", lambda work: work() or 1.0)
     assert measure.adamw_params_per_s(1 << 10, dtype) == 1 << 10
     assert set(given) == {(dtype, dtype == torch.bfloat16)}
+
+
+def test_the_optimizer_gets_the_number_of_threads_that_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, own = {1: 1e9, 2: 3e9, 4: 2e9, 6: 2.5e9}, torch.get_num_threads()
+    monkeypatch.setattr(measure, "adamw_params_per_s", lambda *given: rates[torch.get_num_threads()])
+    torch.set_num_threads(6)
+    try:
+        assert measure.fastest_adamw(1 << 10, torch.bfloat16) == (2, 3e9)
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(own)
