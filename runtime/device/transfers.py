@@ -75,7 +75,7 @@ class Transfers(Issuing):
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)
             source = store.flat if box is None else box.value
-            self._copy_in(place, source[start:end], issue.turn)
+            self._copy_in(place, source if end - start == source.numel() else source[start:end], issue.turn)
             rest()
             return [value]
 
@@ -84,7 +84,10 @@ class Transfers(Issuing):
     def _copy_in(self, place: Tensor, source: Tensor, turn: int) -> None:
         """Copy from DRAM to the device; if fetches have turns, in chunks that each wait for their turn."""
         turns, copies = self.pacing.turns, self.all_streams.copies
-        if turns is None or copies is None:
+        if copies is None:
+            place.copy_(source, non_blocking=True)
+            return
+        if turns is None:
             with self._issued_apart():
                 place.copy_(source, non_blocking=True)
             return
@@ -140,14 +143,16 @@ class Transfers(Issuing):
                     given, non_blocking=True
                 )
             else:
-                moved = self._placed(given, self.state.memory.dram_arena.range(place, num_bytes), issue)
+                moved = self._placed(given, place, num_bytes, issue)
             rest()
             return [moved]
 
         return self._launch(issue, [box], run)[0]
 
-    def _placed(self, given: Any, flat: Tensor, issue: Issue) -> Any:
+    def _placed(self, given: Any, place: int, num_bytes: int, issue: Issue) -> Any:
         """A copy of gradients, of a tensor or of what a forward kept, at its place in DRAM."""
+        arena = self.state.memory.dram_arena
+        flat = arena.once((place, num_bytes), lambda: arena.range(place, num_bytes))
         flat_stage = self.stores[issue.stage].flat_stage if isinstance(given, Grads) and given.flats else None
         if flat_stage is not None:
             places, copies = flat_stage.own_grads.views(flat), flat_stage.grad_slices(flat)
@@ -159,9 +164,7 @@ class Transfers(Issuing):
             return Grads({name: places[name] for name in given.tensors}, given.factor, flats=copies)
         if isinstance(given, Grads):
             part = self.stores[issue.stage].part
-            places = self.state.memory.dram_arena.once(
-                (issue.stage, issue.place), lambda: grads_layout(part).views(flat)
-            )
+            places = arena.once((issue.stage, place), lambda: grads_layout(part).views(flat))
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
             return Grads(tensors, given.factor)
         if isinstance(given, Kept):
