@@ -25,7 +25,7 @@ from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
-from ..runtime.optimizer.ways import steps_in_tiles
+from ..runtime.optimizer.tiles import steps_in_tiles
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.source.trust import OWN

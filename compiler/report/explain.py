@@ -14,7 +14,6 @@ from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.spec import OptimizerSpec
-from ...runtime.optimizer.ways import way_on_gpu, way_on_host
 from ...runtime.simulate import Timeline, simulate
 from ..coupling import fact_lines
 from ..pipeline import PassRecord
@@ -23,6 +22,7 @@ from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
 from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
+from .updates import update_lines
 from .wear import Wear, wear_of
 
 WIDTH = 110
@@ -89,23 +89,7 @@ def _stages(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
 
 def _updates(programs: Sequence[Program], hardware: Hardware, optimizer: OptimizerSpec | None) -> str:
     """Where stages are updated, and how an update goes over their memory."""
-    if optimizer is None:
-        return ""
-    found: dict[str, set[str]] = {}
-    for program in programs:
-        kind = hardware.devices[program.device].kind
-        for node in program.ops():
-            if node.target is ops.step:
-                on_host = kind == "cpu" or node.args[1].meta["type"].memory == ops.DRAM  # type: ignore[union-attr]
-                found.setdefault("host" if on_host else "GPU", set()).add(str(node.args[0]))
-    threads = hardware.hosts[0].optimizer_threads
-    ways = {"host": way_on_host, "GPU": way_on_gpu}
-    lines = [
-        f"{len(stages)} on the {where}"
-        + ("" if threads is None or where == "GPU" else f", whose fastest number of threads is {threads}")
-        + f": {ways[where](optimizer)}"
-        for where, stages in found.items()
-    ]
+    lines = [] if optimizer is None else update_lines(programs, hardware, optimizer)
     return "\n".join(["updates of stages", *(row for line in lines for row in _wrapped("  ", [line]))]) if lines else ""
 
 

@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.precision import TILED_ELEMENTS
 from ..team import share_among
 from .gradients import times_in_full
+from .importable import resolve
+from .probe import FAILURES, tiny
+from .spec import OptimizerSpec
 
 # Their steps read gradients and parameters in a fused kernel only.
 CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
@@ -73,6 +76,27 @@ def cut(sizes: tuple[int, ...], most: int) -> tuple[Tile, ...]:
                 tiles.append([])
                 room = most
     return tuple(tuple(tile) for tile in tiles if tile)
+
+
+def steps_in_tiles(spec: OptimizerSpec) -> bool:
+    """Whether a host steps all groups in tiles."""
+    return all(lacks_for_tiles(spec, index) == "" for index in range(len(spec.all_groups)))
+
+
+def lacks_for_tiles(spec: OptimizerSpec, index: int) -> str:
+    """Why a host does not step a group in tiles; "" if it does."""
+    if resolve(spec.class_of(index)[0]) not in CLASSES:
+        return "only " + ", ".join(cls.__name__ for cls in CLASSES) + " can be divided"
+    return "" if is_fused(spec, index, torch.device("cpu")) else "its options choose no fused kernel"
+
+
+def is_fused(spec: OptimizerSpec, index: int, device: torch.device) -> bool:
+    """Whether a group is stepped by a fused kernel of torch on this device."""
+    try:
+        (group,) = spec.build_alone(index, [tiny((2,), device)]).param_groups
+    except FAILURES:  # an optimizer for matrices only
+        return False
+    return bool(group.get("fused"))
 
 
 class InTiles(TorchDispatchMode):

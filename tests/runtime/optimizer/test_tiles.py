@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.ir import ops
+from penstock.ir.program import Interface, ParamSpec, StageSpec, interface
 from penstock.runtime.optimizer import tiles
 from penstock.runtime.optimizer.rounding import Rounding, round_into
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer, Workspace
+from penstock.runtime.stage.shards import rounding_of
 from penstock.tests.runtime.optimizer.every_optimizer import HAVE_FUSED, KINDS
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (30, 41), "b": (41,), "one": (1,), "scale": (), "conv": (5, 3, 7, 2)}
@@ -153,3 +156,22 @@ def test_a_class_of_ones_own_is_stepped_on_whole_tensors() -> None:
     finally:
         del globals()["Halved"]
     assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("most", [512, 1 << 24])
+def test_tiles_take_what_is_charged_at_most(rounds: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILED_ELEMENTS", most)
+    monkeypatch.setattr(interface, "TILED_ELEMENTS", most)
+    shapes = {"a": (40, 50), "b": (30,)}
+    params = tuple(ParamSpec(name, shape, "bfloat16") for name, shape in shapes.items())
+    stage = StageSpec("stage0", (), (), params)
+    plan = Interface({"stage0": stage}, {}, master=not rounds, rounds=rounds, tiles=True)
+    charged_bytes = plan.update_bytes(stage, ops.DRAM, converted=True)
+    assert charged_bytes == 4 * (1 + rounds) * min(most, 2030) <= plan.update_bytes(stage, ops.DEVICE, converted=True)
+    dtype, workspace = torch.bfloat16 if rounds else torch.float32, Workspace(torch.device("cpu"))
+    masters = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    spec, rounding = OptimizerSpec.from_callable(torch.optim.AdamW), rounding_of(stage, {}) if rounds else None
+    part = StageOptimizer(spec, masters, workspace=workspace, rounding=rounding)
+    part.step({name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
+    assert 0 < workspace.bytes <= charged_bytes
