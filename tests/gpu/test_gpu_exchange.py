@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.runtime.device.peers import _alias
+
 EMULATED = "FAKECUDA_TORCH" in os.environ  # there a process has as many GPUs as it asks for
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multi,
-    pytest.mark.skipif(not EMULATED and torch.cuda.device_count() < 4, reason="needs four GPUs"),
-]
+pytestmark = pytest.mark.gpu
 MEMBER = """
 import sys
 import torch, torch.distributed as dist
@@ -42,6 +40,31 @@ sys.exit(0)
 """
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("aliased", [True, False])
+def test_the_allocator_does_not_wait_for_the_stream_of_an_alias(aliased: bool) -> None:
+    """NCCL's backend records what it is given as used on its own stream. Memory of which it has an alias is handed out
+    again at once, other memory only once that stream is past it."""
+    torch.cuda.synchronize()
+    busy, matrix = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")
+    value = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    address = value.data_ptr()
+    shared = _alias(value) if aliased else value
+    assert shared.data_ptr() == address and shared.shape == value.shape and shared.dtype == value.dtype
+    busy.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(busy):
+        for _ in range(60):
+            matrix = matrix @ matrix / 1024
+    shared.record_stream(busy)
+    del value, shared
+    again = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    assert not busy.query()
+    assert (again.data_ptr() == address) == aliased
+    torch.cuda.synchronize()
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(not EMULATED and torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_rows_over_nccl(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMBER]
     environment = {**os.environ, "FAKECUDA_DEVICES": "4"}

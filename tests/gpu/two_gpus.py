@@ -1,6 +1,6 @@
 """Training on two GPUs under each strategy against eager PyTorch on one; also a script for torchrun.
 
-torchrun --nproc-per-node=2 -m penstock.tests.gpu.two_gpus NAME ...      one line of JSON per name from rank 0
+torchrun --nproc-per-node=2 -m penstock.tests.gpu.two_gpus NAME ...      one line of JSON per name and rank
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from functools import cache
 from typing import Any
+
+import torch
 
 import penstock
 from penstock.bench.peers import parity
@@ -27,7 +30,10 @@ SCHEDULES = {
     "data-parallel": RESIDENT,
     "zero3-offload": RESIDENT,
     "mics": RESIDENT,
+    "fuyou": RESIDENT,
 }
+ON_SSD = ("fuyou",)
+SSD = {"size_bytes": "1GB", "read_bandwidth": "1GB/s", "write_bandwidth": "1GB/s"}
 
 
 @cache
@@ -39,9 +45,11 @@ def trained(strategy: str, precision: str = "fp32") -> parity.Parity:
     """Three steps of a job on two GPUs, compared with eager's. The norm is taken over both GPUs."""
     model, data = model_of(), batches()
     # The size of a disk is what is free there: it may change while ranks compare what they found.
-    hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=0, memory=SCHEDULES[strategy])
+    ssds: Any = [SSD] if strategy in ON_SSD else 0
+    hardware = penstock.Hardware.detect().with_(num_devices=2, dram="8GB", ssds=ssds, memory=SCHEDULES[strategy])
     options: dict[str, Any] = {"optimizer": parity.SGD, "micro_batches": parity.MICRO_BATCHES, "max_grad_norm": 1.0}
     options |= {"strategy": strategy, "precision": precision}
+    options |= {"ssd_dirs": [tempfile.gettempdir()]} if strategy in ON_SSD else {}
     with penstock.compile(model, hardware, example_inputs=data[0], **options) as job:
         assert job.plan.decisions.fetch or SCHEDULES[strategy] != SWAPPED
         found = parity.train_job(job, data)
@@ -52,8 +60,9 @@ def main(names: list[str]) -> None:
     parity.exact_arithmetic()
     for name in names:
         apart = trained(name)
-        if os.environ["RANK"] == "0":
-            print(json.dumps({"name": name, "within": apart.within("fp32"), "found": str(apart)}), flush=True)
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        row = {"name": name, "rank": int(os.environ["RANK"]), "within": apart.within("fp32"), "retries": retries}
+        print(json.dumps(row | {"found": str(apart)}), flush=True)
 
 
 if __name__ == "__main__":
