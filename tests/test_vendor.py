@@ -15,7 +15,7 @@ ROOMS = ("ir", "passes", "codegen", "runtime", "compiler", "cli", "papers")
 
 def lines_with_cuda(path: Path) -> list[int]:
     """The lines that use `torch.cuda` or what torch keeps for CUDA alone, however it is imported."""
-    return [node.lineno for node in ast.walk(ast.parse(path.read_text("utf-8"))) if uses_cuda(node)]
+    return sorted(node.lineno for node in ast.walk(ast.parse(path.read_text("utf-8"))) if uses_cuda(node))
 
 
 def uses_cuda(node: ast.AST) -> TypeGuard[ast.stmt | ast.expr]:

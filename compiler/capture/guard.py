@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -198,15 +199,33 @@ def _configs(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set `owner.name = value` for each change; put back what was there on exit."""
+    """Set the function `owner.name = value` for each change; put back what was there on exit. Other threads, on which
+    devices may be at work on a step, still get what was there."""
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
     try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
+        for (owner, name, old), (_, _, value) in zip(before, changes):
+            setattr(owner, name, _in_this_thread(value, old))
         yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _in_this_thread(new: Any, old: Any) -> Any:
+    """A function, or a class's method, that is `new` in the calling thread and `old` in others."""
+    thread = get_ident()
+    if isinstance(new, classmethod):
+
+        def method(kind: type, *args: Any, **kwargs: Any) -> Any:
+            own = new if get_ident() == thread else old
+            return own.__get__(None, kind)(*args, **kwargs)
+
+        return classmethod(method)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (new if get_ident() == thread else old)(*args, **kwargs)
+
+    return function
 
 
 def autocast_aliases(model: nn.Module, always: Callable[..., Any]) -> list[tuple[Any, str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
 from ...ir.program import Program
+from ...runtime.accelerator import num_gpus
 from ...runtime.optimizer.spec import OptimizerSpec
 from ...runtime.optimizer.tiles import is_fused, lacks_for_tiles
 
@@ -44,7 +45,7 @@ def way_on_gpu(spec: OptimizerSpec) -> str:
     ways = []
     for index in range(len(spec.all_groups)):
         name = _name(spec.class_of(index)[0])
-        if not torch.cuda.is_available():
+        if num_gpus() == 0:
             ways.append(f"{name} by a fused kernel of torch where it has one for the GPU")
         elif is_fused(spec, index, torch.device("cuda")):
             ways.append(f"{name} by a fused kernel of torch")

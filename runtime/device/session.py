@@ -88,6 +88,7 @@ class DeviceSession:
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step that ended
+        self.shares_generators = False
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
         self._report_of_tail: dict[str, Any] = {}
@@ -129,7 +130,8 @@ class DeviceSession:
         the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
 
         What only the end of a step shows holds up the next one: the first step's measured bytes, whether updates are
-        undone, and the next loss scale.
+        undone, and the next loss scale. Where the script `shares_generators`, a step of stages that draw ends before
+        it returns.
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
@@ -143,8 +145,10 @@ class DeviceSession:
         self.tail = run
         self._wait_for_results(run)
         values = self._values_of(run)
-        if first:
+        drawing = self.shares_generators and any(store.runner.draws.may_draw for store in self.state.stores.values())
+        if first or drawing:
             self._finish(run.number)
+        if first:
             self._charge_kept(self.plans["step"])
         return values
 

@@ -176,6 +176,7 @@ class InProcessDriver(Driver):
         own = setup.for_device(0)
         share = replace(own.share, num_threads=None)
         self.session: DeviceSession = build_session(replace(own, share=share), None)
+        self.session.shares_generators = self.session.device.type == "cpu"  # a GPU's draws are issued before the return
 
     def call(
         self, command: str, device: int, args: Mapping[str, Any] | None = None, tensors: Tensors | None = None

@@ -60,6 +60,11 @@ class Draws:
         self._counts: dict[str, int] = {}
         self._draws_nothing = False  # a checked run has drawn nothing, and no other will: a stage has no branches
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether the next run may draw, as the first one shows."""
+        return not self._draws_nothing
+
     def seeded(self, seed: int, check: bool = False) -> AbstractContextManager[None]:
         """For one run of the stage on the micro-batch of this seed.
 

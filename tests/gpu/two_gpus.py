@@ -62,7 +62,8 @@ def main(names: list[str]) -> None:
         apart = trained(name)
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         row = {"name": name, "rank": int(os.environ["RANK"]), "within": apart.within("fp32"), "retries": retries}
-        print(json.dumps(row | {"found": str(apart)}), flush=True)
+        sys.stdout.write(json.dumps(row | {"found": str(apart)}) + "\n")  # at once: two ranks share the pipe
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -101,3 +101,31 @@ def test_files_on_ssd_are_read_after_they_are_written(tmp_path: Any, strategy: s
     (plain, (told, left)), (losses, (told_here, left_here)) = found
     assert losses == plain and told[0][0] == told_here[0][0]
     assert all(torch.equal(left_here[name], tensor) for name, tensor in left.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_step_that_draws_in_the_scripts_process_is_over_when_it_returns(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may draw as soon as it has the loss; a stage that is computed again would draw from its generator."""
+    update, may_update, updates = StageStore.update, threading.Event(), [0]
+
+    def counted(store: StageStore, *args: Any, **fields: Any) -> None:
+        assert may_update.wait(60)
+        update(store, *args, **fields)
+        updates[0] += 1
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(dropout), nn.Linear(32, 8))
+    batch = {"input": torch.ones(4, 8)}
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="6kB", dram="1GB")
+    with penstock.compile(
+        nn.Sequential(*model), hardware, example_inputs=batch, optimizer=SGD, micro_batches=2, strategy="balanced",
+        loss_fn=lambda output, batch: output.square().mean(),
+    ) as job:  # fmt: skip
+        job.step(batch)
+        monkeypatch.setattr(StageStore, "update", counted)
+        if dropout:
+            may_update.set()
+        job.step(batch)
+        assert (updates[0] > 0) == bool(dropout)
+        may_update.set()

@@ -30,14 +30,14 @@ def running() -> Any:
 def held(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Make the job's steps wait. Returns the events of their begin and of their leave to go on."""
     begun, leave = threading.Event(), threading.Event()
-    real = job.driver.step
+    real = job.driver.begin_step
 
     def step(batch: Any) -> Any:
         begun.set()
         assert leave.wait(20)
         return real(batch)
 
-    monkeypatch.setattr(job.driver, "step", step)
+    monkeypatch.setattr(job.driver, "begin_step", step)
     return begun, leave
 
 
@@ -84,13 +84,13 @@ def test_a_signal_handler_is_refused(running: tuple[Job, Any], monkeypatch: pyte
         except PlanError as error:
             refused.append(str(error))
 
-    real = job.driver.step
+    real = job.driver.begin_step
 
     def step(batch: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
         return real(batch)
 
-    monkeypatch.setattr(job.driver, "step", step)
+    monkeypatch.setattr(job.driver, "begin_step", step)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         job.step(batch)

@@ -66,7 +66,12 @@ CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* out, size_t size, size_t, CUde
   *out = at;
   return CUDA_SUCCESS;
 }
-CUresult CUDAAPI cuMemAddressFree(CUdeviceptr at, size_t size) { munmap((void*)at, size); return CUDA_SUCCESS; }
+CUresult CUDAAPI cuMemAddressFree(CUdeviceptr at, size_t size) {
+  std::unique_lock<std::shared_mutex> hold(memory_lock());
+  munmap((void*)at, size);
+  give_addresses(at, size);
+  return CUDA_SUCCESS;
+}
 CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* out, size_t size, const CUmemAllocationProp* prop, unsigned long long) {
   int device = prop->location.id;
   fakecuda_note("cuMemCreate", 1);

@@ -24,8 +24,22 @@ bool charge(int device, uint64_t size) {
 
 void discharge(int device, uint64_t size) { used[device] -= charged(size); }
 
+// Ranges that were reserved and are given back, by device and size. Plain allocations never share an address.
+static auto& returned_addresses() {
+  static auto* found = new std::map<std::pair<int, size_t>, std::vector<uintptr_t>>;
+  return *found;
+}
+
+void give_addresses(uintptr_t at, size_t size) { returned_addresses()[{int((at - DEVICE_BASE) / DEVICE_SPAN), size}].push_back(at); }
+
 uintptr_t take_addresses(int device, size_t size) {
   static uintptr_t next_address[MOST_DEVICES];
+  auto& again = returned_addresses()[{device, size}];
+  if (!again.empty()) {
+    uintptr_t at = again.back();
+    again.pop_back();
+    return at;
+  }
   if (!next_address[device]) next_address[device] = DEVICE_BASE + device * DEVICE_SPAN;
   uintptr_t at = next_address[device];
   next_address[device] += (size + (2 << 20) - 1) / (2 << 20) * (2 << 20) + (2 << 20);  // a gap catches overruns

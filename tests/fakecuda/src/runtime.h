@@ -52,7 +52,7 @@ cudaError_t health(int device);
 void use_context(int device);
 
 // memory.cpp
-constexpr uintptr_t DEVICE_BASE = 0x200000000000ull, DEVICE_SPAN = 0x020000000000ull;  // 2 TiB of addresses each
+constexpr uintptr_t DEVICE_BASE = 0x100000000000ull, DEVICE_SPAN = 0x040000000000ull;  // 4 TiB of addresses each
 struct Block {
   uintptr_t start;
   size_t size;
@@ -69,6 +69,7 @@ std::map<uintptr_t, Block>& blocks();
 const Block* find_block(const void* ptr);  // with the lock held
 Place place_of(const void* ptr);
 uintptr_t take_addresses(int device, size_t size);
+void give_addresses(uintptr_t at, size_t size);  // with memory_lock() held, as taking
 bool charge(int device, uint64_t size);  // false when the card has no room
 void discharge(int device, uint64_t size);
 
