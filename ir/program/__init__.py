@@ -40,7 +40,7 @@ from .memory import (
     profile_memory,
     takes_place,
 )
-from .order import Memory, Order, Task, build_order, find_cycle, lack_of, memory_change
+from .order import Memory, Order, Task, build_order, find_cycle, memory_change
 from .parts import whole_params, wrong_parts
 from .pools import Pools
 from .program import (
@@ -114,7 +114,6 @@ __all__ = [
     "homes_of",
     "infer",
     "infer_all",
-    "lack_of",
     "lane_of",
     "largest_values",
     "line_numbers",

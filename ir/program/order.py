@@ -93,11 +93,6 @@ def build_order(programs: Sequence[Program], memories: Mapping[int, Memory], ste
     return order
 
 
-def lack_of(memory: str) -> str:
-    """The reason why a task waits until some of a memory is given back."""
-    return f"{memory} memory must be given back first"
-
-
 def find_cycle(order: Order) -> list[tuple[int, str]] | None:
     """Tasks that wait for each other in a ring, each with the reason it waits for the next; None when all can run."""
     blocked_by = [len(task.waits) for task in order.tasks]
@@ -184,7 +179,7 @@ class _Device:
                     self.wait(index, other, "its part of the arena is still taken")
             for budget in budgets:
                 for other in budget.visit(node, index, work):
-                    self.wait(index, other, lack_of(budget.memory))
+                    self.wait(index, other, f"{budget.memory} memory must be given back first")
 
     def wait(self, index: int, other: int, why: str) -> None:
         if index != other:
