@@ -33,6 +33,7 @@ from .arguments import (
     check_agrees,
     check_arguments,
     check_compilable,
+    check_compile_stages,
     check_timeout,
     check_types,
     count_of,
@@ -139,6 +140,7 @@ def compile(
     precision = Precision.of(precision).name
     warn_of_mode(model)
     check_timeout(timeout_s)
+    check_compile_stages(compile_stages)
     refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)

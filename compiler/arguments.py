@@ -89,6 +89,12 @@ def count_of(micro_batches: int | str, shape: BatchShape) -> int | None:
     return micro_batches
 
 
+def check_compile_stages(compile_stages: object) -> None:
+    """Raise `PlanError` for anything but True and False: modes of torch.compile are not offered."""
+    if not isinstance(compile_stages, bool):
+        raise PlanError(f"compile_stages={compile_stages!r}; it is True or False")
+
+
 def check_compilable(machine: Hardware, programs: Sequence[Program]) -> None:
     """Raise `PlanError` where compiled stages cannot keep what the programs promise."""
     if any(device.kind != "cpu" for device in machine.devices):

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import penstock
 from penstock.compiler.strategies import STRATEGIES
+from penstock.ir.errors import PlanError
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 from penstock.tests.zoo import gpt2
 
@@ -97,3 +99,15 @@ def test_inductor_trains_like_eager(name: str, memory: str) -> None:
         assert bool(job.plan.decisions.fetch) == (memory == SWAPPED)
         page = job.explain()
         assert job.last is not None and re.search(r"compiled$", page, re.MULTILINE), page
+
+
+@pytest.mark.parametrize(
+    ("hardware", "wish", "said"), [("rtx4090x1", True, "on a GPU"), ("cpu", "max-autotune", "True or")]
+)
+def test_what_cannot_be_compiled_is_refused(hardware: str, wish: Any, said: str) -> None:
+    machine = penstock.Hardware.cpu(num_devices=1) if hardware == "cpu" else hardware
+    with pytest.raises(PlanError, match=f"compile_stages=.*{said}"):
+        penstock.compile(
+            nn.Linear(8, 8), machine, example_inputs={"input": torch.ones(4, 8)}, compile_stages=wish,
+            loss_fn=lambda output, batch: output.square().mean(),
+        )  # fmt: skip
