@@ -67,26 +67,25 @@ class Loans:
     def __init__(self) -> None:
         self._count = 0  # of the ops of all runs
         self._over = 0  # the number of ops, of the first runs, that the host has seen the end of
+        self._behind: set[Stream] = set()  # those whose loans to these ops are still to be let go of
         self._open: dict[Stream, dict[Stream, deque[tuple[int, list[Tensor]]]]] = {}  # by taker, then by reader
-        self._passed: dict[Stream, dict[Stream, int]] = {}  # per stream, the last op of others that it has waited for
 
     def begin(self, num_ops: int) -> int:
         """A run of so many ops begins: the number of its first one."""
         self._count += num_ops
         return self._count - num_ops
 
-    def passed(self, stream: Stream, waits: Sequence[tuple[Stream, int]]) -> dict[Stream, int]:
-        """Note that a stream's next task waits for these ops; returns the last op of each other stream that it comes
-        after."""
-        row = self._passed.setdefault(stream, {})
-        for other, index in waits:
-            row[other] = max(index, row.get(other, index))
-        return dict(row)
-
-    def settle(self, stream: Stream, passed: dict[Stream, int]) -> None:
-        """Let go of what readers before these ops have borrowed from a stream. Called by its task, after its waits."""
-        for reader, rows in list(self._open.get(stream, {}).items()):  # the issuing thread may add one meanwhile
-            last = max(passed.get(reader, -1), self._over - 1)
+    def settle(self, stream: Stream, waits: Sequence[tuple[Stream, int]]) -> None:
+        """Let go of what readers have borrowed from a stream up to these ops, as its next task waits for them. Called
+        by that task, after its waits."""
+        readers = self._open.get(stream)
+        if readers is None:
+            return
+        if stream in self._behind:
+            self._behind.discard(stream)
+            waits = [*waits, *((reader, self._over - 1) for reader in list(readers))]  # the issuing thread may add one
+        for reader, last in waits:
+            rows = readers.get(reader)
             while rows and rows[0][0] <= last:
                 rows.popleft()
 
@@ -94,6 +93,7 @@ class Loans:
         """Let go of what the first `count` ops have borrowed, as all streams are done with them. Of a stream that goes
         on with a later run, its next task does it."""
         self._over = count
+        self._behind |= self._open.keys()
         if count == self._count:
             self._open.clear()
 
@@ -203,7 +203,10 @@ class Issuing:
         Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream, loans = self.streams[issue.stream], self.loans
+        stream, loans, number = self.streams[issue.stream], self.loans, self._first + issue.index
+        waits = [event for i in issue.waits if (event := self.events[i]) is not None]
+        if self._before is not None:
+            waits += [event for i in issue.before if (event := self._before.events[i]) is not None]
         made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
 
         def task() -> None:
@@ -212,25 +215,18 @@ class Issuing:
 
         def held() -> None:  # all of it in the task: what a thread makes does not exist before
             assert loans is not None
-            loans.settle(stream, passed)
+            loans.settle(stream, [(event.stream, event.number) for event in waits])
             for box in reads:
-                loans.lend(box, stream, self._first + issue.index)
-            before = [storages_in(old.value) if old.stream is not stream else set() for old in over]
+                loans.lend(box, stream, number)
+            others = [(old, storages_in(old.value) if old.stream is not stream else set()) for old in over]
             task()
-            for box, old, there in zip(reversed(made), reversed(over), reversed(before)):
-                box.inherit(old, there)
+            for box, (old, before) in zip(reversed(made), reversed(others)):
+                box.inherit(old, before)
             for old in part_of:
                 made[-1].keep(old)
 
-        waits = [(self, index) for index in issue.waits]
-        if self._before is not None:
-            waits += [(self._before, index) for index in issue.before]
-        if loans is None:
-            run_all = task
-        else:
-            passed = loans.passed(stream, [(self.streams[run.issues[i].stream], run._first + i) for run, i in waits])
-            run_all = held
-        event = stream.issue(run_all, [e for run, i in waits if (e := run.events[i]) is not None], issue)
+        event = stream.issue(task if loans is None else held, waits, issue)
+        event.number = number
         self.events[issue.index] = event
         for box in made:
             box.event = event

@@ -20,7 +20,18 @@ from .host import available_cores, near_cores, node_of, optimizer_cores
 from .peers import PeerLink
 from .prepare import Issues
 from .setup import DeviceSetup
-from .streams import CudaEvent, CudaStream, Event, Fault, HostEvent, InlineStream, Stream, ThreadStream, follow
+from .streams import (
+    CudaEvent,
+    CudaStream,
+    CurrentStream,
+    Event,
+    Fault,
+    HostEvent,
+    InlineStream,
+    Stream,
+    ThreadStream,
+    follow,
+)
 
 HOST_STREAMS = (ops.CPU, ops.READ, ops.WRITE, f"{ops.COMM} host")  # threads on every kind of device
 STREAM_SLOTS = (*ops.STREAMS, f"{ops.COMM} host")  # the board has one place for each
@@ -46,6 +57,7 @@ class Streams:
         self.board = [0] * len(STREAM_SLOTS) if board is None else board
         self.copies: GpuStream | None = None
         self.made: dict[str, Stream] = {}
+        self._current = CurrentStream()
         self._notices: SimpleQueue[Any] = SimpleQueue()
         self._over: Counter[Any] = Counter()  # notices that came before anyone waited for them
 
@@ -78,7 +90,7 @@ class Streams:
             if inline:
                 self.made[name] = InlineStream(key, self.board, slot)
             elif self.spec.kind == "cuda" and key not in HOST_STREAMS and not (key == ops.H2D and self.copies):
-                self.made[name] = CudaStream(key, self.device, self.board, slot)
+                self.made[name] = CudaStream(key, self.device, self.board, slot, self._current)
             else:
                 self.made[name] = self._thread(key, slot)
         return self.made[name]
@@ -98,6 +110,7 @@ class Streams:
 
     def as_before(self) -> AbstractContextManager[Any]:
         """Leave the calling thread's CUDA stream as it is now: each op that is issued sets its own."""
+        self._current.stream = None
         if self.device.type != "cuda":
             return nullcontext()
         return on_stream(current_stream(self.device))
@@ -113,6 +126,8 @@ class Streams:
         the `Fault` of one that has failed."""
         on_gpu = [stream for stream in used if isinstance(stream, CudaStream)]
         follow(on_gpu)
+        for stream in on_gpu:
+            stream.wait_step()
         for stream in on_gpu:
             stream.finish(self._notices)
         self._wait_for(used)

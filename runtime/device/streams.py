@@ -43,10 +43,11 @@ class Fault(Exception):
 class HostEvent:
     """Set once, when a task on a thread is over; `failed` if that task, or one that it needed, raised."""
 
-    __slots__ = ("done", "failed", "stream", "waiters")
+    __slots__ = ("done", "failed", "number", "stream", "waiters")
 
     def __init__(self, stream: Any):
         self.stream = stream
+        self.number = -1  # of the task's op, if whoever issued it numbers ops
         self.done = False
         self.failed = False
         self.waiters: list[Any] = []
@@ -86,15 +87,21 @@ class _Notice:
 
 
 class CudaEvent:
-    """The end of a task on a CUDA stream. Never failed: such a task raises when it is issued."""
+    """The end of a task on a CUDA stream. Never failed: such a task raises when it is issued.
 
-    __slots__ = ("end", "start", "stream")
+    `issued_s`, `end_s`: when the host issued the task, and when it was over, in seconds of `time.perf_counter`; the
+    second is known once the step is over. `after`: the tasks of other CUDA streams that it waited for.
+    """
+
+    __slots__ = ("after", "end", "end_s", "issued_s", "number", "stream")
     failed = False
 
     def __init__(self, stream: CudaStream):
         self.stream = stream
-        self.start = timed_event()
+        self.number = -1  # as that of a `HostEvent`
         self.end = timed_event(blocking=True)
+        self.issued_s = self.end_s = 0.0
+        self.after: list[CudaEvent] = []
 
     @property
     def done(self) -> bool:
@@ -260,18 +267,24 @@ class ThreadStream(Stream):
         return True
 
 
+class CurrentStream:
+    """Which of a device's CUDA streams the issuing thread's ops go to; None: one of its own."""
+
+    stream: CudaStream | None = None
+
+
 class CudaStream(Stream):
     """One stream of a GPU. Tasks only launch work, so they run at once on the calling thread.
 
     An event of a thread (a CPU optimizer's, before the fetch of its weights) blocks the caller; CUDA streams wait for
-    each other by events on the device only.
+    each other by events on the device only. `current`: shared by all CUDA streams of the device.
     """
 
     is_cuda = True
 
-    def __init__(self, name: str, device: torch.device, board: MutableSequence[int], slot: int):
+    def __init__(self, name: str, device: torch.device, board: MutableSequence[int], slot: int, current: CurrentStream):
         super().__init__(name)
-        self.device, self.board, self.slot = device, board, slot
+        self.device, self.board, self.slot, self.current = device, board, slot, current
         self.stream = take_stream(device)
         self.steps = [CudaStep(self.record, timed_event())]  # those under way, the last one last
         self.spare: list[CudaEvent] = []  # of steps that are over, to be recorded again
@@ -293,6 +306,7 @@ class CudaStream(Stream):
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = self.spare.pop() if self.spare else CudaEvent(self)
+        event.after = []
         for other in waits:
             if isinstance(other, HostEvent):
                 other.wait()
@@ -300,10 +314,13 @@ class CudaStream(Stream):
                     raise Fault(label, RuntimeError("an op that this one needs has failed"), self.record.step)
             elif other.stream is not self:
                 self.stream.wait_event(other.end)
+                event.after.append(other)
         self.board[self.slot] = label.line
-        set_stream(self.stream)  # whoever runs a program sets the caller's again, once
+        if self.current.stream is not self:
+            set_stream(self.stream)  # whoever runs a program sets the caller's again, once
+            self.current.stream = self
+        event.issued_s = time.perf_counter()
         try:
-            event.start.record(self.stream)
             task()
             event.end.record(self.stream)
         except Exception as error:
@@ -311,16 +328,22 @@ class CudaStream(Stream):
         self.steps[-1].timed.append((label, event))
         return event
 
-    def finish(self, notices: SimpleQueue[Any]) -> None:
-        """As for other streams, but here: wait for the earliest step under way, and record its spans."""
+    def wait_step(self) -> None:
+        """Wait for the earliest step under way, and find out when each of its tasks was over."""
         step = self.steps[0]
         if step.timed:
             step.timed[-1][1].wait()
         step.date()
+
+    def finish(self, notices: SimpleQueue[Any]) -> None:
+        """As for other streams, but here: the earliest step under way is over, for which `wait_step` of all streams has
+        waited; record its spans. No event marks the start of a task: it starts once it is issued, and all that it waits
+        for is over."""
+        step, before_s = self.steps[0], 0.0
         for label, event in step.timed:
-            start_s = step.origin_s + step.origin.elapsed_time(event.start) / 1e3
-            end_s = start_s + event.start.elapsed_time(event.end) / 1e3
-            step.record.spans.append((label, start_s, end_s))
+            start_s = max(before_s, event.issued_s, *[other.end_s for other in event.after])
+            before_s = event.end_s
+            step.record.spans.append((label, min(start_s, before_s), before_s))
         self.spare += self.over
         self.over, step.timed = [event for _, event in step.timed], []
         self.steps = self.steps[1:] or self.steps
@@ -342,10 +365,12 @@ class CudaStep:
     timed: list[tuple[Any, CudaEvent]] = field(default_factory=list)
 
     def date(self) -> None:
-        """Set `origin_s`, once the origin is past."""
+        """Set `origin_s` and the ends of all tasks, once these are past."""
         if self.before is not None:
             self.origin_s = self.before.origin_s + self.before.origin.elapsed_time(self.origin) / 1e3
             self.before = None
+        for _, event in self.timed:
+            event.end_s = self.origin_s + self.origin.elapsed_time(event.end) / 1e3
 
 
 def follow(streams: Iterable[CudaStream], until: Collection[Event] = ()) -> None:

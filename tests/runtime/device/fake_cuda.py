@@ -112,7 +112,6 @@ class FakeCuda:
 
     def set_stream(self, stream: FakeStream) -> None:
         self.current.stream = stream
-        merge(stream.clock, self.host_clock())  # a launch comes after all that its thread has seen
 
     @contextmanager
     def use_stream(self, stream: FakeStream) -> Iterator[None]:
@@ -127,6 +126,7 @@ class FakeCuda:
         stream = self.current_stream()
         if stream is self.default:
             return threading.current_thread().name, self.host_clock()
+        merge(stream.clock, self.host_clock())  # a launch comes after all that its thread has seen
         return stream.name, stream.clock
 
     def touch(self, tensor: Tensor, is_write: bool, what: str, is_new: bool = False) -> None:

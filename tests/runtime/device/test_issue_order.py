@@ -112,8 +112,7 @@ class Model:
         issue = self.issue_of(self.cursor)
         stream = self.streams[issue.stream]
         waits = [(self.streams[self.issue_of(i).stream], i) for i in self.waits(self.cursor)]
-        passed = self.loans.passed(stream, waits)
-        self.loans.settle(stream, passed)
+        self.loans.settle(stream, waits)
         for value in operands(node):
             if value in self.boxes:
                 self.loans.lend(self.boxes[value], stream, self.cursor)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.device.streams import CudaStream, Fault, InlineStream, Stream, ThreadStream, follow
+from penstock.runtime.device.streams import CudaStream, CurrentStream, Fault, InlineStream, Stream, ThreadStream, follow
 
 
 @dataclass
@@ -149,7 +149,9 @@ def test_the_board_follows_the_gpu_not_what_has_been_issued() -> None:
 @pytest.mark.gpu
 def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
     device = torch.device("cuda")
-    copy, compute = (CudaStream(name, device, board, slot) for slot, name in enumerate(("h2d", "compute")))
+    copy, compute = (
+        CudaStream(name, device, board, slot, CurrentStream()) for slot, name in enumerate(("h2d", "compute"))
+    )
     host = torch.randn(1 << 20).pin_memory()
     place = torch.zeros(1 << 20, device=device)
     torch.cuda.synchronize()
@@ -162,6 +164,8 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
         arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
         total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
     assert not total.done  # issuing did not wait for the sleeping copy stream
+    for stream in (copy, compute):
+        stream.wait_step()
     for stream in (copy, compute):
         assert finish(stream, notices) is stream
     assert float(found[0]) == pytest.approx(float(host.sum()), rel=1e-4)
