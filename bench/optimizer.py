@@ -125,7 +125,8 @@ def _counted(step: Step, cpu_s: list[float]) -> Step:
     return run
 
 
-def measure(precision: str, threads: int, rounds: int) -> None:
+def figures(precision: str, threads: int, rounds: int) -> dict[str, Any]:
+    """The row of one precision with so many threads."""
     torch.set_num_threads(threads)
     sides: dict[str, Step] = {"penstock": stage_step(precision), "torch": torch_step(precision)}
     missing = ""
@@ -142,21 +143,18 @@ def measure(precision: str, threads: int, rounds: int) -> None:
     rivals = {name: times_s[name] for name in ("torch", "deepspeed") if name in times_s}
     best = min(rivals, key=lambda name: statistics.median(rivals[name]))
     pairs = [rival / own for rival, own in zip(rivals[best], times_s["penstock"])]
-    rows.save(
-        "optimizer",
-        {
-            "parameters": numel, "tensors": len(shapes()), "precision": precision, "threads": threads,
-            "optimizer": "AdamW", "seconds": {name: rows.spread(times) for name, times in times_s.items()},
-            "params_per_s": {name: numel / statistics.median(times) for name, times in times_s.items()},
-            "params_per_cpu_s": {name: numel / own_s for name, own_s in cpu_median_s.items()},
-            "bytes_per_param": BYTES_PER_PARAM[precision],
-            "rival": best, "ratio": statistics.median(rivals[best]) / statistics.median(times_s["penstock"]),
-            "ratio_of_pairs": statistics.median(pairs),
-            "ratio_of_fastest": min(rivals[best]) / min(times_s["penstock"]),
-            "ratio_of_cpu_s": min(cpu_median_s[name] for name in rivals) / cpu_median_s["penstock"],
-            "target": TARGET, "deepspeed_missing": missing or None,
-        },
-    )  # fmt: skip
+    return {
+        "parameters": numel, "tensors": len(shapes()), "precision": precision, "threads": threads,
+        "optimizer": "AdamW", "seconds": {name: rows.spread(times) for name, times in times_s.items()},
+        "params_per_s": {name: numel / statistics.median(times) for name, times in times_s.items()},
+        "params_per_cpu_s": {name: numel / own_s for name, own_s in cpu_median_s.items()},
+        "bytes_per_param": BYTES_PER_PARAM[precision],
+        "rival": best, "ratio": statistics.median(rivals[best]) / statistics.median(times_s["penstock"]),
+        "ratio_of_pairs": statistics.median(pairs),
+        "ratio_of_fastest": min(rivals[best]) / min(times_s["penstock"]),
+        "ratio_of_cpu_s": min(cpu_median_s[name] for name in rivals) / cpu_median_s["penstock"],
+        "target": TARGET, "deepspeed_missing": missing or None,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -166,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     for precision in ("fp32", "bf16"):
         for threads in args.threads:
-            measure(precision, threads, args.rounds)
+            rows.save("optimizer", figures(precision, threads, args.rounds))
 
 
 if __name__ == "__main__":

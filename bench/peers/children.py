@@ -47,12 +47,19 @@ class Child:
             raise
 
     def step(self) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        answer = self._answer()
+        answer = self._ask("step")
         self.peak_bytes = int(answer["peak_bytes"])
         return float(answer["loss"])
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Train one more step; what it moved, as the peer counts it."""
+        return self._ask("moved")
+
+    def _ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -83,8 +90,12 @@ class Child:
         self.close()
 
 
-def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[str, Any]]]) -> None:
-    """The peer's side. `prepare(settings)` returns a function that trains one step, and facts.
+def serve(
+    prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[str, Any]]],
+    moved_bytes: Callable[[Callable[[], float]], dict[str, int]] | None = None,
+) -> None:
+    """The peer's side. `prepare(settings)` returns a function that trains one step, and facts; `moved_bytes` calls that
+    function and counts.
 
     The output of libraries goes to standard error, as standard output carries the answers.
     """
@@ -92,9 +103,12 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Callable[[], float], dict[st
     os.dup2(2, 1)
     step, facts = prepare(json.loads(sys.argv[1]))
     print(json.dumps(facts), file=answers, flush=True)
-    for _ in sys.stdin:
-        loss = step()
-        print(json.dumps({"loss": loss, "peak_bytes": peak_bytes()}), file=answers, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "moved" and moved_bytes is not None:
+            answer: dict[str, Any] = moved_bytes(step)
+        else:
+            answer = {"loss": step(), "peak_bytes": peak_bytes()}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def peak_bytes() -> int:

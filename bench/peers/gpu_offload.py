@@ -1,4 +1,4 @@
-"""The peers of the section `reservoir` and their start, each in a process of its own."""
+"""The peers of a comparison on a GPU and their start, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from penstock.bench.peers.gpt import GptSize
 
 SCRIPT = Path(__file__).resolve().parent / "gpu_offload_child.py"
 LR = 1e-4
+
+
+class Unavailable(RuntimeError):
+    """What a peer needs is not here, and will not be at another try."""
+
+
 Start = Callable[[GptSize, int, int, float], Any]
 
 
 def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[str, Start]:
     """The peers' start functions by name. `start(size, rows, micro_batches, limit_s)` is a context of a `Child` that is
-    killed after `limit_s`; entering it raises RuntimeError with the reason if the peer cannot run here.
+    killed after `limit_s`; entering it raises Unavailable if the peer cannot run here, RuntimeError if it fails.
 
     `memory_bytes` is the GPU memory that each peer may take. `directory` is for files; None if there is no place for
     them.
@@ -86,8 +92,8 @@ def _require(peer: str, device: str, directory: str | None) -> None:
     if not peer.startswith("zero"):
         return
     if importlib.util.find_spec("deepspeed") is None:
-        raise RuntimeError("No module named 'deepspeed'")
+        raise Unavailable("No module named 'deepspeed'")
     if device != "cuda":
-        raise RuntimeError("bench/reservoir.py runs it on a CPU")
+        raise Unavailable("bench/reservoir.py runs it on a CPU")
     if peer == "zero-infinity" and directory is None:
-        raise RuntimeError("no directory for files")
+        raise Unavailable("no directory for files")

@@ -52,7 +52,7 @@ def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
     mesh = dist.device_mesh.init_device_mesh(settings["device"], (1,))
     policy = {
         "mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }  # fmt: skip
     for part in (*model.blocks, model):
         fully_shard(part, **policy)
@@ -121,7 +121,45 @@ def configuration(settings: dict[str, Any], block_params: int, largest_params: i
     }  # fmt: skip
 
 
+def moved_bytes(step: Callable[[], float]) -> dict[str, int]:
+    """Bytes that a step copies to the GPU and from it, and that this process reads from disks and writes to them."""
+    import torch
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    moved = {"h2d": 0, "d2h": 0}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            pairs: list[tuple[Tensor, Tensor]] = []
+            if func is aten._to_copy.default:
+                pairs = [(args[0], made)]
+            elif func is aten.copy_.default:
+                pairs = [(args[1], args[0])]
+            elif func is aten._foreach_copy_.default:
+                pairs = list(zip(args[1], args[0]))
+            for source, target in pairs:
+                way = {("cpu", "cuda"): "h2d", ("cuda", "cpu"): "d2h"}.get((source.device.type, target.device.type))
+                if way is not None:
+                    moved[way] += target.numel() * target.element_size()
+            return made
+
+    before = disk_bytes()
+    with Copies():
+        step()
+    return {**moved, **{name: now - before[name] for name, now in disk_bytes().items()}}
+
+
+def disk_bytes() -> dict[str, int]:
+    """What the kernel counts for this process; nothing where it does not."""
+    counts = Path("/proc/self/io")
+    lines = dict(line.split(": ") for line in counts.read_text().splitlines()) if counts.is_file() else {}
+    return {"read": int(lines.get("read_bytes", 0)), "write": int(lines.get("write_bytes", 0))}
+
+
 if __name__ == "__main__":
     import children
 
-    children.serve(prepare)
+    children.serve(prepare, moved_bytes)

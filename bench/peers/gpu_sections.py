@@ -1,4 +1,4 @@
-"""The sections of `bench/gpu.py`: each measures one promise on one device and yields rows of figures.
+"""The sections of `bench/gpu_first.py`: each measures one promise on one device and yields rows of figures.
 
 Every section also runs on a CPU device, with small sizes. It then leaves out what only a GPU has (its allocator, its
 clock), and the rest of the code is the same.
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.bench.gpu.inside import look_inside
 from penstock.bench.peers import parity
 from penstock.bench.peers.gpt import BASE, MEDIUM, SMALL, XL, GptSize, batch_of, gpt
+from penstock.bench.peers.gpu_bounds import bound_rows
 from penstock.bench.peers.gpu_reservoir import reservoir
 from penstock.bench.peers.gpu_setup import GIB, Row, Setup, at_least, at_most, between, holds, noted
 from penstock.bench.peers.timing import alternate
@@ -93,6 +95,7 @@ def machine(setup: Setup) -> Iterator[Row]:
     found = penstock.Hardware.detect(measure=setup.on_gpu)
     if setup.on_gpu:
         found.save(setup.scratch / "hardware.yaml")
+        yield noted("hardware document", (setup.scratch / "hardware.yaml").read_text())
     device, host = found.devices[0], found.hosts[0]
     yield noted("hardware", found.describe())
     part = known_part(torch.cuda.get_device_name()) if setup.on_gpu else None
@@ -181,6 +184,9 @@ def step_time(setup: Setup) -> Iterator[Row]:
             }  # fmt: skip
             yield at_most("step over eager's", medians["penstock"] / medians["eager"], 1.05, **what)
             yield from _prediction(job, medians["penstock"], setup)
+            if precision == "bf16":
+                yield from bound_rows(setup, job, size, rows, micro_batches, medians["penstock"], what)
+            yield from look_inside(setup, job, batch, what)
         del eager, run_eager, model
         setup.tidy()
 
@@ -280,6 +286,8 @@ def _busy_rows(
     yield at_most("step over the larger of computation and transfers", step_s / bound_s, 1.15, **what)
     yield noted("step over the busiest stream, the optimizer's on the host too", step_s / max(streams.values()), **what)
     yield from _prediction(job, step_s, setup, **more)
+    yield from bound_rows(setup, job, size, rows, job.plan.micro_batches, step_s, what)
+    yield from look_inside(setup, job, batch, what)
 
 
 def _prediction(job: penstock.Job, step_s: float, setup: Setup, **more: Any) -> Iterator[Row]:
@@ -304,9 +312,7 @@ def _words(size: GptSize) -> str:
     return f"gpt {size.layers} x {size.width}, vocabulary {size.vocabulary}, sequence {size.length}"
 
 
-# In the order in which they run, each with its time limit in seconds. The last may use all the time that is left.
 SECTIONS = {
-    "machine": (machine, 90), "parity": (same_numbers, 130), "step-time": (step_time, 80),
-    "accounting": (accounting, 80), "swapping": (swapping, 80), "large-model": (large_model, 150),
-    "reservoir": (reservoir, 540),
+    "machine": machine, "parity": same_numbers, "step-time": step_time, "accounting": accounting, "swapping": swapping,
+    "large-model": large_model, "reservoir": reservoir,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The common part of the sections of `bench/gpu.py`: the device on which they run, and the rows that they yield."""
+"""What the sections of `bench/gpu_first.py` share: the device on which they run, and the rows that they yield."""
 
 from __future__ import annotations
 

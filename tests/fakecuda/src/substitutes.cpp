@@ -1,4 +1,5 @@
-// Operators that the CPU lacks or refuses: dropout with its mask, softmax from half to float, LSTM cells.
+// Operators that the CPU lacks or refuses, or whose results have other types there: dropout with its mask, softmax from
+// half to float, LSTM cells, layer norm.
 #include "torch_part.h"
 
 namespace fakecuda {
@@ -79,6 +80,30 @@ void add_substitutes() {
     d = d + h * o * (1 - t * t);
     Tensor gates = at::cat({d * g * i * (1 - i), d * cx * f * (1 - f), d * i * (1 - g * g), h * t * o * (1 - o)}, 1);
     s = {gates, d * f, s[5].toBool() ? gates.sum(0) : Tensor()};
+  };
+  // As on a GPU: computed in fp32, which mean and rstd are, whatever the input is.
+  static const auto widened = [](const Tensor& t) { return t.defined() && t.scalar_type() != at::kDouble ? t.to(at::kFloat) : t; };
+  table["aten::native_layer_norm"] = [](Stack& s) {  // input, normalized_shape, weight, bias, eps
+    Tensor x = s[0].toTensor();
+    auto [out, mean, rstd] = at::native_layer_norm(widened(x), s[1].toIntVector(), widened(maybe(s[2])), widened(maybe(s[3])), s[4].toDouble());
+    s = {out.to(x.scalar_type()), mean, rstd};
+  };
+  table["aten::native_layer_norm_backward"] = [](Stack& s) {  // grad_out, input, shape, mean, rstd, weight, bias, output_mask
+    Tensor x = s[1].toTensor(), weight = maybe(s[5]), bias = maybe(s[6]);
+    auto wanted = s[7].toBoolList();
+    std::array<bool, 3> mask{wanted[0], wanted[1] && weight.defined(), wanted[2] && bias.defined()};
+    std::array<Tensor, 3> like{x, weight, bias}, grads;
+    if (x.is_meta()) {
+      for (int i = 0; i < 3; i++)
+        if (mask[i]) grads[i] = at::empty_like(like[i], at::MemoryFormat::Contiguous);
+    } else {
+      auto shape = s[2].toIntVector();
+      std::tie(grads[0], grads[1], grads[2]) = at::native_layer_norm_backward(
+          widened(s[0].toTensor()), widened(x), shape, widened(s[3].toTensor()), widened(s[4].toTensor()), widened(weight), widened(bias), mask);
+      for (int i = 0; i < 3; i++)
+        if (mask[i]) grads[i] = grads[i].to(like[i].scalar_type());
+    }
+    s = {grads[0], grads[1], grads[2]};
   };
 }
 

@@ -1,0 +1,75 @@
+"""The parts of the five calls of `bench/gpu_first.py`, in order, and how one is run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from penstock.bench.gpu.ledger import Ledger, Part, Row
+
+SIDES = {"penstock": 90, "fsdp2": 50, "zero-offload": 60, "zero-infinity": 60}
+SIZES = ("24GB", "whole card")
+MACHINE = Part(1, "machine", 30)  # rows of the call itself
+HARDWARE = Part(1, "hardware", 100)
+PROBED = {"context": 40, "pinning": 70, "copies": 40, "host": 60, "adam": 130, "nccl": 50}
+TESTS = Part(2, "tests", 400, tries=6)  # each goes on where the last stopped
+PARITY = Part(2, "parity", 130)
+SPEED = {"step-time": 90, "accounting": 90, "swapping": 90, "large-model": 200}
+# The limits of a call's parts add up to what is left of it behind its start (calls.py).
+PARTS = (
+    *(Part(1, name, limit_s) for name, limit_s in PROBED.items()),
+    HARDWARE,  # behind the context, which wants the first look at an untouched GPU
+    TESTS,
+    PARITY,
+    *(Part(3, name, limit_s) for name, limit_s in SPEED.items()),
+    Part(4, "reservoir", 540),
+    *(Part(5, f"{side}, {size}", limit_s) for size in SIZES for side, limit_s in SIDES.items()),
+)
+DOCUMENT = "hardware document"  # the figure whose value is the measured hardware's file
+
+
+def rows_of(part: Part, args: argparse.Namespace, ledger: Ledger) -> Iterator[Row]:
+    """Run a part in this process: its rows, as they come."""
+    from penstock.bench.peers.gpu_setup import Setup
+
+    setup = Setup(args.device, args.small, args.scratch, args.seconds)
+    if part == TESTS:
+        from penstock.bench.gpu import device_tests
+
+        yield from device_tests.run(ledger.rows(part.name), setup)
+        return
+    if part.call > PARITY.call:
+        yield from _hardware(setup, ledger)
+    yield from _runner(part, ledger)(setup)
+
+
+def _runner(part: Part, ledger: Ledger) -> Callable[[Any], Iterator[Row]]:
+    side, _, size = part.name.partition(", ")
+    if size:
+        from penstock.bench.peers.gpu_comparison import one_side
+
+        ours = ledger.rows(f"penstock, {size}")
+        return partial(one_side, side=side, memory=None if size == "whole card" else size, ours=ours)
+    if part.name in PROBED:
+        return getattr(importlib.import_module("penstock.bench.gpu.probe"), part.name)  # type: ignore[no-any-return]
+    from penstock.bench.peers.gpu_sections import SECTIONS
+
+    return SECTIONS["machine" if part is HARDWARE else part.name]
+
+
+def _hardware(setup: Any, ledger: Ledger) -> Iterator[Row]:
+    """Put the file that the part `hardware` has measured where all sections look for it. If it failed, put what needs
+    no measuring, and say so: rates are then those of datasheets, or guesses."""
+    import penstock
+    from penstock.bench.peers.gpu_setup import noted
+
+    path = setup.scratch / "hardware.yaml"
+    found = [row["measured"] for row in ledger.rows(HARDWARE.name) if row["figure"] == DOCUMENT]
+    if found:
+        path.write_text(found[-1])
+    elif setup.on_gpu:
+        penstock.Hardware.detect().save(path)
+        yield noted("the machine is not measured", f"the part {HARDWARE.name} did not end well")

@@ -1,0 +1,40 @@
+"""`bench/gpu_first.py` on a GPU, with tiny sizes: a part of the first call, and peers of the last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bench import gpu_first
+from penstock.bench.gpu.ledger import ENDS, FILE
+
+pytestmark = pytest.mark.gpu
+NAMED = ("nccl", "penstock, 24GB", "fsdp2, 24GB")
+
+
+@pytest.mark.timeout(900)
+def test_parts_are_rehearsed(tmp_path: Path) -> None:
+    words = ["--small", "--scale", "4", "--out", str(tmp_path), *(f"--part={name}" for name in NAMED)]
+    assert gpu_first.main(words) == 0
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [row["part"] for row in rows if row["figure"] == ENDS] == list(NAMED)
+    assert not [row for row in rows if "error" in row]
+    (collectives, _, peer) = ([row for row in rows if row["part"] == name] for name in NAMED)
+    assert {row.get("collective") for row in collectives} >= {"all_reduce", "reduce_scatter_tensor"}
+    bound = figure(peer, "step of a peer over the longest of its parts alone")
+    # Each micro-batch brings the fp32 weights to the GPU for forward and for backward; gradients return once.
+    weights_bytes = 4 * bound["parameters"]
+    assert bound["moved_bytes"]["h2d"] == pytest.approx(2 * bound["micro_batches"] * weights_bytes, rel=0.3)
+    assert bound["moved_bytes"]["d2h"] == pytest.approx(weights_bytes, rel=0.1)
+    assert bound["parts_s"].keys() >= {"computation", "copies to the device", "copies from the device", "optimizer"}
+    assert bound["measured"] == pytest.approx(bound["step_s"] / max(bound["parts_s"].values()), rel=1e-2)
+    ours = figure(peer, "step of a peer over ours")
+    assert ours["measured"] == pytest.approx(ours["step_s"] / ours["our_step_s"], rel=1e-2)
+
+
+def figure(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (row,) = (row for row in rows if row["figure"] == name)
+    return row
