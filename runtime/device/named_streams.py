@@ -127,7 +127,7 @@ class Streams:
         on_gpu = [stream for stream in used if isinstance(stream, CudaStream)]
         follow(on_gpu)
         for stream in on_gpu:
-            stream.wait_step()
+            stream.date_step()
         for stream in on_gpu:
             stream.finish(self._notices)
         self._wait_for(used)

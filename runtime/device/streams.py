@@ -328,16 +328,13 @@ class CudaStream(Stream):
         self.steps[-1].timed.append((label, event))
         return event
 
-    def wait_step(self) -> None:
-        """Wait for the earliest step under way, and find out when each of its tasks was over."""
-        step = self.steps[0]
-        if step.timed:
-            step.timed[-1][1].wait()
-        step.date()
+    def date_step(self) -> None:
+        """Find out when each task of the earliest step under way was over; `follow` has waited for them."""
+        self.steps[0].date()
 
     def finish(self, notices: SimpleQueue[Any]) -> None:
-        """As for other streams, but here: the earliest step under way is over, for which `wait_step` of all streams has
-        waited; record its spans. No event marks the start of a task: it starts once it is issued, and all that it waits
+        """As for other streams, but here: the earliest step under way is over, and `date_step` of all streams has been
+        called; record its spans. No event marks the start of a task: it starts once it is issued, and all that it waits
         for is over."""
         step, before_s = self.steps[0], 0.0
         for label, event in step.timed:
