@@ -222,6 +222,12 @@ def leave(device: torch.device) -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def give_back(device: torch.device) -> None:
+    """Wait for all work of a GPU, and give back all memory that torch holds of it for later use."""
+    leave(device)
+    torch.cuda.empty_cache()
+
+
 def limit_allocator(device: torch.device, most_bytes: int) -> float:
     """Let torch's allocator take no more than this of a GPU's memory. Returns what `restore_allocator` needs."""
     before = torch.cuda.get_per_process_memory_fraction(device)

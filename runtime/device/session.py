@@ -17,8 +17,9 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
-from ..accelerator import allocator_figures, current, leave
+from ..accelerator import allocator_figures, current, leave, on_stream
 from ..simulate import Span
+from ..stage.warm import warm_up
 from .file import DeviceFile
 from .issuing import Handle
 from .named_streams import Streams
@@ -28,7 +29,7 @@ from .prepare import Issues, plan_issues
 from .runtime import DeviceRuntime
 from .setup import DeviceSetup
 from .state import DeviceState
-from .streams import Fault, StepRecord, Stream
+from .streams import CudaStream, Fault, StepRecord, Stream
 
 
 @dataclass
@@ -86,6 +87,8 @@ class DeviceSession:
         if self.pacing.turns is not None or any(ops.READ in plan.streams for plan in self.plans.values()):
             self.streams.copy_by_thread()
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
+        if link is not None and self.device.type == "cuda":
+            self._warm_up(list(programs.values()))
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step that ended
         self.shares_generators = False
@@ -102,6 +105,14 @@ class DeviceSession:
         plan = plan_issues(program, self.spec.budget_bytes, self.setup.dram_budget_bytes, self.streams.name_of, pooled)
         self.pacing.mark(name, plan)
         return plan
+
+    def _warm_up(self, programs: list[Program]) -> None:
+        """Load the kernels of all stages, as the first step would, while no message is under way."""
+        compute = self.streams.of(self.plans["step"])[ops.COMPUTE]
+        assert isinstance(compute, CudaStream)
+        with on_stream(compute.stream):
+            arena, setup = self.state.memory.device_arena, self.setup
+            warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
 
     @property
     def batch_names(self) -> list[str]:

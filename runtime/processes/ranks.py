@@ -355,7 +355,8 @@ class Ranks:
         host."""
         found = self._gone()
         if found is None and self.rank < 2:
-            self._looking = True
+            if not self._looking:  # nothing is known of the others yet
+                self._looking, self._heard.moved_s = True, time.monotonic()
             found = self._silent(since_s, self.timeout_s) or self._stalled(since_s)
         if found is not None:
             self._watched_s = None

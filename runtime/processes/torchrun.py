@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -63,6 +64,7 @@ class TorchrunDriver(Driver):
         self._session: DeviceSession | None = None
         self._busy = self._failing = self._stops = False
         self._stuck: threading.Timer | None = None
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())  # of the thread that runs the device
         self.ranks = Ranks(
             connect_store(setup.timeout_s),
             self.rank,
@@ -325,9 +327,10 @@ class TorchrunDriver(Driver):
         return str(self.ranks.members[self.rank])
 
     def _place(self) -> str | list[int]:
-        """Where this rank is, for other ranks to report if it falls silent: the lines of its streams, or a text."""
+        """Where this rank is, for other ranks to report if it falls silent: the lines of its streams, or a text. At the
+        start there are no lines: there what the thread has computed shows that it goes on."""
         if self._session is None:
-            return "its start"
+            return f"its start, {time.clock_gettime(self._clock):.3f} s of computation in"
         return list(self._session.streams.board) if self._busy else "its script, between two steps"
 
     def _describe_place(self, rank: int, shown: str | list[int] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,3 +43,12 @@ def test_ranks_of_torchrun_on_two_gpus() -> None:
     for rank in range(2):
         assert [row["name"] for row in rows if row["rank"] == rank] == list(SCHEDULES)
     assert all(row["within"] and row["retries"] == 0 for row in rows), rows
+
+
+@pytest.mark.skipif("FAKECUDA_TORCH" not in os.environ, reason="only an emulated driver says what it loads")
+@pytest.mark.parametrize("strategy", SCHEDULES)
+def test_nothing_is_loaded_while_a_message_is_under_way(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated driver refuses the first launch of a kernel beside a message, for which a real one may wait."""
+    monkeypatch.setenv("FAKECUDA_LAZY", "2")
+    apart = trained(strategy)
+    assert apart.within("fp32"), apart

@@ -61,6 +61,11 @@ void load_torch_part() {  // the computing part, once libtorch is there: any pro
   else fprintf(stderr, "[fakecuda] %s\n", dlerror());
 }
 
+std::atomic<int>& messages_under_way(int device) {
+  static std::atomic<int> counts[MOST_DEVICES];
+  return counts[device];
+}
+
 void first_launch(int device, const char* name) {  // lazy loading at its worst: waits for all queued work
   static std::mutex lock;
   static auto* seen = new std::set<std::pair<int, std::string>>;
@@ -69,6 +74,15 @@ void first_launch(int device, const char* name) {  // lazy loading at its worst:
     if (!seen->insert({device, name}).second) return;
   }
   fakecuda_note("first launches", 1);
+  if (int count = messages_under_way(device)) {
+    fakecuda_note("first launches beside a message", 1);
+    if (settings().lazy > 1) {
+      std::string text = std::string(name) + " is launched for the first time beside " + std::to_string(count) + " messages";
+      fakecuda_fail(device, text.c_str());
+      return;
+    }
+  }
+  HostWait told("a first launch");
   wait_device(device);
 }
 
@@ -90,7 +104,12 @@ void fakecuda_enqueue(cudaStream_t stream, const char* name, void (*fn)(void*), 
       wait_device(s->device);
     }
   }
-  enqueue(s, name, kind, [=] { fn(arg); });
+  if (kind != MESSAGE) return enqueue(s, name, kind, [=] { fn(arg); });
+  messages_under_way(s->device)++;
+  enqueue(s, name, kind, [=] {
+    fn(arg);
+    messages_under_way(s->device)--;
+  });
 }
 int fakecuda_stream_device(cudaStream_t stream) { return stream_of(stream)->device; }
 

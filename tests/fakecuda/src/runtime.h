@@ -30,7 +30,7 @@ struct Settings {
   bool move_bytes = fakecuda_env("FAKECUDA_NOCOPY", 0) == 0;
   bool p2p = fakecuda_env("FAKECUDA_P2P", 0) != 0;
   bool poison = fakecuda_env("FAKECUDA_POISON", 0) != 0;
-  bool lazy = fakecuda_env("FAKECUDA_LAZY", 0) != 0;  // CUDA_MODULE_LOADING=LAZY, as bad as it can be
+  int lazy = int(fakecuda_env("FAKECUDA_LAZY", 0));  // CUDA_MODULE_LOADING=LAZY, as bad as it can be; 2: refused beside messages
   double sync_share = fakecuda_env("FAKECUDA_SYNC_SHARE", 0);  // of launches that first wait for the device, as a cudaFree in the allocator would
   bool strict = fakecuda_env("FAKECUDA_STRICT", 1) != 0;  // a kernel that nothing computes is an error
   int verbose = int(fakecuda_env("FAKECUDA_VERBOSE", 0));

@@ -119,10 +119,12 @@ def test_a_silent_rank_is_found_to_blame(server: dist.TCPStore) -> None:
     assert "seen last: line 7" in found.error["message"]
 
 
-def watched(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, moves: bool, step_s: float) -> list[Failure]:
-    """Two ranks in a step that takes three times their timeout; the second one goes on from place to place, or not."""
+def watched(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, moves: bool, step_s: float, search_s: float = 0.2
+) -> list[Failure]:
+    """Two ranks in a step that takes longer than their timeout; the second one goes on from place to place, or not."""
     heard: list[Failure] = []
-    monkeypatch.setattr("penstock.runtime.processes.ranks.SEARCH_S", 0.2)
+    monkeypatch.setattr("penstock.runtime.processes.ranks.SEARCH_S", search_s)
     begin_s, both, found = time.monotonic(), threading.Barrier(2), list[Failure]()
     places = [lambda: [3], lambda: [int(10 * (time.monotonic() - begin_s)) if moves else 7]]
 
@@ -144,6 +146,12 @@ def watched(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, moves: bool,
 
 def test_a_step_may_take_longer_than_the_timeout(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched(server, monkeypatch, moves=True, step_s=3.0) == []
+
+
+def test_nobody_is_blamed_for_the_time_before_the_first_look(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert watched(server, monkeypatch, moves=True, step_s=2.0, search_s=1.3) == []
 
 
 def test_ranks_that_do_not_go_on_are_found(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
