@@ -164,8 +164,9 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
         arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
         total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
     assert not total.done  # issuing did not wait for the sleeping copy stream
+    follow((copy, compute))
     for stream in (copy, compute):
-        stream.wait_step()
+        stream.date_step()
     for stream in (copy, compute):
         assert finish(stream, notices) is stream
     assert float(found[0]) == pytest.approx(float(host.sum()), rel=1e-4)
