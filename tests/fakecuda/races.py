@@ -71,7 +71,8 @@ RACES = (
         "the stream waits for a received message", PEERS, "_alias(into)], 0, 0).wait()", "_alias(into)], 0, 0)", (PAIR,)
     ),
     Race(
-        "the stream waits for a sent message", PEERS, "_alias(value)], 1, 0).wait()", "_alias(value)], 1, 0)", (SWAPPED,)
+        "the stream waits for a sent message", PEERS, "_alias(value)], 1, 0).wait()", "_alias(value)], 1, 0)",
+        (SWAPPED,),
     ),
     Race(
         "the stream waits for a sum", PEERS, "groups[group].allreduce([value], dist.AllreduceOptions()).wait()",
