@@ -45,6 +45,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch builds DeepSpeed's extensions, for parts and calls to come
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -109,7 +110,10 @@ def make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     # torch needs the first to be deterministic; idle threads spin without the others.
-    settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    settings = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
+        EXTENSIONS: str(Path(tempfile.gettempdir()) / "bench-extensions"),
+    }  # fmt: skip
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
 
 
@@ -172,6 +176,8 @@ def run_child(args: argparse.Namespace, ledger: Any, part: Any, limit_s: float, 
     ledger.write(part, {"figure": BEGINS, "measured": round(limit_s), "target": None, "ok": None})
     command = [sys.executable, __file__, "--run", part.name, "--seconds", f"{limit_s:.0f}", "--out", str(args.out)]
     command += ["--device", args.device, "--scratch", str(folder), "--origin", json.dumps(ledger.origin)]
+    for lock in Path(os.environ[EXTENSIONS]).glob("**/lock"):  # of a build that was killed: the next would wait for it
+        lock.unlink()
     begin_s = time.monotonic()
     child = subprocess.Popen([*command, *(["--small"] if args.small else [])], start_new_session=True)
     try:

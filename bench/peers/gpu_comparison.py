@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from penstock.bench.peers.gpu_bounds import Bench, bench_of, computation_s, seconds_alone
 from penstock.bench.peers.gpu_cases import CASES, SIDES_PLANS, SMALL, Case
-from penstock.bench.peers.gpu_offload import Unavailable, peers
+from penstock.bench.peers.gpu_offload import NoTime, Unavailable, peers
 from penstock.bench.peers.gpu_reservoir import ROUNDS, STEP, described, run_case
 from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
 from penstock.runtime.measure.detect import ram_bytes
@@ -52,8 +52,9 @@ def run_peer(bench: Bench, case: Case, name: str, ours: Sequence[Row] = ()) -> I
                 last = peer.step()
                 times_s.append(time.perf_counter() - begin_s)
             moved = peer.moved_bytes()
-    except Unavailable as error:
-        yield noted("a peer is skipped", str(error), **what)
+    except (Unavailable, NoTime) as error:
+        again = {"error": str(error)} if isinstance(error, NoTime) else {}
+        yield noted("a peer is skipped", str(error), **again, **what)
         return
     except RuntimeError as error:  # with the end of the peer's output
         yield holds("the peer runs", False, error=str(error), **what)

@@ -23,6 +23,10 @@ class Unavailable(RuntimeError):
     """What a peer needs is not here, and will not be at another try."""
 
 
+class NoTime(RuntimeError):
+    """There are too few seconds to begin."""
+
+
 Start = Callable[[GptSize, int, int, float], Any]
 
 
@@ -55,7 +59,7 @@ def peers(device: str, memory_bytes: int | None, directory: str | None) -> dict[
 @contextmanager
 def started(settings: dict[str, Any], limit_s: float) -> Iterator[Child]:
     if limit_s < 5:
-        raise RuntimeError("no time was left for it")
+        raise NoTime("no time was left for it")
     threads = len(os.sched_getaffinity(0))
     clock = _Clock(limit_s)
     try:

@@ -166,13 +166,17 @@ def test_sections_run_and_their_rows_are_written(tmp_path: Path, capfd: pytest.C
 def test_a_part_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = gpu_first.parsed(["--device", "cpu", "--small", "--out", str(tmp_path)])
     ledger, child = ledger_at(tmp_path), tmp_path / "child.py"
+    monkeypatch.setenv(gpu_first.EXTENSIONS, str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"  # of a build that was killed with an earlier part
+    lock.parent.mkdir()
+    lock.touch()
     child.write_text("import sys, time; sys.exit(3) if sys.argv[2] == 'first' else time.sleep(60)")
     monkeypatch.setattr(gpu_first, "__file__", str(child))
     gpu_first.run_child(args, ledger, FIRST, 20.0, tmp_path)
     gpu_first.run_child(args, ledger, SECOND, 1.0, tmp_path)
     reasons = [row["reason"] for row in rows_of(ledger.path) if row["figure"] == ENDS]
     assert reasons == ["ended with exit code 3", "took more than 1 s"]
-    assert [ledger.state(part).done for part in (FIRST, SECOND)] == [False, False]
+    assert [ledger.state(part).done for part in (FIRST, SECOND)] == [False, False] and not lock.exists()
 
 
 def test_a_row_with_an_error_fails_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
