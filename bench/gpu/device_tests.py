@@ -4,11 +4,9 @@ A later run leaves out the tests that passed, or were skipped, and those that fa
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +24,31 @@ TWICE = 2
 
 
 class Recorder:
-    """A plugin of pytest: leaves out tests by `earlier` rows, reports the others to `rows`, and begins none after
+    """A plugin of pytest: leaves out tests by `earlier` rows, reports the others to `write`, and begins none after
     `end_s` of time.monotonic(). `open`: tests that have not passed, at the end those that a later run should run."""
 
-    def __init__(self, earlier: Sequence[Row], end_s: float = float("inf")):
-        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self.end_s, self.open = end_s, set[str]()
+    def __init__(self, earlier: Sequence[Row], write: Callable[[Row], object], end_s: float = float("inf")):
+        self.write, self.end_s, self.open = write, end_s, set[str]()
         begun = Counter(row["test"] for row in earlier if row["figure"] == BEGUN)
         last = {row["test"]: row["ok"] for row in earlier if row["figure"] == OVER}
         passed = {test for test, ok in last.items() if ok is not False}
         self.given_up = {test for test, times in begun.items() if times >= TWICE} - passed
         self.left_out = passed | self.given_up
 
+    @pytest.hookimpl(trylast=True)  # behind what leaves out tests by their marks
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         gone = [item for item in items if item.nodeid in self.left_out]
         items[:] = [item for item in items if item.nodeid not in self.left_out]
         config.hook.pytest_deselected(items=gone)
         self.open = {item.nodeid for item in items}
-        self.rows.put(noted("tests to run, and left out as they ran before", [len(items), len(gone)]))
+        self.write(noted("tests to run, and left out as they ran before", [len(items), len(gone)]))
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         if time.monotonic() > self.end_s:
             pytest.exit("the time is over", returncode=int(pytest.ExitCode.TESTS_FAILED))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.rows.put(noted(BEGUN, None, test=nodeid))
+        self.write(noted(BEGUN, None, test=nodeid))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.passed:
@@ -58,39 +56,28 @@ class Recorder:
         facts: Row = {"test": report.nodeid, "seconds": report.duration}
         if report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.rows.put(noted(OVER, "skipped", why=why, **facts))
+            self.write(noted(OVER, "skipped", why=why, **facts))
             self.open.discard(report.nodeid)
             return
         words = {} if report.passed else {"why": str(report.longrepr).strip().splitlines()[-1][:300]}
-        self.rows.put(holds(OVER, report.passed, **words, **facts))
+        self.write(holds(OVER, report.passed, **words, **facts))
         if report.passed:
             self.open.discard(report.nodeid)
         if report.failed and _is_broken():
             pytest.exit("the GPU is in error: another process goes on behind this test", returncode=3)
 
 
-def run(earlier: Sequence[Row], setup: Setup) -> Iterator[Row]:
-    """Rows of the tests that a later run would not leave out. Raises RuntimeError if some have not passed: the part has
-    failed, and is tried again."""
-    recorder, status = Recorder(earlier, time.monotonic() + SHARE * setup.seconds), list[int]()
+def run(earlier: Sequence[Row], write: Callable[[Row], object], setup: Setup) -> None:
+    """Run the tests that `earlier` rows do not leave out, and write their rows, in this thread, which must be the main
+    one. Raises RuntimeError if some have not passed: the part has failed, and is tried again."""
+    recorder = Recorder(earlier, write, time.monotonic() + SHARE * setup.seconds)
     marks = "gpu and not real_gpu" if setup.on_gpu and is_emulated() else "gpu"
     places = ["tests/gpu/test_gpu_own_process.py"] if setup.small else ["tests"]
     words = ["-m", marks, "-q", "-p", "no:cacheprovider", "-p", "penstock.tests.gpu.disturbed", f"--timeout={MOST_S}"]
     words += ["--ignore", str(ROOT / "tests/gpu/test_gpu_first_hour.py")]  # which would run all of this once more
     words += ["--rootdir", str(ROOT), "-c", str(ROOT / "setup.cfg"), *(str(ROOT / place) for place in places)]
-
-    def work() -> None:
-        try:
-            status.append(int(pytest.main(words, plugins=[recorder])))
-        finally:
-            recorder.rows.put(None)
-
-    thread = threading.Thread(target=work, name="pytest")
-    thread.start()
-    while (row := recorder.rows.get()) is not None:
-        yield row
-    thread.join()
-    if not status or status[0] not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, 5):
+    status = int(pytest.main(words, plugins=[recorder]))
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with exit code {status}")
     if recorder.open or recorder.given_up:
         raise RuntimeError(f"{len(recorder.open)} tests have not passed yet, {len(recorder.given_up)} failed twice")

@@ -297,7 +297,7 @@ def test_tests_that_passed_or_failed_twice_are_left_out() -> None:
         {"figure": BEGUN, "test": name} for name in ("passed", "hangs", "hangs", "cut", "failed", "flaky", "flaky")
     ]
     over = [("passed", True), ("skipped", None), ("failed", False), ("flaky", False), ("flaky", True)]
-    recorder = Recorder([*begun, *({"figure": OVER, "test": name, "ok": ok} for name, ok in over)])
+    recorder = Recorder([*begun, *({"figure": OVER, "test": name, "ok": ok} for name, ok in over)], list[Any]().append)
     assert recorder.left_out == {"passed", "skipped", "flaky", "hangs"} and recorder.given_up == {"hangs"}
 
 

@@ -1,4 +1,4 @@
-"""`bench/gpu_first.py` on a GPU, with tiny sizes: a part of the first call, and peers of the last."""
+"""`bench/gpu_first.py` on a GPU, with tiny sizes: parts of the first two calls, and peers of the last."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.bench import gpu_first
+from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
 
 pytestmark = pytest.mark.gpu
-NAMED = ("nccl", "penstock, 24GB", "fsdp2, 24GB")
+NAMED = ("nccl", "tests", "penstock, 24GB", "fsdp2, 24GB")
 
 
 @pytest.mark.timeout(900)
@@ -22,8 +23,10 @@ def test_parts_are_rehearsed(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [row["part"] for row in rows if row["figure"] == ENDS] == list(NAMED)
     assert not [row for row in rows if "error" in row]
-    (collectives, _, peer) = ([row for row in rows if row["part"] == name] for name in NAMED)
+    (collectives, tests, _, peer) = ([row for row in rows if row["part"] == name] for name in NAMED)
     assert {row.get("collective") for row in collectives} >= {"all_reduce", "reduce_scatter_tensor"}
+    ended = [row for row in tests if row["figure"] == OVER]
+    assert ended and not [row for row in ended if row["ok"] is False]
     bound = figure(peer, "step of a peer over the longest of its parts alone")
     # Each micro-batch brings the fp32 weights to the GPU for forward and for backward; gradients return once.
     weights_bytes = 4 * bound["parameters"]
