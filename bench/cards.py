@@ -20,7 +20,7 @@ from typing import Any
 
 import penstock
 from penstock.bench.peers import rows
-from penstock.bench.peers.card_cases import CARDS, CASES, fullest
+from penstock.bench.peers.card_cases import CARDS, CASES, SMALL_CASES, fullest
 
 LIMIT_S = 400
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def run(name: str, **settings: str) -> dict[str, Any]:
     """The row of one plan, from a process that sees the card. `settings`: more of the emulator's."""
-    case = CASES[name]
+    case = {**CASES, **SMALL_CASES}[name]
     environment = {**os.environ, **CARDS[case.card].environment(case.num_devices), **case.environment, **settings}
     command = [sys.executable, __file__, "--here", "--only", name]
     row = {"plan": name, "card": case.card, "seed": environment.get("FAKECUDA_SEED", "0"), "ok": False}
@@ -57,7 +57,7 @@ def run(name: str, **settings: str) -> dict[str, Any]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    case = CASES[name]
+    case = {**CASES, **SMALL_CASES}[name]
     with tempfile.TemporaryDirectory() as directory:
         job, length = case.filled(case.hardware(directory))
         batch = case.batch(length)

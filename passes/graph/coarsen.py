@@ -53,7 +53,9 @@ class Coarsen(Pass):
         if {block.name: len(block.nodes) for block in blocks} != decision:
             found = next((b.name for b in blocks if b.name not in decision), next(iter(decision), ""))
             raise PassError(f"the plan's blocks are not those of this model; the first that differs is {found!r}")
-        draft.blocks = measure_blocks(draft.graph, blocks, draft.machine.devices[0].kind)
+        first = draft.machine.devices[0]
+        gaps = [device.reserve.gaps_bytes for device in draft.machine.devices if device.reserve is not None]
+        draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
         if draft.options.profiler is not None:
             draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
             draft.notes[self.name] = f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}"

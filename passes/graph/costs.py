@@ -3,8 +3,9 @@
 In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
 own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
 For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`kernels/attention.py`); dropout saves
-one byte per element; peaks have what operators hold while they run (`workspace/table.py`). Fake tensors do not show
-the workspace that oneDNN's recurrent layers keep on CPU.
+one byte per element; peaks have what operators hold while they run (`workspace/table.py`), and the gaps that large
+tensors leave in the allocator's memory. Fake tensors do not show the workspace that oneDNN's recurrent layers keep on
+CPU.
 """
 
 from __future__ import annotations
@@ -39,21 +40,30 @@ from .workspace.table import workspace_bytes
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
 
 
-def measure_blocks(graph: OpGraph, blocks: list[Block], device_kind: str = "cpu") -> list[Block]:
-    """The blocks with their costs; blocks of equal hash are measured once."""
+def measure_blocks(
+    graph: OpGraph, blocks: list[Block], device_kind: str = "cpu", gaps_bytes: int | None = None
+) -> list[Block]:
+    """The blocks with their costs; blocks of equal hash are measured once. `gaps_bytes`: see `measure`."""
     known: dict[str, BlockCost] = {}
     for block in blocks:
         if block.hash not in known:
-            known[block.hash] = measure(graph, block, device_kind)
+            known[block.hash] = measure(graph, block, device_kind, gaps_bytes=gaps_bytes)
     return [block.with_cost(known[block.hash]) for block in blocks]
 
 
 def measure(
-    graph: OpGraph, block: Block, device_kind: str = "cpu", sizes: Mapping[str, int] | None = None
+    graph: OpGraph,
+    block: Block,
+    device_kind: str = "cpu",
+    sizes: Mapping[str, int] | None = None,
+    gaps_bytes: int | None = None,
 ) -> BlockCost:
     """Run the block forward with gradients, backward, and forward without gradients, on fake tensors.
 
-    `sizes`: for a graph with symbolic sizes, the number to put in for each symbol ("b", "s").
+    `sizes`: for a graph with symbolic sizes, the number to put in for each symbol ("b", "s"). `gaps_bytes`: the gaps
+    in the allocator's memory for which there is room in any case; None: for all. The allocator takes more memory where
+    each of its gaps is smaller than the tensor that it has to place, so gaps of about the largest tensor are left, and
+    what of that has no room counts in the peaks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = _BlockRun(graph, block, mode, device_kind, sizes or {})
@@ -63,6 +73,9 @@ def measure(
         kept = sum(storage.nbytes() for storage in saved)
         backward = run.backward(ends, saved)
         light = run.light()
+    if gaps_bytes is not None:
+        for meter in (forward, backward, light):
+            meter.peak_bytes += max(0, meter.largest_bytes - gaps_bytes)
     recurrent = any(_is_recurrent(graph, node) for node in block.nodes)
     return BlockCost(
         forward_flops=forward.flops,
@@ -270,6 +283,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.traffic_bytes = 0.0
         self.launches = 0
         self.live_bytes = self.peak_bytes = 0
+        self.largest_bytes = 0  # of one storage, or of what an operator holds
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,6 +312,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         return out
 
     def held(self, num_bytes: int) -> None:
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
 
     def kernel(self, call: Product | AttentionCall) -> None:
@@ -331,6 +346,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
             return
         self.known.add(key)
         self.live_bytes += size
+        self.largest_bytes = max(self.largest_bytes, size)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self.died, key, size)
 

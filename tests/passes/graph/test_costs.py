@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph import costs
 from penstock.passes.graph.blocks import Block, BlockCost
-from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.graph.coarsen import Coarsen, find_blocks
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.alike import with_alike_slow
 from penstock.tests.passes.running import apply, chain, draft_of, traced
@@ -119,9 +122,9 @@ def test_experts_in_groups_cost_their_rows() -> None:
 def test_blocks_of_one_hash_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done, real = [], costs.measure
 
-    def measure(graph: OpGraph, block: Block, device_kind: str) -> BlockCost:
+    def measure(graph: OpGraph, block: Block, device_kind: str, **more: Any) -> BlockCost:
         done.append(block.hash)
-        return real(graph, block, device_kind)
+        return real(graph, block, device_kind, **more)
 
     monkeypatch.setattr(costs, "measure", measure)
     draft = draft_of(chain(depth=6))
@@ -137,3 +140,28 @@ def test_a_weight_that_two_blocks_share_keeps_a_part_of_its_gradient_alive() -> 
     blocks = {b.name: b.cost.backward_peak_bytes for b in draft.blocks}
     assert spec.backward_workspace_bytes >= tied
     assert blocks["transformer.wte"] >= tied
+
+
+def test_gaps_that_have_no_room_count_up_to_the_largest_tensor() -> None:
+    """The logits, 64 kB, are by far the largest tensor, in each of the three runs."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1024, bias=False))
+    graph = trace(Loss(model), {"words": torch.zeros(2, 8, dtype=torch.long)})
+    last, logits_bytes = find_blocks(graph)[-1], 2 * 8 * 1024 * 4
+
+    def peaks(gaps_bytes: int | None) -> tuple[int, ...]:
+        cost = costs.measure(graph, last, "cuda", gaps_bytes=gaps_bytes)
+        return cost.forward_peak_bytes, cost.light_peak_bytes, cost.backward_peak_bytes
+
+    bare = peaks(None)
+    assert peaks(logits_bytes) == bare
+    assert peaks(logits_bytes - 1000) == tuple(peak + 1000 for peak in bare)
+
+
+class Loss(nn.Module):
+    def __init__(self, layers: nn.Sequential):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.layers(words) ** 2).mean()
+        return out
