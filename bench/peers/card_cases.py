@@ -70,7 +70,8 @@ def recomputing(decisions: Decisions) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of plan. `rows`: of the global batch; their length fills the card. `kind` says whether a plan is of it."""
+    """A kind of plan. `rows`: of the global batch; their length, tried from `start` on, fills the card. `kind` says
+    whether a plan is of it."""
 
     card: str
     size: GptSize
@@ -83,7 +84,8 @@ class Case:
     optimizer: Any = ADAMW
     dram: str = "6GB"
     files: bool = False
-    steps: int = 5
+    steps: int = 3
+    start: int = 1024
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def hardware(self, ssd_dir: str) -> penstock.Hardware:
@@ -115,25 +117,24 @@ class Case:
         return job
 
     def filled(self, hardware: penstock.Hardware) -> tuple[penstock.Job, int]:
-        """The plan for the longest rows of this kind, within two per cent of the budget or `STEP`, and their length."""
-        length = 4 * STEP
-        job = self.job(hardware, length)
-        assert job is not None, "the shortest rows have no such plan"
-        found, most = [(length, job)], 0
+        """The plan for the longest rows of this kind that was found, and their length: it fills 97 per cent of the
+        budget, or rows that are longer by `STEP` or a fiftieth have none."""
+        found: list[tuple[int, penstock.Job]] = []
+        length, over = self.start, 0  # `over`: a length without a plan
         while True:
-            longest, best = found[-1]
-            if fullest(best) > 0.98 or (most and most - longest <= STEP):
-                return best, longest
-            grow = 2 * longest if len(found) == 1 else secant(found)
-            if most:
-                grow = min(grow, most - STEP)
-                grow = grow if grow < most - STEP else (longest + most) // 2
-            length = max(grow // STEP * STEP, longest + STEP)
             job = self.job(hardware, length)
             if job is None:
-                most = length
+                over = length
             else:
                 found.append((length, job))
+            assert over != STEP, "the shortest rows have no such plan"
+            longest = found[-1][0] if found else 0
+            if found and (fullest(found[-1][1]) > 0.97 or 0 < over - longest <= max(STEP, longest // 50)):
+                return found[-1][1], longest
+            length = secant(found) if found else 0
+            if over and not longest < length < over:
+                length = (longest + over) // 2
+            length = max(length // STEP * STEP, longest + STEP)
 
     def batch(self, length: int) -> dict[str, torch.Tensor]:
         return batch_of(GptSize(**{**vars(self.size), "length": length}), self.rows)
@@ -147,10 +148,9 @@ def fullest(job: penstock.Job) -> float:
 
 
 def secant(found: list[tuple[int, penstock.Job]]) -> int:
-    """The length that would fill the budget if memory grew as between the last two."""
-    (a, x), (b, y) = found[-2:]
-    slope = (fullest(y) - fullest(x)) / (b - a)
-    return int(b + (0.99 - fullest(y)) / slope) if slope > 0 else 2 * b
+    """The length that would fill the budget if memory grew as between the last two, or from nothing; at most double."""
+    (a, x), (b, y) = [(0, 0.0), *((length, fullest(job)) for length, job in found)][-2:]
+    return min(2 * b, int(b + (0.985 - y) * (b - a) / (y - x))) if y > x else 2 * b
 
 
 SIZE = GptSize(layers=12, width=1024, heads=16, vocabulary=16384, length=64)  # 168 M parameters
@@ -169,7 +169,7 @@ def staged(strategy: str, stages: int) -> str:
 RECOMPUTED = BALANCED.replace("insert-remat", "insert-remat{always=true}")
 FETCHED = staged(BALANCED, 6).replace("insert-fetch", "insert-fetch{swap=true}")
 OFFLOADED = (
-    "drop-masks, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
+    "drop-masks, chunk-loss, coarsen, partition-min-stage, map-round-robin, schedule-pipeline, "
     "choose-activations{tier=none, to=dram, share=0.05}, insert-fetch, insert-optimizer"
 )
 SLOW = {"FAKECUDA_KERNEL_US": "1000", "FAKECUDA_DELAY_US": "2000"}
@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
         "24GB", SIZE, 16, 4, FETCHED, fetching, precision="bf16-true", optimizer=SGD
     ),
     "fetched from DRAM, dropout": Case(
-        "12GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1), 8, 4, FETCHED, fetching, optimizer=SGD
+        "12GB", GptSize(12, 768, 12, 8192, 64, dropout=0.1), 8, 4, FETCHED, fetching, optimizer=SGD, start=2384
     ),
     "states on SSD": Case(
         "8GB", LEAN, 4, 2, STRATEGIES["fuyou"], lambda decisions: bool(decisions.ssd and decisions.ssd.stages),
@@ -227,20 +227,14 @@ CASES: dict[str, Case] = {
     "data-parallel": Case("12GB", SIZE, 8, 2, STRATEGIES["data-parallel"], num_devices=2),
 }  # fmt: skip
 
-# For tests: three steps of small models.
+# For tests.
 SMALL_CASES: dict[str, Case] = {
-    "small, fetched from DRAM": Case(
-        "4GB", SMALL, 8, 4, staged(BALANCED, 4).replace("insert-fetch", "insert-fetch{swap=true}"), fetching, steps=3
-    ),
     "small, whole logits": Case(
-        "4GB", GptSize(2, 256, 4, 65536, 64), 4, 2, staged(BALANCED, 1).replace("chunk-loss, ", ""), steps=3
+        "4GB", GptSize(2, 256, 4, 65536, 64), 4, 2, staged(BALANCED, 1).replace("chunk-loss, ", ""),
     ),
-    "small, activations to DRAM": Case(
-        "4GB", SMALL, 4, 2, OFFLOADED, lambda decisions: bool(decisions.activations), steps=3
-    ),
-    "small, 1f1b": Case("4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, steps=3),
-    "small, zero-bubble": Case("4GB", SMALL, 8, 4, STRATEGIES["zero-bubble"], num_devices=2, steps=3),
+    "small, 1f1b": Case("4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, start=8592),
+    "small, zero-bubble": Case("4GB", SMALL, 8, 4, STRATEGIES["zero-bubble"], num_devices=2, start=4624),
     "small, interleaved, 1 ms a kernel": Case(
-        "4GB", SMALL, 8, 4, STRATEGIES["interleaved"], num_devices=2, steps=4, environment=SLOW
+        "4GB", SMALL, 8, 4, STRATEGIES["interleaved"], num_devices=2, steps=4, start=7072, environment=SLOW
     ),
 }  # fmt: skip
