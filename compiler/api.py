@@ -128,7 +128,7 @@ def compile(
     ssd_dirs: where a run puts its files, one directory per SSD; default: those of the hardware document. Only plans
         that keep something on SSD need any, and only when they run. ssd_verify: check all bytes read from SSD against
         the bytes written.
-    compile_stages: run repeated blocks by `torch.compile`, on CPU devices: each class of the printed file is compiled
+    compile_stages: run repeated blocks by `torch.compile`: each class of the printed file is compiled
         once for all its blocks. Where that is not possible, a warning names the class and why it runs eagerly.
     timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
         workers a step may last longer, but none of its instructions.
@@ -189,7 +189,7 @@ def compile(
         found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
     best = found.best
     if compile_stages:
-        check_compilable(machine, best.draft.programs)
+        check_compilable(best.draft.programs)
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     require_lasting(best.draft.graph, best.draft.programs)
     _check_shards(made, best.draft.graph.hooks)

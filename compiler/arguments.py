@@ -11,7 +11,6 @@ from torch import nn
 
 from ..ir import ops
 from ..ir.errors import PlanError
-from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import Program
 from .job.batch import BatchShape
@@ -95,13 +94,8 @@ def check_compile_stages(compile_stages: object) -> None:
         raise PlanError(f"compile_stages={compile_stages!r}; it is True or False")
 
 
-def check_compilable(machine: Hardware, programs: Sequence[Program]) -> None:
+def check_compilable(programs: Sequence[Program]) -> None:
     """Raise `PlanError` where compiled stages cannot keep what the programs promise."""
-    if any(device.kind != "cpu" for device in machine.devices):
-        raise PlanError(
-            "compile_stages=True on a GPU: the workspace of compiled kernels is not in the account of its memory, so "
-            "that no peak would hold. Leave it out, or use CPU devices"
-        )
     if any(node.target is ops.backward_input for program in programs for node in program.ops()):
         raise PlanError(
             "compile_stages=True with a schedule that splits backward: the backward of a compiled block is one call. "

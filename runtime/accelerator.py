@@ -162,8 +162,9 @@ _growing_lock = threading.Lock()
 
 
 def allocator_figures(device: torch.device) -> dict[str, int]:
-    """What torch's allocator took of a GPU since this process began: the peaks of bytes in use, of bytes that it holds
-    with what is free among them, and how often it had to give memory back before it could take more."""
+    """What torch's allocator took of a GPU since this process began, or since blocks were tried: the peaks of bytes in
+    use, and of bytes that it holds with what is free among them; and how often it had to give memory back before it
+    could take more."""
     found = torch.cuda.memory_stats_as_nested_dict(device)
     if not found:  # nothing was ever taken
         return {"allocated_bytes": 0, "reserved_bytes": 0, "retries": 0}
@@ -172,6 +173,22 @@ def allocator_figures(device: torch.device) -> dict[str, int]:
         "reserved_bytes": found["reserved_bytes"]["all"]["peak"],
         "retries": found["num_alloc_retries"],
     }
+
+
+def taken_bytes(device: torch.device) -> int:
+    """The bytes of a GPU that values of this process take; 0 on a CPU device."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most of `taken_bytes` since `begin_peak`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

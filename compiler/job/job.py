@@ -151,7 +151,7 @@ class Job:
     def _compiled_text(self) -> str:
         with scratch.temporary("explain") as directory:
             self.folder.write(directory)
-            blocks = find_blocks(directory, self.folder.interface, self.folder.settings.precision, self.trust)
+            blocks = find_blocks(directory, self.folder.interface, self.trust)
         return compiled_text(blocks, self._eager_blocks)
 
     def simulate(self) -> Timeline:

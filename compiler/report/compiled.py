@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...ir.precision import Precision
 from ...ir.program import Interface
 from ...runtime.device.file import open_directory
 from ...runtime.source.trust import Trust
 from ...runtime.stage.compiled_blocks import CompiledBlocks
 
 
-def find_blocks(directory: str | Path, interface: Interface, precision: str, trust: Trust) -> dict[str, CompiledBlocks]:
+def find_blocks(directory: str | Path, interface: Interface, trust: Trust) -> dict[str, CompiledBlocks]:
     """The block classes of each stage of a job's files, by stage."""
     found: dict[str, CompiledBlocks] = {}
     for file in open_directory(directory, interface, trust):
         for stage in file.stages:
             if stage not in found:
-                found[stage] = CompiledBlocks(file.build(stage), Precision.of(precision))
+                found[stage] = CompiledBlocks(file.build(stage))
     return found
 
 

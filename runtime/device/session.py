@@ -17,7 +17,7 @@ from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
 from ...ir.program import Program, bind_one, largest_values, place_of
-from ..accelerator import allocator_figures, current, leave, on_stream
+from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..simulate import Span
 from ..stage.warm import warm_up
 from .file import DeviceFile
@@ -59,6 +59,13 @@ class Run:
     records: dict[Stream, StepRecord]
 
 
+@dataclass
+class _BeforeSteps:
+    """Stands for the op of a task that belongs to none."""
+
+    line: int = 0
+
+
 class DeviceSession:
     """One device: its state, streams and pacing, and the programs of its file made ready.
 
@@ -95,6 +102,8 @@ class DeviceSession:
         self.tail: Run | None = None  # the step that has given its results and may still be at work
         self._ended_s = 0.0  # when the last run ended
         self._report_of_tail: dict[str, Any] = {}
+        if setup.compile_stages:
+            self._try_blocks(programs["step"])
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
@@ -113,6 +122,29 @@ class DeviceSession:
         with on_stream(compute.stream):
             arena, setup = self.state.memory.device_arena, self.setup
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
+
+    def _try_blocks(self, program: Program) -> None:
+        """Compile the stages' blocks where they will run: while no message is under way, and no value takes memory."""
+        keeps: dict[str, list[Any]] = {}
+        for node in program.ops():
+            if node.target is ops.forward:
+                keeps.setdefault(str(node.args[0]), []).append(node.kwargs.get("keep", True))
+        stream = self.streams.of(self.plans["step"])[ops.COMPUTE]
+
+        def run() -> None:
+            for stage, found in keeps.items():
+                self.state.stores[stage].runner.try_blocks(found)
+
+        stream.begin()
+        try:
+            with current(self.device), self.streams.as_before():
+                stream.issue(run, [], _BeforeSteps())
+                self.streams.end_issue([stream])
+                self.streams.wait_end([stream])
+                if self.device.type == "cuda":
+                    give_back(self.device)
+        except Fault as fault:
+            raise fault.error from fault
 
     @property
     def batch_names(self) -> list[str]:

@@ -20,7 +20,7 @@ from ..optimizer.stage_optimizer import Workspace
 from ..ssd.file import SsdFile
 from ..ssd.folder import SsdFolder
 from ..stage.arena import Arena, pages
-from ..stage.compiled_blocks import BACKEND
+from ..stage.compiled_blocks import BACKEND, require_compiler
 from ..stage.shards import FlatStage
 from ..stage.store import StagePart, StageStore
 from .file import DeviceFile
@@ -135,7 +135,7 @@ class DeviceState:
 
     `resident`: the weights of each stage or, for a shard, which is gathered before use, its flat buffer. Raises
     `BudgetExceeded` if what persists is already too much, `HardwareError` for directories that cannot be used,
-    `DoesNotFit` if the disks lack the room.
+    `DoesNotFit` if the disks lack the room, `PlanError` if torch.compile lacks what it needs.
     """
 
     def __init__(
@@ -150,6 +150,9 @@ class DeviceState:
         self.seed, self.step_count = setup.seed, 0
         self.evaluation_count = 0  # since the last step
         self.loss_scale = LossScale() if Precision.of(setup.precision).scales_loss else None
+        self.compiler = BACKEND if setup.compile_stages else None
+        if self.compiler is not None:
+            require_compiler(device, self.compiler)
         self.memory = self._take_memory(setup, plans)
         self._workspaces = {ops.COMPUTE: Workspace(device), ops.CPU: Workspace(torch.device("cpu"))}  # of steps
         try:
@@ -191,7 +194,7 @@ class DeviceState:
             workspace=self._workspaces[ops.COMPUTE if home.weights == ops.DEVICE else ops.CPU],
             constants=file.constants(self.interface.stages[stage]),
             node=self.memory.node,
-            compiler=BACKEND if setup.compile_stages else None,
+            compiler=self.compiler,
         )
 
     def _flat_stage(self, stage: str, group: str) -> FlatStage | None:

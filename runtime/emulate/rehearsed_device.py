@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir import ops
-from ...ir.program import StageHome, StageSpec
+from ...ir.program import Program, StageHome, StageSpec
 from ..device.file import DeviceFile
 from ..device.issuing import Box, Handle
 from ..device.named_streams import Streams
@@ -151,6 +151,9 @@ class RehearsedSession(DeviceSession):
 
     def _find_device(self) -> torch.device:
         return NOWHERE
+
+    def _try_blocks(self, program: Program) -> None:
+        """A rehearsal has no blocks."""
 
     @property
     def batch_names(self) -> list[str]:

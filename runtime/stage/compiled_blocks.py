@@ -11,22 +11,22 @@ variable TORCHINDUCTOR_CACHE_DIR, else a folder of the user's among temporary fi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...ir.precision import Precision
+from ...ir.errors import PlanError
 from ..modules import Scope, Stage, draw_at
+from .block_trial import BlockTrial, TriedCall
 
-FP32_TOLERANCE = 1e-4  # of the largest value of an output: sums of up to thousands of terms in another order
-LOW_TOLERANCE = 6e-2  # a few roundings to bf16, which fused kernels leave out
 BACKEND = "inductor"
 
 DRAWS = "it draws random numbers, which compiled kernels draw otherwise"
 KEEPS = "the plan keeps results of single calls, which compiled kernels do not make"
+LATE = "a step calls it otherwise than it was tried, and no step compiles"
 
 
 class CompiledBlocks:
@@ -36,11 +36,12 @@ class CompiledBlocks:
     eagerly, of those that do.
     """
 
-    def __init__(self, module: nn.Module, precision: Precision, backend: str = BACKEND):
-        self.precision, self.backend = precision, backend
+    def __init__(self, module: nn.Module, backend: str = BACKEND):
+        self.backend = backend
         self.reasons: dict[str, str] = {}
         self.blocks: dict[str, list[nn.Module]] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, dict[Any, TriedCall]] | None = None  # while they are looked for
         self._is_tried = self._is_running = False
         for block in _outermost(module):
             self.blocks.setdefault(type(block).__name__, []).append(block)
@@ -51,24 +52,41 @@ class CompiledBlocks:
             for block in blocks:
                 block.forward = functools.partial(self._call, block, name)
 
-    @property
-    def must_try(self) -> bool:
-        """Whether `compare` is to be called before the stage's next forward."""
-        return not self._is_tried and self.blocks.keys() > self.reasons.keys()
-
-    def compare(self, run: Callable[[bool], tuple[list[Tensor], int]], counted_bytes: int) -> None:
-        """Run the same inputs eagerly and compiled: `run` says what comes out, and with True the bytes saved for
-        backward. All classes stay eager where outputs differ, or where more is saved than the plan has counted."""
-        eager, _ = run(False)
+    def try_classes(self, run: Callable[[], None], trial: BlockTrial, keeps: Sequence[bool]) -> None:
+        """Compile every kind of call that `run`, the stage on fake tensors, makes of a class, and try it. `keeps`: with
+        autograd, without, or both. From then on nothing is compiled."""
+        if self.blocks.keys() <= self.reasons.keys():
+            return
+        try:
+            calls = self._find_calls(run)
+        except (RuntimeError, TypeError, ValueError) as error:  # what the user's forward may raise
+            self.leave_all(f"its stage does not run on fake tensors: {_first_line(error)}")
+            return
+        for name, kinds in calls.items():
+            for call in kinds.values():
+                for keep in keeps:
+                    self._try(name, call, trial, keep)
         self._is_tried = True
-        compiled, saved_bytes = run(True)
-        tolerance = FP32_TOLERANCE if self.precision.low_dtype is None else LOW_TOLERANCE
-        if not all(_agree(*pair, tolerance) for pair in zip(eager, compiled, strict=True)):
-            self.leave_all(
-                f"outputs of its stage differ from eager ones by more than {tolerance:g} of the largest value"
-            )
-        elif saved_bytes > counted_bytes:
-            self.leave_all(f"its stage would save {saved_bytes} bytes for backward; the plan counts {counted_bytes}")
+
+    def _find_calls(self, run: Callable[[], None]) -> Mapping[str, dict[Any, TriedCall]]:
+        found: dict[str, dict[Any, TriedCall]] = {}
+        self._calls = found
+        try:
+            run()
+        finally:
+            self._calls = None
+        return found
+
+    def _try(self, name: str, call: TriedCall, trial: BlockTrial, keep: bool) -> None:
+        if name in self.reasons:
+            return
+        try:
+            with _compiling():
+                reason = trial.reason(call, self._compiled_forward(call.block, name), keep)
+        except _failures() as error:
+            reason = f"torch.compile failed: {_first_line(error)}"
+        if reason is not None:
+            self.reasons[name] = reason
 
     def leave_all(self, reason: str) -> None:
         """Let all classes run eagerly from now on."""
@@ -87,21 +105,67 @@ class CompiledBlocks:
             self._is_running = False
 
     def _call(self, block: nn.Module, name: str, *args: Any) -> Any:
-        if self._is_running and name not in self.reasons:
+        if self._calls is not None:
+            call = TriedCall(block, args)
+            self._calls.setdefault(name, {}).setdefault(call.kind, call)
+        elif self._is_running and name not in self.reasons:
             try:
                 return self._compiled_forward(block, name)(block, *args)
-            except _failures() as error:
-                first = str(error).strip().partition("\n")[0]
-                self.reasons[name] = f"torch.compile failed: {type(error).__name__}: {first}"
+            except _failures():
+                self.reasons[name] = LATE
         return type(block).forward(block, *args)
 
     def _compiled_forward(self, block: nn.Module, name: str) -> Callable[..., Any]:
         """Compiled at its first call: whole, and for the plan's shapes, which never change. torch knows the blocks of
         other stages by their code."""
         if name not in self._compiled:
-            forward = type(block).forward
-            self._compiled[name] = torch.compile(forward, fullgraph=True, dynamic=False, backend=self.backend)
+            forward, backend = type(block).forward, _only_in_trials(self.backend)
+            self._compiled[name] = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)
         return self._compiled[name]
+
+
+def require_compiler(device: torch.device, backend: str = BACKEND) -> None:
+    """Raises `PlanError` where torch's compiler lacks what it needs for this device."""
+    from torch.utils._triton import has_triton_package
+
+    if device.type == "cuda" and backend == BACKEND and not has_triton_package():
+        raise PlanError(
+            "compile_stages=True on a GPU needs Triton, with which torch.compile writes its kernels, and this Python "
+            f"has none. Install the triton that torch {torch.__version__} requires, or leave compile_stages out"
+        )
+
+
+_trials = 0  # those under way in this process
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    global _trials
+    _trials += 1
+    try:
+        yield
+    finally:
+        _trials -= 1
+
+
+@functools.cache
+def _only_in_trials(backend: str) -> Callable[..., Any]:
+    """The backend of this name, one object for all stages of the process, so that torch shares what it compiled. It
+    raises once trials are over: a step has no time for a compilation, with messages under way."""
+    from torch._dynamo import lookup_backend
+
+    compile_graph = lookup_backend(backend)
+
+    def compile_in_trial(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if not _trials:
+            raise RuntimeError(LATE)
+        return compile_graph(graph, inputs)
+
+    return compile_in_trial
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -122,10 +186,3 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 def _draws(module: nn.Module) -> bool:
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and draw_at.__name__ in code.co_names
-
-
-def _agree(eager: Tensor, compiled: Tensor, tolerance: float) -> bool:
-    if not eager.is_floating_point() or not eager.numel():
-        return torch.equal(eager, compiled)
-    largest = eager.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return torch.allclose(compiled, eager, rtol=0.0, atol=tolerance * largest, equal_nan=True)

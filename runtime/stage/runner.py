@@ -22,6 +22,7 @@ from ...ir.precision import Precision
 from ...ir.program import StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
+from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
 from .pointwise import PointwiseAgain
@@ -106,7 +107,7 @@ class StageRunner:
         if isinstance(module, Stage):
             module.device = self.device
         self.draws = Draws(spec.name, module, self.device)
-        self.compiled = None if compiler is None else CompiledBlocks(module, self.precision, compiler)
+        self.compiled = None if compiler is None else CompiledBlocks(module, compiler)
         self._params = _own_parameters(spec, module, self.device)
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
         self._changes = [param for param in spec.params if param.change]
@@ -169,6 +170,23 @@ class StageRunner:
 
     # --- the ways to run
 
+    def try_blocks(self, keeps: Sequence[bool | Sequence[str]]) -> None:
+        """Compile the stage's blocks and try them. Before the first step, by the thread and on the stream that will run
+        the stage. `keeps`: of its forwards."""
+        if self.compiled is None:
+            return
+        if any(keep and not isinstance(keep, bool) for keep in keeps):
+            self.compiled.leave_all(KEEPS)
+            return
+        shapes = {id(self._params[param.name]): param.shape for param in self.spec.params}
+        trial = BlockTrial(self.spec, self.device, self.precision, shapes)
+
+        def run() -> None:
+            with self.draws.seeded(0), self.precision.autocast(self.device):
+                fake_run(self.module, self.spec, self._params, self.device)
+
+        self.compiled.try_classes(run, trial, [True, False] if not all(keeps) else [True])
+
     def forward(
         self, inputs: Sequence[Tensor], seed: int, keep: bool | Sequence[str] = True
     ) -> tuple[list[Tensor], Kept | None]:
@@ -178,10 +196,6 @@ class StageRunner:
         (`spec.saved`). Raises `VerifyError` for a class that does not agree with the stage's calls.
         """
         first = self._changing is None
-        if self.compiled is not None and not isinstance(keep, bool) and keep:
-            self.compiled.leave_all(KEEPS)
-        elif self.compiled is not None and self.compiled.must_try:
-            self._try_compiled(self.compiled, inputs, seed)
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), first)
@@ -374,15 +388,6 @@ class StageRunner:
             ours = self._held | {_storage(x) for x in inputs}
             self.kept_bytes = sum(size for storage, size in storages.items() if storage not in ours)
         return outputs, leaves
-
-    def _try_compiled(self, compiled: CompiledBlocks, inputs: Sequence[Tensor], seed: int) -> None:
-        def run(keep: bool) -> tuple[list[Tensor], int]:
-            with self._spare_buffers():
-                outputs = self._run(inputs, seed, keep, nullcontext())[0]
-            saved_bytes, self.kept_bytes = self.kept_bytes or 0, None  # not yet what the first forward keeps
-            return [output.detach() for output in outputs], saved_bytes
-
-        compiled.compare(run, self.spec.kept_bytes)
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""

@@ -99,7 +99,7 @@ void add_attention() {
     Tensor rng = at::zeros({2}, at::kLong);
     rng[0].fill_(found.seed);
     s = {found.out, found.logsumexp, Tensor(), Tensor(), q.size(2), k.size(2), rng.to(at::kUInt64),
-         at::empty({0}, at::kLong).to(at::kUInt64), at::empty({0}, q.options())};
+         at::scalar_tensor(0, at::kLong).to(at::kUInt64), at::empty({0}, q.options())};
   };
   // (grad_out, query, key, value, out, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale)
   table["aten::_scaled_dot_product_flash_attention_backward"] = [](Stack& s) {

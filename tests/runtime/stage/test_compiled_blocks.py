@@ -1,13 +1,17 @@
 """Blocks run by `torch.compile`: one compilation for a class, gradients of eager, and named reasons to stay eager."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from penstock.ir.errors import PlanError
 from penstock.ir.program import ParamSpec, StageSpec, TensorSpec
 from penstock.runtime.modules import Scope, Stage, draw_at
+from penstock.runtime.stage.compiled_blocks import require_compiler
 from penstock.runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -31,9 +35,32 @@ class Drawing(Block):
         return F.dropout(super().forward(x), 0.5)
 
 
+class Breaking(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 class Asking(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x) if x.sum().item() > 0 else x - self.linear(x)
+
+
+class Saving(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        more = 0.0 * x.sin().exp() if torch.compiler.is_compiling() else 0.0
+        return super().forward(x) + more
+
+
+class Differing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.compiler.is_compiling()
+
+
+class DifferingBehind(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.detach() if torch.compiler.is_compiling() else x
+        return super().forward(x) + other
 
 
 def stage_of(kind: type[Block]) -> Stage:
@@ -52,13 +79,14 @@ def stage_of(kind: type[Block]) -> Stage:
     return Blocks()
 
 
-def run(kind: type[Block], compiler: str | None, kept_bytes: int = MOST, keep: bool = True):
+def run(kind: type[Block], compiler: str | None, keep: bool = True):
     torch.manual_seed(0)
     stage = stage_of(kind)
     weights = {name: p.detach().clone() for name, p in stage.named_parameters()}
     params = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in weights.items())
-    spec = StageSpec("stage0", (X,), (TensorSpec("y", (4, 8), "float32"),), params, kept_bytes=kept_bytes)
+    spec = StageSpec("stage0", (X,), (TensorSpec("y", (4, 8), "float32"),), params, kept_bytes=MOST)
     runner = StageRunner(spec, stage, CPU, "fp32", compiler=compiler)
+    runner.try_blocks([keep])
     results = []
     for seed in range(2):
         runner.bind({name: w.clone() for name, w in weights.items()})  # each time elsewhere
@@ -81,12 +109,40 @@ def test_one_compilation_serves_all_blocks_and_every_place_of_their_weights(keep
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept_bytes", "reason"),
-    [(Drawing, MOST, "draws random numbers"), (Asking, MOST, "torch.compile failed"), (Block, 8, "the plan counts 8")],
+    ("kind", "backend", "reason"),
+    [
+        (Drawing, "aot_eager", "draws random numbers"),
+        (Breaking, "eager", "torch.compile failed"),
+        (Asking, "eager", "does not run on fake tensors"),
+        (Saving, "eager", "would save"),
+        (Differing, "eager", "outputs differ"),
+        (DifferingBehind, "eager", "gradients differ"),
+    ],
 )
-def test_a_class_that_stays_eager_is_named_and_exact(kind: type[Block], kept_bytes: int, reason: str) -> None:
+def test_a_class_that_stays_eager_is_named_and_exact(kind: type[Block], backend: str, reason: str) -> None:
     torch._dynamo.reset()
-    runner, found = run(kind, "aot_eager", kept_bytes)
+    runner, found = run(kind, backend)
     assert runner.compiled is not None and reason in runner.compiled.reasons[kind.__name__]
-    eager = run(kind, None, kept_bytes)[1]
+    eager = run(kind, None)[1]
     assert all(torch.equal(mine, want) for mine, want in zip(found, eager, strict=True))
+
+
+def test_no_step_compiles_what_was_not_tried() -> None:
+    torch._dynamo.reset()
+    runner, _ = run(Block, "aot_eager")
+    assert runner.compiled is not None and not runner.compiled.reasons
+    counters.clear()
+    x = torch.randn(5, 8)  # not the plan's shape
+    with runner.compiled.within(nullcontext()), torch.no_grad():
+        (found,) = runner.module(x)
+    assert "no step compiles" in runner.compiled.reasons["Block"] and not counters["aot_autograd"]
+    with torch.no_grad():
+        assert torch.equal(found, runner.module(x)[0])
+
+
+def test_a_gpu_without_triton_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
+    with pytest.raises(PlanError, match="needs Triton"):
+        require_compiler(torch.device("cuda"))
+    require_compiler(torch.device("cuda"), "aot_eager")
+    require_compiler(CPU)
