@@ -20,7 +20,6 @@ import torch
 import penstock
 from penstock.bench.peers import models, rows
 from penstock.compiler.models.named import find_model
-from penstock.runtime.simulate import simulate, steady_step_s
 
 PRESETS = ("rtx4090x1",)  # among several GPUs steps are drained
 MODEL, BATCH, SEQUENCE = "llama-8b", 8, 2048
@@ -55,9 +54,8 @@ def simulated(preset: str) -> None:
 
 def both(job: penstock.Job) -> tuple[float, float]:
     """Simulated seconds of a step: drained, and one after another."""
-    found = (job.programs, job.hardware)
-    drained_s = simulate(*found, precision=job.plan.precision).step_s
-    return drained_s, steady_step_s(*found, precision=job.plan.precision)
+    timeline = job.simulate()
+    return timeline.from_rest_s, timeline.step_s
 
 
 def measured(num_devices: int, rounds: int) -> None:

@@ -70,7 +70,7 @@ def main() -> None:
                 models.gpt2(layers, width), case.machine, example_inputs=batch,
                 optimizer=partial(torch.optim.AdamW, lr=1e-4), profile=not args.no_profile, **case.options,
             )  # fmt: skip
-            case.predicted_s = job.simulate().step_s
+            case.predicted_s = job.simulate().from_rest_s
             jobs.append(running.enter_context(job))
         for number in range(-WARM_UP, args.rounds):
             for case, job in zip(plans, jobs, strict=True):

@@ -42,7 +42,7 @@ def compare(machine: str, plan: tuple[str, str, str], seconds: float, runs: int)
         model.on_meta(), machine, example_inputs=model.batch_spec(ROWS, SEQUENCE), strategy=strategy,
         micro_batches=MICRO_BATCHES, precision="fp16",
     )  # fmt: skip
-    simulated_s = job.simulate().step_s
+    simulated_s = job.simulate().from_rest_s
     scale = max(1.0, seconds / simulated_s)
     begin_s = time.perf_counter()
     rehearsed_s = [job.rehearse(scale).step_s for _ in range(runs)]

@@ -120,6 +120,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     """Seconds, shares and bytes of a timeline, without its spans."""
     return {
         "step_s": timeline.step_s,
+        "from_rest_s": timeline.from_rest_s,
         "bottleneck": timeline.bottleneck()[0],
         "busy_share": {f"{timeline.device_names[d]} {s}": share for (d, s), share in timeline.busy_share.items()},
         "peak_bytes": dict(timeline.peak_bytes),

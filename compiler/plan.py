@@ -38,7 +38,8 @@ class Prediction(BaseModel):
     """What the simulator expects of one step. Seconds, and bytes per memory and per link."""
 
     model_config = ConfigDict(extra="forbid")
-    step_s: float
+    step_s: float  # of one among many
+    from_rest_s: float | None = None  # of one that begins when all before have ended; None: the same
     peak_bytes: dict[str, int]
     budget_bytes: dict[str, Annotated[int, Field(gt=0)]]
     moved_bytes: dict[str, int]

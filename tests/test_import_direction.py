@@ -32,7 +32,7 @@ ORDER = {
         "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "stale", "own_copy", "strategies", "plan", "pipeline", "folder", "models", "capture",
+        "garbage", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models", "capture",
         "changed_params", "coupling", "loss", "profile", "search", "report", "job", "arguments", "load", "check", "api",
     ),
 }  # fmt: skip

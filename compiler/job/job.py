@@ -25,7 +25,7 @@ from ...runtime.processes.local import start_driver
 from ...runtime.processes.rehearse import rehearse
 from ...runtime.processes.setup import RunSetup
 from ...runtime.processes.torchrun import TorchrunDriver
-from ...runtime.simulate import Straggler, Timeline, find_stragglers, simulate
+from ...runtime.simulate import Straggler, Timeline, find_stragglers
 from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import durable, pretrained
 from ...runtime.state.checkpoint import open_checkpoint
@@ -37,6 +37,7 @@ from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
+from ..steps import simulate_here
 from .batch import BatchShape, number_of_rows
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
@@ -155,8 +156,8 @@ class Job:
         return compiled_text(blocks, self._eager_blocks)
 
     def simulate(self) -> Timeline:
-        """One step on the described hardware, without running anything."""
-        return simulate(self.programs, self.hardware, precision=self.plan.precision)
+        """One step on the described hardware, without running anything. Its `step_s` is of one step among many."""
+        return simulate_here(self.programs, self.hardware, self.plan.precision)
 
     def rehearse(self, time_scale: float = 1.0) -> Timeline:
         """One step in real time, in the processes that would run it, with waits in place of computation and transfers.

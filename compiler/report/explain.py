@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program
+from ...ir.program import Drain, Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
 from ...passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ...runtime.optimizer.spec import OptimizerSpec
-from ...runtime.simulate import Timeline, simulate
+from ...runtime.simulate import Timeline
 from ..coupling import fact_lines
 from ..pipeline import PassRecord
-from ..plan import Plan
+from ..plan import Plan, Prediction
 from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
+from ..steps import drain_here, simulate_here
 from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .updates import update_lines
@@ -52,7 +53,7 @@ def explain(
         _updates(programs, hardware, optimizer),
         _loss(loss, programs),
         _rows(rows, programs),
-        _prediction(plan, hardware),
+        _prediction(plan, programs, hardware),
         _bounds(plan, programs, hardware),
     ]
     parts.append(_same_programs(plan, programs, hardware) if helps is None else _helps(plan, helps))
@@ -121,11 +122,12 @@ def device_name(hardware: Hardware, device: int, mesh: Lanes | None = None) -> s
     return " ".join(names) if len(names) <= FEW_NAMES else f"{names[0]} and {len(names) - 1} more"
 
 
-def _prediction(plan: Plan, hardware: Hardware) -> str:
+def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     p = plan.predicted
     if p is None:
         return ""
     lines = [f"predicted step {format_seconds(p.step_s)}, bound by {p.bottleneck}"]
+    lines += _wrapped("  ", [_begin_of_steps(p, drain_here(programs, plan.precision))])
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
         held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]
@@ -139,6 +141,15 @@ def _prediction(plan: Plan, hardware: Hardware) -> str:
     lines += _wrapped("  moved a step: ", moved or ["nothing"])
     lines += [line for wear in wear_of(p, hardware) for line in _wrapped("  ", wear_text(wear))]
     return "\n".join(lines)
+
+
+def _begin_of_steps(predicted: Prediction, drain: Drain | None) -> str:
+    """Whether each step waits for the end of the one before, and why."""
+    if drain is not None:
+        return f"each step begins when the one before has ended: {drain.value}"
+    from_rest_s = predicted.step_s if predicted.from_rest_s is None else predicted.from_rest_s
+    from_rest = format_seconds(from_rest_s)
+    return f"each step but the second begins before the one before has ended; from rest a step takes {from_rest}"
 
 
 def _own_copies(hardware: Hardware) -> Iterator[str]:
@@ -177,7 +188,7 @@ def wear_text(wear: Wear) -> list[str]:
 
 def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     """Lower bounds: of any plan for this machine, and of any schedule of these stages."""
-    timeline = simulate(programs, hardware, precision=plan.precision)
+    timeline = simulate_here(programs, hardware, plan.precision)
     busiest: dict[str, float] = {}
     for (_, stream), share in timeline.busy_share.items():
         busiest[stream] = max(busiest.get(stream, 0.0), share * timeline.step_s)
@@ -193,7 +204,7 @@ def _bounds(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
         lines.append(
             f"no plan for this machine with {plan.micro_batches} micro-batches is faster than "
             f"{format_seconds(bound_s)} ({plan.predicted.bound_by}): "
-            f"at most {1 - bound_s / timeline.step_s:.0%} could still be gained"
+            f"at most {1 - bound_s / timeline.from_rest_s:.0%} could still be gained; both are of a step from rest"
         )
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH, subsequent_indent="  "))
 
@@ -216,11 +227,11 @@ def _helps(plan: Plan, helps: Sequence[Help]) -> str:
 
 def _same_programs(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> str:
     """The gains of these programs on faster parts: without the model nothing can be planned anew."""
-    own_s = simulate(programs, hardware, precision=plan.precision).step_s
+    own_s = simulate_here(programs, hardware, plan.precision).step_s
     lines = ["what would help, with these programs as they are (planning anew needs the model):"]
     for change in changed_machines(hardware):
         if change.machine is not None and change.faster:
-            lines += _gain(change.text, simulate(programs, change.machine, precision=plan.precision).step_s, own_s)
+            lines += _gain(change.text, simulate_here(programs, change.machine, plan.precision).step_s, own_s)
     return "\n".join(lines)
 
 

@@ -33,8 +33,9 @@ from ...passes.receive_earlier import receive_earlier
 from ...passes.schedule.evaluation import evaluation_programs
 from ...passes.schedule.schedule import Schedule
 from ...passes.sharding.mesh import Mesh
-from ...runtime.simulate import Timeline, simulate
+from ...runtime.simulate import Timeline
 from ..pipeline import PassRecord, require_complete, run_passes
+from ..steps import simulate_here
 from .bounds import Bound, lower_bound
 from .candidate import Candidate
 from .fit import check_fit, check_lasting
@@ -198,7 +199,7 @@ class CandidateCompiler:
 
 
 def _simulate(draft: Draft) -> Timeline:
-    return simulate(draft.programs, draft.machine, precision=draft.options.precision)
+    return simulate_here(draft.programs, draft.machine, draft.options.precision)
 
 
 def _copy(draft: Draft) -> Draft:

@@ -44,6 +44,7 @@ def predict(draft: Draft, timeline: Timeline) -> Prediction:
     needs = host_needs(programs, hardware)
     return Prediction(
         step_s=timeline.step_s,
+        from_rest_s=timeline.from_rest_s,
         peak_bytes=dict(timeline.peak_bytes),
         budget_bytes={memory: hardware.budget_bytes(memory) for memory in timeline.peak_bytes},
         parts={need.memory: need.parts for need in needs},

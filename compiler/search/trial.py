@@ -23,7 +23,7 @@ class Skipped(Enum):
 
 @dataclass(frozen=True)
 class Pruned:
-    """No schedule of its stages is faster than this, which is no better than the best."""
+    """No schedule of its stages is faster from rest than this, which is no better than the best from rest."""
 
     bound_s: float
 

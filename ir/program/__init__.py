@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .drain import Drain, drain_of
 from .first_fit import FirstFit
 from .flat import Segment
 from .hooks import Earlier, HookCall, elementwise
@@ -77,6 +78,7 @@ __all__ = [
     "WORLD",
     "WRITTEN_OUT",
     "Account",
+    "Drain",
     "Earlier",
     "FirstFit",
     "HookCall",
@@ -106,6 +108,7 @@ __all__ = [
     "describe",
     "device_mesh",
     "donated",
+    "drain_of",
     "dtype_bytes",
     "elementwise",
     "excerpt",

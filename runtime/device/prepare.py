@@ -93,7 +93,6 @@ class Issues:
     homes: dict[str, StageHome]  # per stage that runs here, the memories in which it persists
     streams: set[str] = field(default_factory=set)
     counted: tuple[dict[str, int], dict[str, int]] | None = None  # of a run, per memory: bytes before it, and its peak
-    undoes: bool = False  # whether its updates may be undone
     forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
 
     @property
@@ -135,7 +134,6 @@ def plan_issues(
             plan.streams.add(plan.ops[-1].stream)
     firsts = {(op.stages[0], op.micro_batch): op.index for op in reversed(plan.ops) if op.op == "forward"}
     plan.forwards = tuple(sorted(firsts.values()))
-    plan.undoes = any(home.undo for home in plan.homes.values())
     memory = Memory(profile, budget_bytes, dram_budget_bytes, pooled)
     order = build_order([program], {program.device: memory}, steps=2)
     direct: list[set[int]] = [set() for _ in range(2 * len(plan.ops))]  # those of the second step come second

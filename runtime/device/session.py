@@ -16,7 +16,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
-from ...ir.program import Program, bind_one, largest_values, place_of
+from ...ir.program import Program, bind_one, drain_of, largest_values, place_of
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..simulate import Span
 from ..stage.warm import warm_up
@@ -96,6 +96,7 @@ class DeviceSession:
         self.state = self.state_kind(setup, file, programs["step"].interface, self.plans, self.device)
         if link is not None and self.device.type == "cuda":
             self._warm_up(list(programs.values()))
+        self.drain = drain_of([programs["step"]], setup.precision)
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step that ended
         self.shares_generators = False
@@ -172,13 +173,12 @@ class DeviceSession:
         """As `step`, but it returns as soon as results and all forwards are there. The rest of the step goes on while
         the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
 
-        What only the end of a step shows holds up the next one: the first step's measured bytes, whether updates are
-        undone, and the next loss scale. Where the script `shares_generators`, a step of stages that draw ends before
-        it returns.
+        What only the end of a step shows holds up the next one: the first step's measured bytes, and what `Drain`
+        lists. Where the script `shares_generators`, a step of stages that draw ends before it returns.
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
-        if self.tail is not None and (self.state.loss_scale is not None or self.plans["step"].undoes):
+        if self.tail is not None and self.drain is not None:
             self.finish_step()
         before, self.tail = self.tail, None
         run = self._issue("step", batch, before)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .costs import CostModel, costs_of
-    from .engine import simulate, steady_step_s
+    from .engine import simulate, simulate_steps
     from .stragglers import Straggler, find_stragglers
     from .timeline import Span, Timeline
 
-__all__ = ["CostModel", "Span", "Straggler", "Timeline", "costs_of", "find_stragglers", "simulate", "steady_step_s"]
+__all__ = ["CostModel", "Span", "Straggler", "Timeline", "costs_of", "find_stragglers", "simulate", "simulate_steps"]
 
 # Imported at first use: a worker records spans and simulates nothing.
 _HOMES = {
     "CostModel": ".costs", "Span": ".timeline", "Straggler": ".stragglers", "Timeline": ".timeline",
     "costs_of": ".costs", "find_stragglers": ".stragglers", "simulate": ".engine",
-    "steady_step_s": ".engine",
+    "simulate_steps": ".engine",
 }  # fmt: skip
 
 

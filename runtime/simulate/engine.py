@@ -7,18 +7,18 @@ each task, and `sharing.py` says how transfers share links.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from ...ir import ops
 from ...ir.calls import op_of
 from ...ir.machine.hardware import Hardware
-from ...ir.precision import Precision
 from ...ir.program import (
     WRITTEN_OUT,
+    Drain,
     Order,
     Program,
     build_order,
-    homes_of,
     memory_change,
     print_node,
     producer_of,
@@ -55,23 +55,31 @@ def simulate(
     return _timeline(case, hardware, engine.order, engine)
 
 
-def steady_step_s(
-    programs: Sequence[Program], hardware: Hardware, *, precision: str = "fp32", written_out: int = WRITTEN_OUT
-) -> float:
-    """Seconds from the end of one step to that of the next, where a script makes step after step.
+def simulate_steps(
+    programs: Sequence[Program],
+    hardware: Hardware,
+    alone: Timeline,
+    drain: Drain | None,
+    *,
+    precision: str = "fp32",
+    written_out: int = WRITTEN_OUT,
+) -> Timeline:
+    """What `simulate` gave for the same arguments (`alone`), with `steady_s`: the time of a step where a script makes
+    step after step.
 
-    The devices begin the next step as soon as they have the loss, behind what is left of this one; see
-    `DeviceSession.begin_step`, which also says when they do not. For the arguments and errors see `simulate`.
+    The devices begin the next step as soon as they have the loss, behind what is left of this one, except where steps
+    are drained (`drain`); see `DeviceSession.begin_step`.
     """
-    undone = any(home.undo for program in programs for home in homes_of(program).values())
-    if undone or Precision.of(precision).scales_loss:
-        return simulate(programs, hardware, precision=precision, written_out=written_out).step_s
+    if drain is not None:
+        return replace(alone, steady_s=alone.from_rest_s)
     _, _, engine = _run(programs, hardware, precision, written_out, steps=SETTLED)
     ends_s = [0.0] * SETTLED
     for index, end_s in engine.ended_s.items():
         step = index // engine.order.per_step
         ends_s[step] = max(ends_s[step], end_s)
-    return ends_s[-1] - ends_s[-2]
+    steady_s = ends_s[-1] - ends_s[-2]
+    link_busy = {name: share * alone.from_rest_s / steady_s for name, share in alone.link_busy.items() if steady_s}
+    return replace(alone, steady_s=steady_s, link_busy=link_busy)
 
 
 def _run(

@@ -31,7 +31,8 @@ class Timeline:
 
     `peak_bytes` has for each memory ("gpu0", "dram0") the most bytes that the programs hold in issue order; a host's
     DRAM is the sum over its devices. `moved_bytes` and `link_busy` (share of the step at full rate) are per link.
-    `memory` has for each memory its bytes over time, as rows (seconds, bytes).
+    `memory` has for each memory its bytes over time, as rows (seconds, bytes). `steady_s` is the time between the ends
+    of two steps, one right after another, None where only this step is known.
     """
 
     spans: Sequence[Span]
@@ -40,6 +41,7 @@ class Timeline:
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     link_busy: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    steady_s: float | None = None
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span], device_names: Sequence[str], **figures: Any) -> Timeline:
@@ -49,8 +51,13 @@ class Timeline:
         moved = [Span(s.device, s.stream, s.op, s.text, s.start_s - begin_s, s.end_s - begin_s) for s in rows]
         return cls(moved, device_names, **figures)
 
-    @cached_property
+    @property
     def step_s(self) -> float:
+        """Seconds of one step among many; `from_rest_s` where only this step is known."""
+        return self.from_rest_s if self.steady_s is None else self.steady_s
+
+    @cached_property
+    def from_rest_s(self) -> float:
         """Seconds until the last op ends."""
         return max((span.end_s for span in self.spans), default=0.0)
 
@@ -79,7 +86,8 @@ class Timeline:
     def describe(self) -> str:
         """A few lines of text for people."""
         name, share = self.bottleneck()
-        lines = [f"step {format_seconds(self.step_s)}, busiest: {name} {share:.0%}"]
+        step, from_rest = format_seconds(self.step_s), format_seconds(self.from_rest_s)
+        lines = [f"step {step}{'' if step == from_rest else f' ({from_rest} from rest)'}, busiest: {name} {share:.0%}"]
         lines += [f"  {memory}: peak {format_bytes(peak)}" for memory, peak in self.peak_bytes.items()]
         lines += [f"  {link}: {format_bytes(moved)}" for link, moved in self.moved_bytes.items() if moved]
         return "\n".join(lines)

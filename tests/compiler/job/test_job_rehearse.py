@@ -23,7 +23,7 @@ def test_tied_weights_over_two_gpus() -> None:
     )
     ops = {node.target.name for program in job.programs for node in program.ops()}  # type: ignore[union-attr]
     assert {"send", "recv", "all_reduce", "clip", "step"} <= ops
-    simulated_s = job.simulate().step_s
+    simulated_s = job.simulate().from_rest_s
     found = [job.rehearse(2.0 / simulated_s) for _ in range(2)]
     assert min(timeline.step_s for timeline in found) == pytest.approx(simulated_s, rel=0.05)
     assert set(found[0].device_names[:2]) == {"gpu0", "gpu1"}

@@ -16,17 +16,19 @@ from penstock.ir import ops
 from penstock.ir.errors import HardwareError, VerifyError
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.program import (
+    Drain,
     Interface,
     Program,
     TensorSpec,
     build_order,
+    drain_of,
     memory_change,
     place_frees,
     producer_of,
     profile_memory,
 )
 from penstock.ir.verify.case import Case
-from penstock.runtime.simulate import CostModel, Span, Timeline, simulate, steady_step_s
+from penstock.runtime.simulate import CostModel, Span, Timeline, simulate, simulate_steps
 from penstock.runtime.simulate.costs import OWN_CALLS
 from penstock.runtime.simulate.engine import _Engine, _run
 from penstock.runtime.simulate.priority import turn_of
@@ -303,7 +305,7 @@ def test_several_steps_keep_to_the_memory_and_to_what_links_carry(data: st.DataO
         alone = simulate(programs, hardware)
     except VerifyError:
         with pytest.raises(VerifyError):  # several steps have a ring of waits exactly if one has
-            steady_step_s(programs, hardware)
+            _run(programs, hardware, "fp32", len(programs), steps=3)
         return
     case, _, engine = _run(programs, hardware, "fp32", len(programs), steps=3)
     busiest_s = max(share * alone.step_s for share in alone.link_busy.values())
@@ -338,9 +340,17 @@ def test_the_next_step_begins_behind_the_updates_that_it_needs() -> None:
     programs = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9)
     alone = simulate(programs, machine(1))
     updating_s = alone.busy_share[0, ops.CPU] * alone.step_s
-    assert updating_s < steady_step_s(programs, machine(1)) < alone.step_s * 0.999
+    after = simulate_steps(programs, machine(1), alone, drain_of(programs, "fp32"))
+    assert after.spans == alone.spans
+    assert updating_s < after.step_s < alone.step_s * 0.999
+    assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), alone, Drain.RANKS).step_s
+
+
+def test_steps_that_may_be_undone_or_scale_their_loss_are_drained() -> None:
+    programs = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9)
+    assert drain_of(programs, "fp16") is Drain.LOSS_SCALE and drain_of(programs, "bf16") is None
     undone = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9, clip=True, speculative=True)
-    assert steady_step_s(undone, machine(1)) == simulate(undone, machine(1)).step_s
+    assert drain_of(undone, "fp32") is Drain.UNDO
 
 
 def check_bounds(programs: list[Program], hardware: Hardware, timeline: Timeline) -> None:
