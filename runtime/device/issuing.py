@@ -75,19 +75,18 @@ class Loans:
         self._count += num_ops
         return self._count - num_ops
 
-    def settle(self, stream: Stream, waits: Sequence[tuple[Stream, int]]) -> None:
+    def settle(self, stream: Stream, waits: Sequence[Event]) -> None:
         """Let go of what readers have borrowed from a stream up to these ops, as its next task waits for them. Called
         by that task, after its waits."""
         readers = self._open.get(stream)
         if readers is None:
             return
+        for event in waits:
+            _let_go(readers.get(event.stream), event.number)
         if stream in self._behind:
             self._behind.discard(stream)
-            waits = [*waits, *((reader, self._over - 1) for reader in list(readers))]  # the issuing thread may add one
-        for reader, last in waits:
-            rows = readers.get(reader)
-            while rows and rows[0][0] <= last:
-                rows.popleft()
+            for rows in list(readers.values()):  # the issuing thread may add one meanwhile
+                _let_go(rows, self._over - 1)
 
     def end(self, count: int) -> None:
         """Let go of what the first `count` ops have borrowed, as all streams are done with them. Of a stream that goes
@@ -108,6 +107,12 @@ class Loans:
     def _lend(self, taker: Stream, tensors: list[Tensor], reader: Stream, index: int) -> None:
         if tensors:
             self._open.setdefault(taker, {}).setdefault(reader, deque()).append((index, tensors))
+
+
+def _let_go(rows: deque[tuple[int, list[Tensor]]] | None, last: int) -> None:
+    """Let go of loans up to this op."""
+    while rows and rows[0][0] <= last:
+        rows.popleft()
 
 
 class Handle:
@@ -215,9 +220,10 @@ class Issuing:
 
         def held() -> None:  # all of it in the task: what a thread makes does not exist before
             assert loans is not None
-            loans.settle(stream, [(event.stream, event.number) for event in waits])
+            loans.settle(stream, waits)
             for box in reads:
-                loans.lend(box, stream, number)
+                if box.stream is not stream or box.others:
+                    loans.lend(box, stream, number)
             others = [(old, storages_in(old.value) if old.stream is not stream else set()) for old in over]
             task()
             for box, (old, before) in zip(reversed(made), reversed(others)):

@@ -7,8 +7,8 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unle
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, MutableSequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, MutableSequence
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -108,12 +108,14 @@ class Streams:
             cores = near_cores(node, self.place, len(self.beside))[0]
         return ThreadStream(key, self._notices, self.board, slot, num_threads, gpu, cores)
 
-    def as_before(self) -> AbstractContextManager[Any]:
-        """Leave the calling thread's CUDA stream as it is now: each op that is issued sets its own."""
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """While it lasts, the calling thread issues for all streams, backwards too: autograd's own thread would only
+        take turns with it. Afterwards its CUDA stream is as it is now."""
         self._current.stream = None
-        if self.device.type != "cuda":
-            return nullcontext()
-        return on_stream(current_stream(self.device))
+        own = on_stream(current_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        with own, torch.autograd.set_multithreading_enabled(False):
+            yield
 
     def end_issue(self, used: Collection[Stream]) -> None:
         """All ops of a step have been issued to these streams."""

@@ -120,7 +120,7 @@ class DeviceSession:
         """Load the kernels of all stages, as the first step would, while no message is under way."""
         compute = self.streams.of(self.plans["step"])[ops.COMPUTE]
         assert isinstance(compute, CudaStream)
-        with on_stream(compute.stream):
+        with self.streams.issuing(), on_stream(compute.stream):
             arena, setup = self.state.memory.device_arena, self.setup
             warm_up(self.state.stores, self.file.build, arena, programs, setup.precision, setup.optimizer)
 
@@ -138,7 +138,7 @@ class DeviceSession:
 
         stream.begin()
         try:
-            with current(self.device), self.streams.as_before():
+            with current(self.device), self.streams.issuing():
                 stream.issue(run, [], _BeforeSteps())
                 self.streams.end_issue([stream])
                 self.streams.wait_end([stream])
@@ -244,7 +244,7 @@ class DeviceSession:
         begun_s = time.perf_counter()
         for stream in runtime.streams.values():
             stream.begin(number)
-        with self._breaking(runtime, number), self.streams.as_before():
+        with self._breaking(runtime, number), self.streams.issuing():
             results = self.file.functions[function](runtime, dict(batch))
             assert runtime.complete, "the file's function and its parsed text differ"
             self.streams.end_issue(runtime.streams.values())

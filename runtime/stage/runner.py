@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from .pointwise import PointwiseAgain
 from .saved_classes import Aside, SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
 
+NOTHING = nullcontext()
+
 
 class Kept:
     """What a forward leaves for its backward: where the gradients enter and where those of the inputs come out.
@@ -40,7 +42,6 @@ class Kept:
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
         self.edges: list[GradientEdge | None] = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
-        self.likes = [(o.shape, o.dtype) for o in outputs]
         self.leaves: list[Tensor] = list(leaves)
         self.num_bytes = num_bytes
         self.is_partial = False
@@ -107,6 +108,8 @@ class StageRunner:
         if isinstance(module, Stage):
             module.device = self.device
         self.draws = Draws(spec.name, module, self.device)
+        outputs = (*spec.outputs, *spec.extra_outputs) if self.precision.low_dtype is not None else ()
+        self._dtypes = [getattr(torch, output.dtype) for output in outputs]
         self.compiled = None if compiler is None else CompiledBlocks(module, compiler)
         self._params = _own_parameters(spec, module, self.device)
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad}
@@ -116,7 +119,7 @@ class StageRunner:
         self._training = {m: m.training for m in module.modules()}
         self._evaluating = False
         self._bound: dict[str, Tensor] | None = None
-        self._starts: list[int] = []  # addresses of the bound parameters, ascending
+        self._starts: list[int] | None = None  # addresses of the bound parameters, ascending; None until asked for
         self._spans: list[tuple[int, str]] = []  # their end addresses and names, in the same order
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
         self._adding: dict[str, Tensor] | None = None  # gradients that still are those of the parameters
@@ -132,13 +135,9 @@ class StageRunner:
         """Let the parameters be these tensors (shared, not copied). One dict object always means the same tensors."""
         if weights is self._bound:
             return
-        rows = []
         for name, param in self._params.items():
             param.data = weights[name]
-            rows.append((param.data_ptr(), param.data_ptr() + param.numel() * param.element_size(), name))
-        rows.sort()
-        self._starts = [start for start, _, _ in rows]
-        self._spans = [(end, name) for _, end, name in rows]
+        self._starts = None
         self._held = {_storage(t) for t in (*self._params.values(), *self.buffers().values())}
         self._bound = weights
 
@@ -146,7 +145,7 @@ class StageRunner:
         """Let go of the bound weights."""
         for param in self._params.values():
             param.data = torch.empty(0, dtype=param.dtype, device=self.device)
-        self._bound, self._starts, self._spans = None, [], []
+        self._bound, self._starts = None, None
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set all buffers, persistent or not, to copies of `values` on the device."""
@@ -198,7 +197,7 @@ class StageRunner:
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
-        outputs, leaves = self._run(inputs, seed, keep is True, keeping or nullcontext(), first)
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping or NOTHING, first)
         if first:
             self._check_outputs(outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
@@ -234,7 +233,7 @@ class StageRunner:
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
-        moving = self._moving_to(grads, places) if places else nullcontext()
+        moving = self._moving_to(grads, places) if places else NOTHING
         with self._adding_to(grads, taken, places, more and not places), moving:
             if edges:
                 # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
@@ -277,21 +276,21 @@ class StageRunner:
         self._change_params()
         with self.draws.seeded(seed), torch.no_grad(), self.precision.autocast(self.device):
             leaves = map(_laid_out, inputs, self.spec.inputs)
-            outputs = _as_planned(self.module(*leaves), (*self.spec.outputs, *self.spec.extra_outputs), self.precision)
-            return self._detached(outputs, inputs)
+            return self._detached(_as_planned(self.module(*leaves), self._dtypes), inputs)
 
     # --- inside
 
     def _entries(self, kept: Kept, douts: Sequence[Tensor | float | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         """The edges at which gradients enter the graph, and these gradients."""
         edges, values = [], []
-        for edge, (shape, dtype), dout in zip(kept.edges, kept.likes, douts, strict=True):
+        for edge, want, dout in zip(kept.edges, self.spec.outputs, douts, strict=True):
             if edge is not None and dout is not None:
                 edges.append(edge)
-                values.append(
-                    dout if isinstance(dout, Tensor) else torch.full(shape, dout, dtype=dtype, device=self.device)
-                )
+                values.append(dout if isinstance(dout, Tensor) else self._filled(want, dout))
         return edges, values
+
+    def _filled(self, like: TensorSpec, value: float) -> Tensor:
+        return torch.full(like.shape, value, dtype=getattr(torch, like.dtype), device=self.device)
 
     @contextmanager
     def _adding_to(
@@ -342,8 +341,8 @@ class StageRunner:
         self, partial: Kept | None, inputs: Sequence[Tensor], seed: int, weights_move: bool = False
     ) -> Kept:
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
-        with self._spare_buffers() if self._buffers else nullcontext():
-            outputs, leaves = self._run(inputs, seed, True, taking or nullcontext(), weights_move=weights_move)
+        with self._spare_buffers() if self._buffers else NOTHING:
+            outputs, leaves = self._run(inputs, seed, True, taking or NOTHING, weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()
             partial.drop()
@@ -374,13 +373,12 @@ class StageRunner:
         hooks = (
             self._hooks(storages if measure else None)
             if keep and (measure or moves or self.spec.pointwise_again)
-            else nullcontext()
+            else NOTHING
         )
         autocast = self.precision.autocast(self.device)
-        blocks = nullcontext() if self.compiled is None else self.compiled.within(calls)
-        with self.draws.seeded(seed, first), torch.set_grad_enabled(keep), autocast, hooks, calls, blocks:
-            outputs = list(self.module(*leaves)[: len(self.spec.outputs)])
-            outputs = _as_planned(outputs, self.spec.outputs, self.precision)
+        blocks = NOTHING if self.compiled is None else self.compiled.within(calls)
+        with torch.set_grad_enabled(keep), all_of(self.draws.seeded(seed, first), autocast, hooks, calls, blocks):
+            outputs = _as_planned(self.module(*leaves)[: len(self.spec.outputs)], self._dtypes)
         if first:
             self._check_inputs(leaves, versions)
         if measure:
@@ -391,13 +389,14 @@ class StageRunner:
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
+        starts, spans, held = self._bound_at(), self._spans, self._held
 
         def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
             address = saved.data_ptr()
-            row = bisect_right(self._starts, address) - 1
-            if row >= 0 and address < self._spans[row][0] and _storage(saved) in self._held:
-                offset_bytes = address - self._starts[row]
-                return self._spans[row][1], saved.dtype, offset_bytes, saved.shape, saved.stride()
+            row = bisect_right(starts, address) - 1
+            if row >= 0 and address < spans[row][0] and _storage(saved) in held:
+                offset_bytes = address - starts[row]
+                return spans[row][1], saved.dtype, offset_bytes, saved.shape, saved.stride()
             if storages is not None:
                 storages[_storage(saved)] = saved.untyped_storage().nbytes()
             return saved.detach()  # a saved result would else hold the very graph that saves it
@@ -415,6 +414,15 @@ class StageRunner:
             weights = {_storage(p) for p in self._params.values()}
             return PointwiseAgain(pack, unpack, lambda tensor: _storage(tensor) in weights)
         return saved_tensors_hooks(pack, unpack)
+
+    def _bound_at(self) -> list[int]:
+        """The addresses of the bound parameters, ascending."""
+        if self._starts is None:
+            params = self._params.items()
+            rows = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in params)
+            self._starts = [start for start, _, _ in rows]
+            self._spans = [(end, name) for _, end, name in rows]
+        return self._starts
 
     def _change_params(self) -> None:
         """Change the weights as the user's forward does, unseen by autograd. The second time changes nothing."""
@@ -465,6 +473,21 @@ class StageRunner:
                 )
 
 
+def all_of(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """All of these contexts, the last one innermost. Most runs need none, and entering one that does nothing takes the
+    host as long as a launch."""
+    needed = [context for context in contexts if not isinstance(context, nullcontext)]
+    return _entered(needed) if needed else NOTHING
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
     """An input in the layout that the plan says: the tensor itself where it lies so, else a copy."""
     if not want.order:
@@ -473,13 +496,15 @@ def _laid_out(tensor: Tensor, want: TensorSpec) -> Tensor:
     return tensor.permute(want.order).contiguous().permute(inverse)
 
 
-def _as_planned(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], precision: Precision) -> list[Tensor]:
-    """The outputs, under autocast in the dtypes of the plan, whatever this device and this version of torch keep in
-    full precision."""
-    if precision.low_dtype is None:
+def _as_planned(outputs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The outputs, in a low precision in the dtypes of the plan, whatever this device and this version of torch keep in
+    full precision. `dtypes`: none where they stay as they are."""
+    if not dtypes:
         return list(outputs)
-    wanted = [getattr(torch, spec.dtype) for spec in specs]
-    return [o.to(want) if o.is_floating_point() and want.is_floating_point else o for o, want in zip(outputs, wanted)]
+    return [
+        o.to(want) if o.dtype is not want and o.is_floating_point() and want.is_floating_point else o
+        for o, want in zip(outputs, dtypes)
+    ]
 
 
 def _storage(tensor: Tensor) -> int:

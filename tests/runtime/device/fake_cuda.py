@@ -226,9 +226,9 @@ def _watch_loans(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         cuda.held.update((tensor.untyped_storage().data_ptr(), actor) for tensor in tensors)
         lend(loans, taker, tensors, reader, index)
 
-    def settled(loans: Loans, stream: Any, passed: Any) -> None:
+    def settled(loans: Loans, stream: Any, waits: Any) -> None:
         before = borrowed(loans, stream)
-        settle(loans, stream, passed)
+        settle(loans, stream, waits)
         _, clock = cuda.actor()
         for reader, key in before - borrowed(loans, stream):
             for access in cuda.accesses.get(key, ()):

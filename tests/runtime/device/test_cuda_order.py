@@ -181,8 +181,8 @@ def test_memory_comes_back_as_the_order_says_and_the_host_waits_for_nothing(
 def _count_borrowed(monkeypatch: pytest.MonkeyPatch, most: list[int], place: int) -> None:
     settle = Loans.settle
 
-    def counting(loans: Loans, stream: Any, passed: Any) -> None:
-        settle(loans, stream, passed)
+    def counting(loans: Loans, stream: Any, waits: Any) -> None:
+        settle(loans, stream, waits)
         held = [t for rows in loans._open.values() for row in rows.values() for _, tensors in row for t in tensors]
         most[place] = max(most[place], sum(tensor.nbytes for tensor in held))
 

@@ -37,7 +37,7 @@ from penstock.ir.program import (
 from penstock.ir.verify import verify
 from penstock.runtime.device.issuing import Box, Loans
 from penstock.runtime.device.prepare import Issue, plan_issues
-from penstock.runtime.device.streams import Stream
+from penstock.runtime.device.streams import HostEvent, Stream
 from penstock.tests.ir.program.handmade import pipeline
 
 THREADS = (ops.CPU, ops.READ, ops.WRITE)
@@ -111,7 +111,9 @@ class Model:
         """What `Issuing._launch` does with boxes."""
         issue = self.issue_of(self.cursor)
         stream = self.streams[issue.stream]
-        waits = [(self.streams[self.issue_of(i).stream], i) for i in self.waits(self.cursor)]
+        waits = [HostEvent(self.streams[self.issue_of(i).stream]) for i in self.waits(self.cursor)]
+        for event, number in zip(waits, self.waits(self.cursor)):
+            event.number = number
         self.loans.settle(stream, waits)
         for value in operands(node):
             if value in self.boxes:
