@@ -68,7 +68,7 @@ class FakeEvent:
         return False  # as if the GPU were slow, so that nobody skips a wait
 
     def synchronize(self) -> None:
-        self.cuda.host_waits += 1
+        self.cuda.host_waits += threading.current_thread() is threading.main_thread()
         merge(self.cuda.host_clock(), self.clock)
 
     def elapsed_time(self, other: FakeEvent) -> float:
@@ -101,7 +101,7 @@ class FakeCuda:
         self.races: list[str] = []
         self.not_held: set[str] = set()
         self.num_streams = 0
-        self.host_waits = 0  # the number of times that host threads waited for GPU events
+        self.host_waits = 0  # the number of times that the issuing thread waited for GPU events
         self.lock = threading.Lock()
 
     def host_clock(self) -> Clock:
