@@ -49,6 +49,7 @@ class BlockCost:
     backward_peak_bytes: int = 0  # the most that backward adds to what forward left, less what it has freed of that
     launches: int = 0  # aten calls in forward
     calls: tuple[CostlyCall, ...] | None = ()  # in order; None: they depend on the device or on gradients
+    uncounted: tuple[str, ...] = ()  # operators whose workspace on a GPU is not known, and not in the peaks
 
 
 @dataclass(frozen=True)

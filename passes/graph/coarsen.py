@@ -56,9 +56,17 @@ class Coarsen(Pass):
         first = draft.machine.devices[0]
         gaps = [device.reserve.gaps_bytes for device in draft.machine.devices if device.reserve is not None]
         draft.blocks = measure_blocks(draft.graph, blocks, first.kind, min(gaps, default=None))
+        told = _remarks(draft.blocks)
         if draft.options.profiler is not None:
             draft.blocks = draft.options.profiler(draft.graph, draft.blocks, draft.machine)
-            draft.notes[self.name] = f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}"
+            told.append(f"times of blocks were measured on {', '.join(draft.blocks[0].seconds)}")
+        if told:
+            draft.notes[self.name] = "; ".join(told)
+
+
+def _remarks(blocks: list[Block]) -> list[str]:
+    names = sorted({name.removeprefix("aten::") for block in blocks for name in block.cost.uncounted})
+    return [f"peaks leave out what {', '.join(names)} may hold on a GPU while they run"] if names else []
 
 
 def find_blocks(graph: OpGraph, level: str = "layer") -> list[Block]:

@@ -92,6 +92,7 @@ def measure(
         backward_peak_bytes=backward.peak_bytes,
         launches=forward.launches,
         calls=None if recurrent else _costly_calls(forward.costly, light.costly),
+        uncounted=tuple(sorted(forward.uncounted | backward.uncounted | light.uncounted)),
     )
 
 
@@ -284,6 +285,7 @@ class _Meter(TorchDispatchMode, KernelCalls):
         self.launches = 0
         self.live_bytes = self.peak_bytes = 0
         self.largest_bytes = 0  # of one storage, or of what an operator holds
+        self.uncounted: set[str] = set()  # operators of which is not known what they hold
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,7 +310,11 @@ class _Meter(TorchDispatchMode, KernelCalls):
         for tensor in new:
             self.born(tensor.untyped_storage())
         if self.run.cuda:
-            self.held(workspace_bytes(func, args, kwargs, out))
+            held_bytes = workspace_bytes(func, args, kwargs, out)
+            if held_bytes is None:
+                self.uncounted.add(str(func._schema.name))
+            else:
+                self.held(held_bytes)
         return out
 
     def held(self, num_bytes: int) -> None:

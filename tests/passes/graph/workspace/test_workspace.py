@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compiler.capture.trace import trace
+from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph import costs
 from penstock.passes.graph.coarsen import Coarsen
 from penstock.passes.graph.workspace import attention
@@ -30,8 +31,37 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def held(operator: Any, *arguments: Any, gpu: GpuSize = CARD) -> int:
+def held(operator: Any, *arguments: Any, gpu: GpuSize = CARD) -> int | None:
     return workspace_bytes(operator, arguments, {}, operator(*arguments), gpu)
+
+
+def test_of_what_has_no_rule_nothing_is_known_and_views_and_pointwise_calls_hold_nothing() -> None:
+    assert held(aten.cumsum.default, meta(8, 8), 0) is None
+    for operator, *given in (
+        (aten.mul.Tensor, meta(8), meta(8)), (aten.add_.Tensor, meta(8), meta(8)), (aten.split.Tensor, meta(8), 4),
+        (aten.transpose.int, meta(8, 8), 0, 1), (aten.copy_.default, meta(8), meta(8)),
+    ):  # fmt: skip
+        assert held(operator, *given) == 0, operator
+
+
+class Accumulated(nn.Module):
+    """Sums of all earlier rows: CUB's scan takes memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).cumsum(0).square().mean()
+
+
+@pytest.mark.parametrize("machine", ["rtx4090x1", "cpu"])
+def test_what_is_not_counted_is_told(machine: str) -> None:
+    hardware = Hardware.from_any(machine) if machine != "cpu" else Hardware.cpu(num_devices=1)
+    draft, coarsen = draft_of(trace(Accumulated(), {"x": torch.ones(4, 8)}), hardware), Coarsen()
+    coarsen.rewrite(draft, coarsen.plan(draft))
+    told = {"coarsen": "peaks leave out what cumsum may hold on a GPU while they run"}
+    assert draft.notes == ({} if machine == "cpu" else told)
 
 
 def test_a_sum_over_rows_leaves_a_part_for_each_block_of_threads() -> None:
