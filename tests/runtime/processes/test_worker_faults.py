@@ -78,10 +78,12 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 def test_a_killed_worker_is_named_with_its_line_and_all_others_stop(tmp_path: Path) -> None:
     driver = workers_of(tmp_path, seconds=30.0)
     ids, board = driver.process_ids, driver.workers[0].board
+    lines = (tmp_path / "device0.py").read_text().splitlines()
+    number = next(i for i, text in enumerate(lines, 1) if "rt.forward(" in text)
     killed_at: list[float] = []
 
     def kill() -> None:
-        assert eventually(lambda: any(line > 0 for line in board))  # device 0 computes, device 1 waits for it
+        assert eventually(lambda: number in board)  # device 0 computes, device 1 waits for it
         killed_at.append(time.monotonic())
         os.kill(ids[0], signal.SIGKILL)
 
@@ -93,8 +95,6 @@ def test_a_killed_worker_is_named_with_its_line_and_all_others_stop(tmp_path: Pa
     assert time.monotonic() - killed_at[0] < 10
     message = str(caught.value)
     assert caught.value.device == 0 and "device 0 (cpu0)" in message and "SIGKILL" in message
-    lines = (tmp_path / "device0.py").read_text().splitlines()
-    number = next(i for i, text in enumerate(lines, 1) if "rt.forward(" in text)
     assert f"line {number}: `y0_m0, = rt.forward(" in message and "micro-batch 0" in message
     assert caught.value.line is not None and caught.value.line.startswith("y0_m0, = rt.forward(")
     assert not any(is_running(pid) for pid in ids) and not os.path.exists(driver.scratch)
