@@ -67,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args.run:
             return run_part(args)
+        unknown = sorted({*(args.part or ())} - {part.name for part in PARTS})
+        if unknown:
+            print(f"--part {unknown[0]!r}: there is none of this name; --list prints all", file=sys.stderr)
+            return 2
         carried = {
             "wheels": vars(wheels.unpack(args.wheels, Path(folder) / "site")),
             "libraries": libaio.unpack(args.wheels, Path(folder) / "libraries"),
@@ -125,6 +129,9 @@ def call(args: argparse.Namespace, found: dict[str, Any], folder: Path, begin_s:
 
     end_s = begin_s + (args.seconds or calls.TOTAL_S * args.scale)
     seen = identity(args)
+    if seen is None:
+        print(f"--device {args.device}: torch does not find one here; --device cpu --small rehearses", file=sys.stderr)
+        return 2
     origin = {
         "commit": args.commit, "small": args.small, "command": command_line(),
         **{name: seen.pop(name) for name in ("device", "driver", "torch", "cuda")},
@@ -161,10 +168,16 @@ def command_line() -> str:
     return " ".join(["python", "bench/gpu_first.py", *words])
 
 
-def identity(args: argparse.Namespace) -> dict[str, Any]:
-    """What `bench/gpu/machine.py` says, from a process of its own: this one shall not hold a context on the GPU."""
+def identity(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What `bench/gpu/machine.py` says, from a process of its own: this one shall not hold a context on the GPU. None
+    where there is no such device."""
+    from penstock.bench.gpu.machine import NO_DEVICE
+
     command = [sys.executable, "-m", "penstock.bench.gpu.machine", args.device]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == NO_DEVICE:
+        return None
+    done.check_returncode()
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 

@@ -23,6 +23,7 @@ NEEDED = (
     "rich", "safetensors", "typer", "mip", "highspy", "pymetis", "pynvml", "triton", "pytest", "pytest_timeout",
     "expecttest", "hypothesis", "transformers", "deepspeed", "hjson", "msgpack", "cpuinfo", "einops", "ninja",
 )  # fmt: skip
+NO_DEVICE = 4  # exit status where there is no device of the kind asked for
 TOOLS = ("g++", "ninja", "nvcc", "nvidia-smi", "git", "pip")
 
 
@@ -47,7 +48,7 @@ def driver_version() -> str:
 
 
 def described(kind: str) -> dict[str, Any]:
-    """The facts. Raises RuntimeError if there is no such device."""
+    """The facts of a machine that has such a device."""
     import torch
 
     emulated = kind == "cuda" and is_emulated()
@@ -72,5 +73,13 @@ def described(kind: str) -> dict[str, Any]:
     return facts
 
 
+def has(kind: str) -> bool:
+    import torch
+
+    return kind == "cpu" or torch.cuda.is_available()
+
+
 if __name__ == "__main__":
+    if not has(sys.argv[1]):
+        sys.exit(NO_DEVICE)
     print(json.dumps(described(sys.argv[1])))

@@ -213,6 +213,21 @@ def test_rows_that_are_not_of_a_real_gpu_are_refused(
     assert "name a folder by --out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "cpu", "--small", "--part", "pinnin"], "--part 'pinnin': there is none of this name"),
+        (["--device", "cuda"], "--device cuda: torch does not find one here"),
+    ],
+)
+def test_a_part_or_a_device_that_is_not_there_is_refused(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_first.main([*words, "--out", str(tmp_path)]) == 2
+    assert told in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_what_is_packed_is_what_setup_cfg_requires_but_for_torch() -> None:
     names = [wheels.name_of(line) for line in wheels.requirements(gpu_first.ROOT / "setup.cfg")]
     assert {"pydantic", "networkx", "mip", "highspy", "pymetis", "nvidia-ml-py", "expecttest", "pytest"} <= set(names)
