@@ -44,6 +44,12 @@ cudaError_t copy_async(void* dst, const void* src, size_t size, cudaStream_t han
   if (uintptr_t(src) - DEVICE_BASE < MOST_DEVICES * DEVICE_SPAN && from.what != 1) return say(cudaErrorInvalidValue);
   int kind = to.what == 1 ? (from.what == 1 ? (to.device == from.device ? COPY_D2D : COPY_PEER) : COPY_H2D) : COPY_D2H;
   bool pageable = to.what == 0 || from.what == 0;
+  if (pageable || blocking_call) {
+    if (auto error = not_while_capturing(s)) return error;
+  }
+  if (blocking_call) {
+    if (auto error = unsafe_call()) return error;
+  }
   if (pageable && !blocking_call) fakecuda_note("copies of pageable memory called async", 1);
   fakecuda_note(KIND_NAMES[kind], 1);
   fakecuda_note((std::string(KIND_NAMES[kind]) + " bytes").c_str(), (long long)size);

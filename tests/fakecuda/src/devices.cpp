@@ -136,6 +136,7 @@ cudaError_t CUDARTAPI cudaDeviceGetStreamPriorityRange(int* least, int* greatest
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaDeviceSynchronize() {
+  if (auto error = unsafe_call()) return error;
   fakecuda_note("cudaDeviceSynchronize", 1);
   HostWait told("cudaDeviceSynchronize");
   wait_device(current_device);
@@ -162,6 +163,15 @@ const char* CUDARTAPI cudaGetErrorString(cudaError_t error) {
     case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
     case cudaErrorPeerAccessUnsupported: return "peer access is not supported between these two devices";
     case cudaErrorNotSupported: return "operation not supported";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureMerge: return "operation would result in a merge of separate capture sequences";
+    case cudaErrorStreamCaptureUnmatched: return "capture was not ended in the same stream as it began";
+    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureWrongThread: return "attempt to terminate a thread-local capture sequence from another thread";
+    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     default: return "fakecuda error";
   }
 }

@@ -30,12 +30,15 @@ Tensor& copy_here(Tensor& dst, const Tensor& src, bool non_blocking) {
   auto stream = c10::cuda::getCurrentCUDAStream(dst.get_device());
   Tensor from = src.expand_as(dst);
   fakecuda_note("operators", 1);
-  auto job = std::make_unique<Job>(Job{copy_op(), nullptr, {on_cpu(dst), on_cpu(from), false}, {}, {}, false, 0, -1, int(dst.get_device()), {false}});
+  auto job = std::make_unique<Job>(Job{copy_op(), nullptr, {on_cpu(dst), on_cpu(from), false}, {}, {}, false, {}, -1, int(dst.get_device()), {false}});
   enqueue_job(std::move(job), stream.stream(), "aten::copy_");
   return dst;
 }
 
 int64_t choose_math(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) { return 0; }
+
+void call(void* f) { (*(std::function<void()>*)f)(); }
+void drop(void* f) { delete (std::function<void()>*)f; }
 
 void print_stats() {  // what the real caching allocator has to say at the end
   try {
@@ -73,11 +76,11 @@ extern "C" void fakecuda_set_up() {  // called once, by the runtime (kernels.cpp
       using Action = c10::CachingDeviceAllocator::TraceEntry::Action;
       if (e.action_ != Action::ALLOC && e.action_ != Action::FREE_COMPLETED) return;
       if (e.size_ > (64u << 20)) return;
-      struct Range { void* at; size_t size; };
-      fakecuda_enqueue((cudaStream_t)e.stream_, "poison", [](void* raw) {
-        std::unique_ptr<Range> range((Range*)raw);
-        memset(range->at, 0xff, range->size);
-      }, new Range{(void*)e.addr_, e.size_}, POISON);
+      auto fill = [at = (void*)e.addr_, size = e.size_] { memset(at, 0xff, size); };
+      auto* job = new std::function<void()>(fill);
+      bool of_graph = e.mempool_.first || e.mempool_.second;  // else it comes and goes once, also during a capture
+      if (of_graph) fakecuda_enqueue((cudaStream_t)e.stream_, "poison", call, job, POISON, drop);
+      else fakecuda_run_beside((cudaStream_t)e.stream_, "poison", fill, POISON);
     });
   }
   if (fakecuda_env("FAKECUDA_VERBOSE", 0)) fakecuda_at_end(print_stats);

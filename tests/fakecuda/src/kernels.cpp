@@ -92,9 +92,20 @@ using namespace fakecuda;
 
 extern "C" {
 
-void fakecuda_enqueue(cudaStream_t stream, const char* name, void (*fn)(void*), void* arg, int kind) {
+void fakecuda_run_beside(cudaStream_t stream, const char* name, std::function<void()> run, int kind) {
+  push(stream_of(stream), name, kind, std::move(run));
+}
+void fakecuda_enqueue(cudaStream_t stream, const char* name, void (*fn)(void*), void* arg, int kind, void (*drop)(void*)) {
   Stream* s = stream_of(stream);
   use_context(s->device);
+  if (s->capture) {
+    if (kind == MESSAGE) {  // nothing here launches NCCL's from a graph
+      not_while_capturing(s);
+      return;
+    }
+    std::shared_ptr<void> held(arg, [drop](void* p) { if (drop) drop(p); });
+    return note_work(s, name, kind, [fn, held] { fn(held.get()); });
+  }
   if (settings().lazy && kind == KERNEL) first_launch(s->device, name);
   if (settings().sync_share > 0 && kind == KERNEL) {
     static thread_local std::mt19937_64 random(settings().seed * 7919 + uint64_t(getpid()));
@@ -104,7 +115,11 @@ void fakecuda_enqueue(cudaStream_t stream, const char* name, void (*fn)(void*), 
       wait_device(s->device);
     }
   }
-  if (kind != MESSAGE) return enqueue(s, name, kind, [=] { fn(arg); });
+  if (kind != MESSAGE)
+    return enqueue(s, name, kind, [=] {
+      fn(arg);
+      if (drop) drop(arg);
+    });
   messages_under_way(s->device)++;
   enqueue(s, name, kind, [=] {
     fn(arg);

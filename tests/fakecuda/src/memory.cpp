@@ -88,6 +88,7 @@ cudaError_t CUDARTAPI cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaMalloc(void** out, size_t size) {
+  if (auto error = unsafe_call()) return error;
   fakecuda_note("cudaMalloc", 1);
   use_context(current_device);
   size_t rounded = (std::max<size_t>(size, 1) + 511) / 512 * 512;
@@ -110,6 +111,7 @@ cudaError_t CUDARTAPI cudaMalloc(void** out, size_t size) {
 }
 cudaError_t CUDARTAPI cudaFree(void* ptr) {
   if (!ptr) return cudaSuccess;
+  if (auto error = unsafe_call()) return error;
   fakecuda_note("cudaFree", 1);
   Place place = place_of(ptr);
   if (place.what != 1) return say(cudaErrorInvalidValue);
@@ -125,6 +127,7 @@ cudaError_t CUDARTAPI cudaFree(void* ptr) {
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t size, unsigned) {
+  if (auto error = unsafe_call()) return error;
   fakecuda_note("cudaHostAlloc", 1);
   size_t rounded = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
   void* found = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -137,6 +140,7 @@ cudaError_t CUDARTAPI cudaHostAlloc(void** out, size_t size, unsigned) {
 cudaError_t CUDARTAPI cudaMallocHost(void** out, size_t size) { return cudaHostAlloc(out, size, 0); }
 cudaError_t CUDARTAPI cudaFreeHost(void* ptr) {
   if (!ptr) return cudaSuccess;
+  if (auto error = unsafe_call()) return error;
   for (int d = 0; d < int(visible().size()); d++) wait_device(d);
   std::unique_lock<std::shared_mutex> hold(memory_lock());
   auto it = blocks().find(uintptr_t(ptr));

@@ -290,7 +290,7 @@ void submit(const std::vector<Op>& all) {
       fakecuda_note(NAMES[op.what], 1);
       fakecuda_note((std::string(NAMES[op.what]) + " bytes").c_str(), (long long)(op.count * width(op.type)));
     }
-    fakecuda_enqueue(key.second, NAMES[ops[0].what], run_batch, batch, MESSAGE);
+    fakecuda_enqueue(key.second, NAMES[ops[0].what], run_batch, batch, MESSAGE, nullptr);
   }
 }
 

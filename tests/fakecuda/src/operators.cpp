@@ -57,28 +57,28 @@ void run_cpu(const c10::OperatorHandle& op, const Custom* custom, Stack& stack) 
 }
 
 void run_job(void* raw) {
-  std::unique_ptr<Job> job((Job*)raw);
+  const auto* job = (const Job*)raw;
   lone_thread();
   c10::impl::ExcludeDispatchKeyGuard guard(above());
   try {
-    Stack stack = std::move(job->args);
+    Stack stack = job->args;
     if (job->ready.empty()) {
       at::Generator generator;
       if (job->draws) {
-        generator = at::detail::createCPUGenerator(job->seed);
+        generator = at::detail::createCPUGenerator(job->seed.now());
         if (job->generator_at >= 0) stack[size_t(job->generator_at)] = generator;
         drawing = &generator;
       }
       run_cpu(job->op, job->custom, stack);
       drawing = nullptr;
     } else {
-      stack = std::move(job->ready);
+      stack = job->ready;
     }
     size_t at = 0;
     for (size_t i = 0; i < stack.size(); i++) {
       if (!job->fresh[i]) continue;
       auto take = [&](const Tensor& found) {
-        Tensor& into = job->results.at(at++);
+        Tensor into = job->results.at(at++);
         if (!into.defined() || !found.defined()) return;
         TORCH_CHECK(found.defined() && found.sizes() == into.sizes(), "fakecuda: another shape than foreseen: ", found.defined() ? found.sizes() : at::IntArrayRef(), " for ", into.sizes(), found.defined());
         into.copy_(found);
@@ -99,8 +99,8 @@ void pass_time(void*) {  // instead of computing
 }
 
 void enqueue_job(std::unique_ptr<Job> job, cudaStream_t stream, const char* label) {
-  if (compute) fakecuda_enqueue(stream, label, run_job, job.release(), KERNEL);
-  else fakecuda_enqueue(stream, label, pass_time, nullptr, KERNEL);
+  if (compute) fakecuda_enqueue(stream, label, run_job, job.release(), KERNEL, [](void* p) { delete (Job*)p; });
+  else fakecuda_enqueue(stream, label, pass_time, nullptr, KERNEL, nullptr);
 }
 
 struct Result {  // of one return of the schema
@@ -156,7 +156,7 @@ class Emulated : public c10::OperatorKernel {
     TORCH_CHECK(custom_ || op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "fakecuda: no CPU kernel for ", name_);
     if (product_) at::cuda::getCurrentCUDABlasHandle(true);  // takes its workspace from the caching allocator
 
-    auto job = std::make_unique<Job>(Job{op, custom_, {}, {}, {}, draws_, 0, generator_at_, device, {}});
+    auto job = std::make_unique<Job>(Job{op, custom_, {}, {}, {}, draws_, {}, generator_at_, device, {}});
     for (int source : source_) job->fresh.push_back(source < 0);
     if (dropout_at_ >= 0 && args[size_t(dropout_at_)].toDouble() == 0) job->draws = false;  // then CUDA draws nothing
     if (job->draws) draw(args, device, job->seed);
@@ -167,7 +167,7 @@ class Emulated : public c10::OperatorKernel {
       Stack cpu = cpu_args(args);
       at::Generator generator;
       if (job->draws) {
-        generator = at::detail::createCPUGenerator(job->seed);
+        generator = at::detail::createCPUGenerator(job->seed.now());
         if (generator_at_ >= 0) cpu[size_t(generator_at_)] = generator;
         drawing = &generator;
       }
@@ -295,7 +295,7 @@ class Emulated : public c10::OperatorKernel {
     return out;
   }
 
-  void draw(const std::vector<IValue>& args, int device, uint64_t& seed) {
+  void draw(const std::vector<IValue>& args, int device, Seed& seed) {
     int64_t numel = 1;
     for (const IValue& value : args) each(value, [&](const Tensor& t) { numel = std::max(numel, t.numel()); });
     at::Generator generator = generator_at_ >= 0 && args[size_t(generator_at_)].isGenerator()
@@ -303,9 +303,7 @@ class Emulated : public c10::OperatorKernel {
                                   : at::cuda::detail::getDefaultCUDAGenerator(c10::DeviceIndex(device));
     auto* impl = at::check_generator<at::CUDAGeneratorImpl>(generator);
     std::lock_guard<std::mutex> hold(generator.mutex());
-    auto [first, offset] = impl->philox_engine_inputs(uint64_t((numel - 1) / (256 * 128 * 6 * 4) + 1) * 4);
-    uint64_t x = first * 0x9E3779B97F4A7C15ull + offset * 0xBF58476D1CE4E5B9ull + 1;
-    seed = (x ^ (x >> 31)) * 0x94D049BB133111EBull;
+    seed.state = impl->philox_cuda_state(uint64_t((numel - 1) / (256 * 128 * 6 * 4) + 1) * 4);
   }
 
   Shapes infer(const c10::OperatorHandle& op, const std::vector<IValue>& args) {

@@ -54,19 +54,44 @@ std::atomic<int> executing{0};
 FILE* trace_file = nullptr;
 std::mutex trace_lock;
 
-void trace(const Item& item, int64_t begin, int64_t end) {
+void trace(Stream* s, const char* name, int kind, int64_t begin, int64_t end) {
   std::lock_guard<std::mutex> hold(trace_lock);
   if (!trace_file) {
     std::string path = std::string(settings().trace) + "." + std::to_string(getpid());
     trace_file = fopen(path.c_str(), "w");
   }
   if (trace_file)
-    fprintf(trace_file, "%lld %lld %d %d %d %s\n", (long long)begin, (long long)end, item.stream->device,
-            item.stream->number, item.kind, item.name);
+    fprintf(trace_file, "%lld %lld %d %d %d %s\n", (long long)begin, (long long)end, s->device, s->number,
+            kind, name);
+}
+
+static thread_local Queue* own_queue;
+
+static void delay(int kind) {
+  auto& set = settings();
+  if (set.delay_us <= 0 || kind == RECORD || kind == WAIT || kind == GRAPH) return;
+  std::uniform_real_distribution<double> unit(0, 1);
+  if (unit(own_queue->random) < set.delay_share)
+    std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(unit(own_queue->random) * set.delay_us));
+}
+
+void run_now(Stream* s, const char* name, int kind, const std::function<void()>& run) {
+  own_queue->running = name;
+  own_queue->since_ns = now_ns();
+  delay(kind);
+  int64_t begin = settings().trace ? now_ns() : 0;
+  if (kind != GRAPH) executing++;  // a graph's work counts by itself
+  if (leaving) {
+    if (kind != GRAPH) executing--;
+    while (true) pause();
+  }
+  if (!device_error[s->device] || kind == RECORD || kind == GRAPH) run();
+  if (kind != GRAPH) executing--;
+  if (settings().trace) trace(s, name, kind, begin, now_ns());
 }
 
 void run_queue(Queue* queue) {
-  auto& set = settings();
+  own_queue = queue;
   while (true) {
     Item item;
     {
@@ -78,22 +103,7 @@ void run_queue(Queue* queue) {
     if (leaving) {
       while (true) pause();
     }
-    queue->running = item.name;
-    queue->since_ns = now_ns();
-    if (set.delay_us > 0 && item.kind != RECORD && item.kind != WAIT) {
-      std::uniform_real_distribution<double> unit(0, 1);
-      if (unit(queue->random) < set.delay_share)
-        std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(unit(queue->random) * set.delay_us));
-    }
-    int64_t begin = set.trace ? now_ns() : 0;
-    executing++;
-    if (leaving) {
-      executing--;
-      while (true) pause();
-    }
-    if (!device_error[item.stream->device] || item.kind == RECORD) item.run();
-    executing--;
-    if (set.trace) trace(item, begin, now_ns());
+    run_now(item.stream, item.name, item.kind, item.run);
     item.run = nullptr;  // what it holds goes before anybody is told
     queue->running = nullptr;
     item.stream->completed.fetch_add(1);
@@ -148,14 +158,14 @@ Queue* new_queue(int number) {
   return queue;
 }
 
-Stream* new_stream(int device, bool blocking, int priority) {
+Stream* new_stream(int device, bool blocking, int priority, bool own) {
   auto* s = new Stream;
   s->device = device;
   s->blocking = blocking;
   s->priority = priority;
   std::lock_guard<std::mutex> hold(streams_lock());
   s->number = int(streams().size());
-  if (!settings().connections) s->queue = new_queue(s->number);
+  if (own || !settings().connections) s->queue = new_queue(s->number);
   streams().push_back(s);
   return s;
 }
@@ -220,6 +230,7 @@ void push_wait(Stream* s, std::shared_ptr<Done> done, const char* name) {
 }
 
 void enqueue(Stream* s, const char* name, int kind, std::function<void()> run) {
+  if (s->capture) return note_work(s, name, kind, std::move(run));
   if (s->blocking) {  // the rules of the legacy stream
     std::vector<Stream*> others;
     {

@@ -90,6 +90,7 @@ struct Stream {
   bool blocking = true;  // waits for and is waited for by the legacy stream
   Queue* queue = nullptr;
   std::atomic<uint64_t> submitted{0}, completed{0};
+  std::atomic<struct Capture*> capture{nullptr};  // the one it takes part in
 };
 struct HostWait {  // a thread of the program that waits for the device; shown when nothing moves
   const char* what;
@@ -97,12 +98,26 @@ struct HostWait {  // a thread of the program that waits for the device; shown w
   explicit HostWait(const char* name);
   ~HostWait();
 };
-Stream* new_stream(int device, bool blocking, int priority);
+Stream* new_stream(int device, bool blocking, int priority, bool own_queue = false);
 Stream* stream_of(cudaStream_t handle);
-void enqueue(Stream* s, const char* name, int kind, std::function<void()> run);  // by the rules of the legacy stream
+void enqueue(Stream* s, const char* name, int kind, std::function<void()> run);  // by the rules of the legacy stream; a capturing stream notes it
+void run_now(Stream* s, const char* name, int kind, const std::function<void()>& run);  // on a stream's thread
+void push(Stream* s, const char* name, int kind, std::function<void()> run);
 void push_wait(Stream* s, std::shared_ptr<Done> done, const char* name = "wait");
 void wait_stream(Stream* s);
 void wait_device(int device);
+
+// graphs.cpp
+struct Captured {  // where an event was recorded, in a capture
+  uint64_t id = 0;
+  size_t node = 0;
+};
+void note_work(Stream* s, const char* name, int kind, std::function<void()> run);  // of a stream that captures
+Captured note_record(Stream* s);
+cudaError_t note_wait(Stream* s, const Captured& event);  // the stream joins the event's capture
+cudaError_t refuse_capture(Capture* capture, cudaError_t error);  // ends it
+cudaError_t not_while_capturing(Stream* s);
+cudaError_t unsafe_call();  // first in each call that a capture under way forbids
 
 // kernels.cpp
 void load_torch_part();

@@ -6,12 +6,17 @@ namespace fakecuda {
 struct Event {
   std::mutex lock;
   std::shared_ptr<Done> done;
+  Captured captured;  // where the last recording was, if a capture noted it
   bool timing = true;
   std::shared_ptr<Done> get() {
     std::lock_guard<std::mutex> hold(lock);
     return done;
   }
 };
+
+static cudaError_t refuse_event(cudaEvent_t event) {  // neither a captured event, nor any while a capture forbids it
+  return reinterpret_cast<Event*>(event)->captured.id ? say(cudaErrorCapturedEvent) : unsafe_call();
+}
 
 }  // namespace fakecuda
 
@@ -34,19 +39,26 @@ cudaError_t CUDARTAPI cudaStreamGetPriority(cudaStream_t stream, int* priority) 
 }
 cudaError_t CUDARTAPI cudaStreamQuery(cudaStream_t stream) {
   Stream* s = stream_of(stream);
+  if (auto error = not_while_capturing(s)) return error;
   if (auto error = health(s->device)) return say(error);
   return s->completed == s->submitted ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t CUDARTAPI cudaStreamSynchronize(cudaStream_t stream) {
   fakecuda_note("cudaStreamSynchronize", 1);
   Stream* s = stream_of(stream);
+  if (auto error = not_while_capturing(s)) return error;
   HostWait told("cudaStreamSynchronize");
   wait_stream(s);
   return say(health(s->device));
 }
 cudaError_t CUDARTAPI cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (!event) return say(cudaErrorInvalidResourceHandle);
-  push_wait(stream_of(stream), reinterpret_cast<Event*>(event)->get());
+  auto* e = reinterpret_cast<Event*>(event);
+  Stream* s = stream_of(stream);
+  if (e->captured.id) return note_wait(s, e->captured);
+  auto done = e->get();
+  if (done && s->capture) return refuse_capture(s->capture, cudaErrorStreamCaptureIsolation);
+  push_wait(s, done);
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void* data) {
@@ -71,21 +83,29 @@ cudaError_t CUDARTAPI cudaEventDestroy(cudaEvent_t event) {
 cudaError_t CUDARTAPI cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   if (!event) return say(cudaErrorInvalidResourceHandle);
   auto* e = reinterpret_cast<Event*>(event);
+  Stream* s = stream_of(stream);
+  if (s->capture) {
+    e->captured = note_record(s);
+    return cudaSuccess;
+  }
   auto done = std::make_shared<Done>();
   {
     std::lock_guard<std::mutex> hold(e->lock);
     e->done = done;
+    e->captured = {};
   }
-  enqueue(stream_of(stream), "record", RECORD, [done] { done->set(); });
+  enqueue(s, "record", RECORD, [done] { done->set(); });
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 cudaError_t CUDARTAPI cudaEventQuery(cudaEvent_t event) {
+  if (auto error = refuse_event(event)) return error;
   auto done = reinterpret_cast<Event*>(event)->get();
   if (auto error = health(current_device)) return say(error);
   return !done || done->over ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t CUDARTAPI cudaEventSynchronize(cudaEvent_t event) {
+  if (auto error = refuse_event(event)) return error;
   auto done = reinterpret_cast<Event*>(event)->get();
   HostWait told("cudaEventSynchronize");
   if (done) done->wait();
@@ -99,18 +119,6 @@ cudaError_t CUDARTAPI cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEve
   *ms = float((to->time_ns - from->time_ns) / 1e6);
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t CUDARTAPI cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (count) *count = 0;
-  return cudaSuccess;
-}
-cudaError_t CUDARTAPI cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-cudaError_t CUDARTAPI cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return say(cudaErrorNotSupported); }
 cudaError_t CUDARTAPI cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return say(cudaErrorNotSupported); }
 cudaError_t CUDARTAPI cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return say(cudaErrorNotSupported); }
 

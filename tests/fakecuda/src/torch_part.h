@@ -54,6 +54,15 @@ void add_substitutes();
 void add_attention();
 
 // operators.cpp
+struct Seed {  // of what an operator draws; in a graph it is that of the launch, which torch puts into device memory
+  at::PhiloxCudaState state;
+  uint64_t now() const {
+    uint64_t first = state.captured_ ? uint64_t(*state.seed_.ptr) : state.seed_.val;
+    uint64_t offset = state.captured_ ? uint64_t(*state.offset_.ptr) + state.offset_intragraph_ : state.offset_.val;
+    uint64_t x = first * 0x9E3779B97F4A7C15ull + offset * 0xBF58476D1CE4E5B9ull + 1;
+    return (x ^ (x >> 31)) * 0x94D049BB133111EBull;
+  }
+};
 struct Job {  // what lies in a stream's queue
   c10::OperatorHandle op;
   const Custom* custom;
@@ -61,12 +70,12 @@ struct Job {  // what lies in a stream's queue
   std::vector<Tensor> results;  // CPU views of what was allocated
   std::vector<IValue> ready;    // instead of computing: copy these
   bool draws;
-  uint64_t seed;
+  Seed seed;
   int generator_at;
   int device;
   std::vector<bool> fresh;
 };
-void run_job(void* job);                           // which it deletes
+void run_job(void* job);                           // as often as a graph is launched
 void enqueue_job(std::unique_ptr<Job> job, cudaStream_t stream, const char* label);
 c10::DispatchKeySet above();                       // what lies above the kernels: autograd, autocast, modes
 int emulate_operators(torch::Library& library);    // how many
