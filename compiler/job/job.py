@@ -219,7 +219,10 @@ class Job:
 
     @property
     def last(self) -> StepReport | None:
-        """What the last step did; None before the first one. Waits for the step's end, which `step` does not."""
+        """What the last step did; None before the first one. Waits for the step's end, which `step` does not.
+
+        A rank of torchrun may read it alone. Raises `WorkerError` naming a rank that ended before its report came.
+        """
         self._finish_step()
         return self._last
 

@@ -17,7 +17,6 @@ class Drain(Enum):
     """What a drained step waits for."""
 
     UNDO = "updates may be undone, and only a step's end shows whether they are"
-    RANKS = "under torchrun a step's report has a part of every rank, which all give when it ends"
     LOSS_SCALE = "a step's end gives the next loss scale (fp16)"
 
 

@@ -58,6 +58,12 @@ class Run:
     begun_s: float
     records: dict[Stream, StepRecord]
 
+    def wait(self) -> None:
+        """Wait until all ops are over, or skipped after one that failed. Any thread may call it."""
+        for event in self.runtime.events:
+            if event is not None:
+                event.wait()
+
 
 @dataclass
 class _BeforeSteps:
@@ -97,6 +103,8 @@ class DeviceSession:
         if link is not None and self.device.type == "cuda":
             self._warm_up(list(programs.values()))
         self.drain = drain_of([programs["step"]], setup.precision)
+        forwards = [node for node in programs["step"].ops() if node.target is ops.forward]
+        self._again = {str(node.args[0]) for node in forwards if node.kwargs.get("keep", True) is not True}
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step that ended
         self.shares_generators = False
@@ -152,9 +160,11 @@ class DeviceSession:
         """The inputs of the batch that this device reads."""
         return sorted({name for plan in self.plans.values() for name in plan.batch_names})
 
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
-            self.finish_step()
+    def close(self, abandon: bool = False) -> None:
+        """Stop the device, after its last step; `abandon`: without waiting for that, as a peer may be gone."""
+        if not abandon:
+            with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
+                self.finish_step()
         self.streams.close()
         self.state.memory.close()
         if self.device.type == "cuda" and self.link is None:
@@ -174,7 +184,7 @@ class DeviceSession:
         the next one begins, which waits for what it needs; at most one step is behind. The batch must stay as it is.
 
         What only the end of a step shows holds up the next one: the first step's measured bytes, and what `Drain`
-        lists. Where the script `shares_generators`, a step of stages that draw ends before it returns.
+        lists. Where the script `shares_generators`, a step that computes stages again that draw ends before it returns.
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
@@ -188,8 +198,8 @@ class DeviceSession:
         self.tail = run
         self._wait_for_results(run)
         values = self._values_of(run)
-        drawing = self.shares_generators and any(store.runner.draws.may_draw for store in self.state.stores.values())
-        if first or drawing:
+        drawing = any(self.state.stores[stage].runner.draws.may_draw for stage in self._again)
+        if first or (self.shares_generators and drawing):
             self._finish(run.number)
         if first:
             self._charge_kept(self.plans["step"])

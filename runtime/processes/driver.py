@@ -34,7 +34,6 @@ class Driver:
     def __init__(self, setup: RunSetup):
         self.setup = setup
         self.closed = False
-        self._report: dict[str, Any] = {}  # of the last step
         self.keeper = Keeper([tempfile.gettempdir(), *setup.all_ssd_dirs])
 
     # --- what a kind of driver provides
@@ -49,6 +48,10 @@ class Driver:
         """Stop the devices. May be called twice."""
         raise NotImplementedError
 
+    def finish_step(self) -> dict[str, Any]:
+        """Wait for the end of the step that `begin_step` began, and return its report. Raises what the step would."""
+        raise NotImplementedError
+
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         raise NotImplementedError
 
@@ -56,35 +59,27 @@ class Driver:
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """One training step on the global batch. Raises `BatchError` before anything has run, else `WorkerError`."""
-        return self._run("run_step", "step", batch, {})
+        values = self.begin_step(batch)
+        return StepResult(values, self.finish_step())
 
     def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """As `step`, but it returns the results as soon as they are there; the devices may still be at work when the
         next step begins. Any other call must come after `finish_step`."""
-        result = self.step(batch)
-        self._report = result.report
-        return result.values
-
-    def finish_step(self) -> dict[str, Any]:
-        """Wait for the end of the step that `begin_step` began, and return its report. Raises what the step would."""
-        return self._report
+        return merge_values(self._run("begin_step", "step", batch, {}))
 
     def evaluate(self, batch: Mapping[str, Tensor], loss_only: bool = False) -> StepResult:
         """Forward only, in evaluation mode. With `loss_only` devices keep all other outputs to themselves."""
-        return self._run("run_evaluate", "evaluate", batch, {"loss_only": loss_only})
+        results = self._run("run_evaluate", "evaluate", batch, {"loss_only": loss_only})
+        return merge_results(results, self.setup.hardware)
 
-    def _run(self, command: str, function: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> StepResult:
+    def _run(
+        self, command: str, function: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]
+    ) -> list[StepResult]:
         self._require_open()
         if any(function not in programs for programs in self.setup.roles):
             raise PlanError(f"the files have no `{function}`")
         self._check(function, batch)
-        return merge_results(self._run_all(command, batch, args), self.setup.hardware)
-
-    def _begin(self, command: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """`begin_step` of a driver whose devices know it."""
-        self._require_open()
-        self._check("step", batch)
-        return merge_values(self._run_all(command, batch, {}))
+        return self._run_all(command, batch, args)
 
     def _check(self, function: str, batch: Mapping[str, Tensor]) -> None:
         self.setup.whole.check_batch(batch, self.inputs[function])
@@ -111,6 +106,10 @@ class Driver:
             rows = self._lane_rows(name)
             found[name] = tensor[lane * rows : (lane + 1) * rows] if len(tensor) > rows else tensor
         return found
+
+    def _own(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a step on a device in the script's process: a copy, as the script may reuse its batch."""
+        return {name: batch[name].clone() for name in self.inputs["step"]}
 
     def _lane_rows(self, name: str) -> int:
         interface = self.setup.interface
@@ -186,12 +185,8 @@ class InProcessDriver(Driver):
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         if command == "begin_step":
-            own = {name: batch[name].clone() for name in self.inputs["step"]}  # the script may reuse its batch
-            return [StepResult(self.session.begin_step(own), {})]
-        return [self.session.step(batch) if command == "run_step" else self.session.evaluate(batch, **args)]
-
-    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        return self._begin("begin_step", batch)
+            return [StepResult(self.session.begin_step(self._own(batch)), {})]
+        return [self.session.evaluate(batch, **args)]
 
     def finish_step(self) -> dict[str, Any]:
         self._require_open()

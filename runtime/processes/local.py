@@ -186,9 +186,6 @@ class LocalWorkers(Driver):
         answers = self._exchange(requests)
         return [result_of(answers[worker.device]) for worker in self.workers]
 
-    def begin_step(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        return self._begin("begin_step", batch)
-
     def finish_step(self) -> dict[str, Any]:
         self._require_open()
         answers = self._exchange({worker.device: ("finish_step", {}, {}) for worker in self.workers})

@@ -206,6 +206,47 @@ class Ranks:
             )
         return given.value
 
+    def put(self, name: str, value: Any, old: str = "") -> None:
+        """Leave the plain data `value` under `name`, for any rank that wants it; this rank's `old` goes. Any thread may
+        call it, also while this rank is in an exchange."""
+
+        def leave(store: dist.Store) -> None:
+            store.set(f"{name}/{self.rank}", to_row(Given(value), self.run))
+            if old:
+                store.delete_key(f"{old}/{self.rank}")
+
+        self._watch.ask(leave, self.timeout_s)
+
+    def read(self, name: str) -> list[Any]:
+        """What each rank has `put` under `name`, in the ranks' order, as soon as all have. One rank may call it alone.
+
+        Raises `Told` if a rank fails or leaves before it has put its own, `Waited` if one has not within `patience_s`.
+        """
+        missing, found = set(range(self.size)), dict[int, Any]()
+        check, told = self._check_waiting(), None
+        deadline_s, wait_s = time.monotonic() + self.patience_s, 0.001
+
+        def look(store: dist.Store) -> None:
+            there = [rank for rank in missing if store.check([f"{self._room}/{name}/{rank}"])]
+            found.update((rank, self._given(store, f"{self._room}/{name}/{rank}")) for rank in there)
+
+        while True:
+            self._asker.ask(look, self.timeout_s)
+            missing -= found.keys()
+            if not missing:
+                return [found[rank] for rank in range(self.size)]
+            if told is not None:  # and had not put it before
+                raise told
+            if time.monotonic() > deadline_s:
+                who = ", ".join(str(self.members[rank]) for rank in sorted(missing))
+                raise Waited(f"rank {self.rank} has waited {self.patience_s:g} s for what {who} gives to all")
+            wait_s = min(POLL_S / 4, 1.5 * wait_s)
+            time.sleep(wait_s)
+            try:
+                check()
+            except Told as error:
+                told = error
+
     # --- failures
 
     def check(self) -> None:

@@ -1,13 +1,15 @@
 """One rank of a torchrun: this process runs one device of the plan, and the other ranks run the same script.
 
 All ranks make the same calls in the same order. Before anything runs they check that they have the same plan and files
-(`agreement`). They exchange scalars and reports through the rendezvous store, so that every rank sees the loss. A rank
-that fails tells the others (`ranks`), so that all end with the same error at once, not after a timeout.
+(`agreement`). They exchange scalars through the rendezvous store, so that every rank sees the loss, and leave each
+step's report there (`tail`). A rank that fails tells the others (`ranks`), so that all end with the same error at once,
+not after a timeout.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -30,13 +32,14 @@ from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
 from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
-from .driver import Driver
+from .driver import Driver, merge_results
 from .interrupt import RankInterrupt
 from .position import describe_position
 from .ranks import Ranks, Told
 from .rows import Failure
 from .setup import RunSetup
 from .store_thread import Waited, connect_store
+from .tail import Tail
 from .worker import build_session
 
 # The call of a script that leads to each command.
@@ -62,6 +65,8 @@ class TorchrunDriver(Driver):
                 f"there are {devices} in all"
             )
         self._session: DeviceSession | None = None
+        self._tail: Tail | None = None
+        self._told: Exception | None = None  # the last error of this rank that the others know
         self._busy = self._failing = self._stops = False
         self._stuck: threading.Timer | None = None
         self._clock = time.pthread_getcpuclockid(threading.get_ident())  # of the thread that runs the device
@@ -101,6 +106,8 @@ class TorchrunDriver(Driver):
                     share = replace(share, gpu=gpu_of_rank(int(os.environ.get("LOCAL_RANK", "0"))))
                 with self._watched():
                     self._session = build_session(replace(own, share=share), self.ranks.store)
+                self._session.shares_generators = own.spec.kind == "cpu"
+                self._tail = Tail(self._session, self.ranks, self._fail_between)
             except Exception as error:
                 failure = error_to_data(error)
             rows = self.ranks.exchange(failure)
@@ -118,6 +125,11 @@ class TorchrunDriver(Driver):
     def session(self) -> DeviceSession:
         assert self._session is not None
         return self._session
+
+    @property
+    def tail(self) -> Tail:
+        assert self._tail is not None
+        return self._tail
 
     @property
     def is_main(self) -> bool:
@@ -206,13 +218,15 @@ class TorchrunDriver(Driver):
 
     def _run_all(self, command: str, batch: Mapping[str, Tensor], args: Mapping[str, Any]) -> list[StepResult]:
         """The results of every rank: of other ranks' steps only the scalars, of an evaluation everything."""
+        stepping = command == "begin_step"
         part = self.part(batch, self.rank)
+        part = self._own(part) if stepping else part
         with self._together():
             with self._watched():
-                own = self.session.step(part) if command == "run_step" else self.session.evaluate(part, **args)
+                own = StepResult(self.tail.begin(part), {}) if stepping else self.session.evaluate(part, **args)
             flat = {f"{name} {i}": value for name, values in own.values.items() for i, value in enumerate(values)}
             scalars = {key: float(value) for key, value in flat.items() if value.dim() == 0}
-            tensors = {} if command == "run_step" else {key: v for key, v in flat.items() if key not in scalars}
+            tensors = {} if stepping else {key: v for key, v in flat.items() if key not in scalars}
             mine = {"scalars": scalars, "tensors": _rows_of(tensors), "names": list(flat), "report": own.report}
             rows = self.ranks.exchange({**mine, "interrupted": self._interrupt.is_noted})
             self._stops = any(row["interrupted"] for row in rows)
@@ -226,6 +240,15 @@ class TorchrunDriver(Driver):
                         values.setdefault(key.rpartition(" ")[0], []).append(given[key])
                 results.append(own if rank == self.rank else StepResult(values, other["report"]))
         return results
+
+    def finish_step(self) -> dict[str, Any]:
+        """As `Driver.finish_step`; one rank may call it alone, as each rank's report comes when its device is done."""
+        self._require_open()
+        with self._together(alone=True):
+            with self._watched():
+                self.tail.finish()
+            reports = self.tail.reports()
+        return merge_results([StepResult({}, report) for report in reports], self.setup.hardware).report
 
     def _watched(self) -> AbstractContextManager[None]:
         """For messages that no timeout ends: gloo's have one, NCCL's none."""
@@ -252,11 +275,13 @@ class TorchrunDriver(Driver):
     # --- failures
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Wraps what all ranks do at the same time: if one fails, all raise its error."""
+    def _together(self, alone: bool = False) -> Iterator[None]:
+        """Wraps what all ranks do at the same time: if one fails, all raise its error. `alone`: one may do it alone,
+        also after another one has left."""
         self._busy = True
         try:
-            self.ranks.check()
+            if not alone:
+                self.ranks.check()
             yield
         except Exception as error:
             self._fail(error)
@@ -277,16 +302,27 @@ class TorchrunDriver(Driver):
         if isinstance(error, Told):
             raise self._error_of(error.failure.rank, error.failure.error) from None
         told = error_to_data(error)
-        waited = isinstance(error, Waited) or (self._session is not None and self._session.waited)
-        cause = self.ranks.cause(Failure(self.rank, told, waited=waited))
-        if cause.rank == self.rank:
-            self.ranks.report(cause)
+        cause = self._tell(error, told)
         if cause.error is told:
             raise error
         found = self._error_of(cause.rank, cause.error)
         if isinstance(found, WorkerError):
             found.remote = found.remote or told["traceback"]  # the traceback of this rank's own error
         raise found from None
+
+    def _tell(self, error: Exception, told: dict[str, Any]) -> Failure:
+        """Find out what this rank's `error` comes from; report it if this rank failed, or found the cause."""
+        waited = isinstance(error, Waited) or (self._session is not None and self._session.waited)
+        cause = self.ranks.cause(Failure(self.rank, told, waited=waited))
+        if cause.rank == self.rank and error is not self._told:
+            self._told = error
+            self.ranks.report(cause)
+        return cause
+
+    def _fail_between(self, error: Exception) -> None:
+        """What broke off the end of a step, in the tail's thread: this rank's next call raises it, other ranks now."""
+        if not isinstance(error, Told):
+            self._tell(error, error_to_data(error))
 
     def _hear(self, failure: Failure) -> None:
         """The listening thread calls this when another rank has failed, to interrupt a step that runs here."""
@@ -319,7 +355,14 @@ class TorchrunDriver(Driver):
         self.ranks.leave(cause.error["message"])
         os.kill(os.getpid(), number)
 
+    def _end_steps(self) -> None:
+        """Be there for the last step until all ranks are done with it: they need this one's part of it."""
+        if self._tail is not None and self._tail.number and not self._failing:
+            with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
+                self.finish_step()
+
     def _at_exit(self) -> None:
+        self._end_steps()
         self.ranks.leave(_what_ended(getattr(sys, "last_value", None)))  # an error that the script did not catch
 
     @property
@@ -331,7 +374,8 @@ class TorchrunDriver(Driver):
         start there are no lines: there what the thread has computed shows that it goes on."""
         if self._session is None:
             return f"its start, {time.clock_gettime(self._clock):.3f} s of computation in"
-        return list(self._session.streams.board) if self._busy else "its script, between two steps"
+        at_work = self._busy or self._session.tail is not None
+        return list(self._session.streams.board) if at_work else "its script, between two steps"
 
     def _describe_place(self, rank: int, shown: str | list[int] | None) -> str:
         if isinstance(shown, list) and len(shown) == len(STREAM_SLOTS):
@@ -345,14 +389,17 @@ class TorchrunDriver(Driver):
     def close(self) -> None:
         if self.closed:
             return
+        self._end_steps()
         self.closed = True
         self._interrupt.end()
         self.ranks.leave(_what_ended(sys.exc_info()[1]))  # the error that leaves a `with` of this driver, if any
         atexit.unregister(self._at_exit)
         if self._signal_before is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._tail is not None:
+            self._tail.close()
         if self._session is not None:
-            self._session.close()
+            self._session.close(abandon=self._failing)
         self.keeper.close()
 
 

@@ -117,8 +117,10 @@ def _wait_for_calls(order: Order, programs: Sequence[Program]) -> None:
         given |= {order.task_of[producer_of(v)] for values in program.results().values() for v in values}
         for node in program.ops():
             last[program.device, order.work_of[node].stream] = order.task_of[node]
-            turn = (program.device, node.args[0], node.kwargs.get("micro_batch"))
-            if node.target is ops.forward and turn not in forwards:
+            if node.target is not ops.forward:
+                continue
+            turn = (program.device, node.args[0], node.kwargs["micro_batch"])
+            if turn not in forwards:
                 forwards.add(turn)
                 given.add(order.task_of[node])
     for index in range(order.per_step, len(order.tasks)):

@@ -16,7 +16,7 @@ from penstock.runtime.processes.local import worker_environment
 from penstock.runtime.processes.torchrun import TorchrunDriver
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, threading
 from functools import partial
 from pathlib import Path
 
@@ -27,23 +27,39 @@ from penstock.ir.errors import CheckpointError
 from penstock.ir.machine.hardware import Hardware
 from penstock.runtime.processes.local import start_driver
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.runtime.stage.store import StageStore
 from penstock.tests.runtime.generated_files import write_chain
 from penstock.tests.ir.program.handmade import pipeline
 
 rank = os.environ["RANK"]
 folder = Path(sys.argv[1], rank)
 folder.mkdir()
-programs = pipeline(2, 4, 2, width=16)
+programs = pipeline(2, 4, 2, width=16, kept=True)
 files = write_chain(folder, programs, 16)
 adamw = OptimizerSpec.from_callable(partial(torch.optim.AdamW, lr=1e-2))
 driver = start_driver(RunSetup(files, programs[0].interface, Hardware.cpu(2, memory="8MB"), adamw))
 made = torch.Generator().manual_seed(0)
 for i in range(4):
     driver.load_stage(f"stage{i}", {f"layer{i}.weight": torch.randn(16, 16, generator=made) / 4}, {})
-losses = []
+update, returned = StageStore.update, threading.Semaphore(0)
+def held(store, *args, **fields):
+    assert driver.tail.number == 0 or returned.acquire(timeout=60), "a step waits for its updates"
+    update(store, *args, **fields)
+StageStore.update = held
+losses, moved = [], []
 for step in range(4):
     batch = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(step))}
-    losses.append([v.item() for v in driver.step(batch).values["loss"]])
+    driver.agree_on_batch("step", "", None)
+    losses.append([v.item() for v in driver.begin_step(batch)["loss"]])
+    if step:
+        returned.release(2)  # this rank's two updates
+    batch["x"].zero_()  # a script may reuse its batch
+    if step == 2 and rank == "1":  # alone, while the other rank is in its next step
+        moved = driver.finish_step()["moved_bytes"]
+last = driver.finish_step()
+assert not moved or moved == last["moved_bytes"]
+keys = [f"report/{number}/{rank}" for number in range(1, 5)]
+left = [key for key in keys if driver.ranks.store.check([key])]
 weights = []
 for stage, device in sorted(driver.setup.stage_devices.items()):
     _, tensors = driver.call("stage_state", device, {"stage": stage})
@@ -55,6 +71,7 @@ except CheckpointError as error:
 spans = len({span.device for span in driver.timeline().spans})
 driver.close()
 found = {"losses": losses, "weights": weights, "refused": refused, "devices": spans, "driver": type(driver).__name__}
+found |= {"peaks": last["peak_bytes"], "reports in the store": len(left)}
 Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(found))
 """
 
@@ -69,6 +86,7 @@ def test_ranks_train_together_and_see_the_same(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
+    assert sorted(first["peaks"]) == ["cpu0", "cpu1", "dram0"] and first["reports in the store"] == 1
     assert first["driver"] == "TorchrunDriver" and first["devices"] == 2 and "no such checkpoint" in first["refused"]
     losses, weights = eager()
     assert first["losses"] == losses

@@ -343,7 +343,7 @@ def test_the_next_step_begins_behind_the_updates_that_it_needs() -> None:
     after = simulate_steps(programs, machine(1), alone, drain_of(programs, "fp32"))
     assert after.spans == alone.spans
     assert updating_s < after.step_s < alone.step_s * 0.999
-    assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), alone, Drain.RANKS).step_s
+    assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), alone, Drain.UNDO).step_s
 
 
 def test_steps_that_may_be_undone_or_scale_their_loss_are_drained() -> None:
