@@ -220,11 +220,10 @@ def _steps(
     began_s, before = time.perf_counter(), job.step_count
     with StepScreen(screen, task.steps, job.step_count, options.batch * options.sequence) as progress:
         for chosen in itertools.chain.from_iterable(itertools.repeat(sampler)):  # epoch after epoch
-            if job.step_count >= task.steps or any(job.driver.gather(stop.is_set())):
+            if job.step_count >= task.steps or any(job.of_all_ranks(stop.is_set())):
                 break
             result.losses.append(float(job.step(task.rows.take(chosen))))
-            assert job.last is not None
-            progress.show(job.last)
+            progress.show(job, result.losses[-1])
             due = options.save_every and job.step_count % options.save_every == 0
             if due or job.step_count == task.steps:
                 _save(options, task, job)

@@ -320,6 +320,12 @@ class Job:
         one expect. Under torchrun all ranks must call it."""
         return find_stragglers(self.timeline(), self.programs, self.hardware, precision=self.plan.precision)
 
+    @one_call
+    def of_all_ranks(self, value: Any) -> list[Any]:
+        """The plain `value` of each rank of torchrun, in their order; elsewhere just this one. All ranks must call it,
+        behind the same step, for whose end it does not wait."""
+        return self._running().gather(value)
+
     @property
     def driver(self) -> Driver:
         """The running devices, at the end of the last step; at the first use they are started and given their weights.

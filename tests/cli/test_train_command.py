@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 
 import penstock
-from penstock.cli import training
+from penstock.cli import progress, training
 from penstock.cli.options import TrainOptions
 from penstock.cli.training import TrainResult, interruptible, train
 from penstock.ir.errors import CheckpointError, PenstockError, PlanError
+from penstock.runtime.processes.driver import InProcessDriver
 from penstock.runtime.state.tensor_file import TensorFile
 
 GPT = "gpt2:n_layer=2,n_embd=32,n_head=4,vocab_size=256,n_positions=64"
@@ -58,13 +59,23 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return {name: file.read(name) for name in file.entries}
 
 
-def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path) -> None:
+def test_it_learns_and_says_what_it_does(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only steps that have a line hold up the next one."""
+    finished, finish = set[int](), InProcessDriver.finish_step
+
+    def noted(driver: InProcessDriver) -> dict[str, Any]:
+        finished.add(driver.session.state.step_count)
+        return finish(driver)
+
+    monkeypatch.setattr(InProcessDriver, "finish_step", noted)
+    monkeypatch.setattr(progress, "LINES", 4)
     result, said = run(options(text, tmp_path / "out", eval_fraction=0.1, max_steps=12))
     assert result.steps == len(result.losses) == 12
     assert result.losses[-1] < result.losses[0] - 0.5
     assert result.after["loss"] < result.before["loss"] - 0.5
     for part in ("bytes of the text", "held out", "tokens/s", "predicted", "cpu0", "step 12 of 12", "after 12 steps"):
         assert part in said, part
+    assert finished == {1, 3, 6, 9, 12} == {step for step in range(13) if f"step {step} of 12: loss" in said}
 
 
 @pytest.mark.slow

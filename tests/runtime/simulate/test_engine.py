@@ -346,6 +346,13 @@ def test_the_next_step_begins_behind_the_updates_that_it_needs() -> None:
     assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), alone, Drain.UNDO).step_s
 
 
+def test_steps_of_a_device_without_stages() -> None:
+    """It only takes part in the norm, with no gradients of its own."""
+    programs = pipeline(2, 1, 2, clip=True)
+    alone = simulate(programs, machine(2))
+    assert 0 < simulate_steps(programs, machine(2), alone, None).step_s <= alone.step_s
+
+
 def test_steps_that_may_be_undone_or_scale_their_loss_are_drained() -> None:
     programs = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9)
     assert drain_of(programs, "fp16") is Drain.LOSS_SCALE and drain_of(programs, "bf16") is None
