@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Drain, Program, drain_of
+from ...ir.program import Drain, Program
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
@@ -20,7 +20,7 @@ from ..pipeline import PassRecord
 from ..plan import Plan, Prediction
 from ..search.host_memory import host_of
 from ..search.what_helps import Help, changed_machines
-from ..steps import simulate_here
+from ..steps import drain_here, simulate_here
 from .loss import loss_lines
 from .tiers import AGAIN, activations_tier, states_tier, weights_tier
 from .updates import update_lines
@@ -127,7 +127,7 @@ def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> 
     if p is None:
         return ""
     lines = [f"predicted step {format_seconds(p.step_s)}, bound by {p.bottleneck}"]
-    lines += _wrapped("  ", [_begin_of_steps(p, drain_of(programs, plan.precision))])
+    lines += _wrapped("  ", [_begin_of_steps(p, drain_here(programs, hardware, plan.precision))])
     for memory, peak in p.peak_bytes.items():
         budget = p.budget_bytes[memory]
         held = [f"{what} {format_bytes(num)}" for what, num in p.parts.get(memory, {}).items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .drain import Drain, drain_of
+from .drain import Drain, computed_again, drain_of
 from .first_fit import FirstFit
 from .flat import Segment
 from .hooks import Earlier, HookCall, elementwise
@@ -105,6 +105,7 @@ __all__ = [
     "bound_interface",
     "build_order",
     "bytes_of_homes",
+    "computed_again",
     "describe",
     "device_mesh",
     "donated",

@@ -142,6 +142,7 @@ class StageSpec:
     forward_mix: CallMix = NO_CALLS  # the calls behind these sums, for a device whose rates depend on their sizes
     backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
+    draws: bool = False  # whether it draws random numbers in training
     pointwise_again: bool = False  # whether backward computes pointwise results again (`recompute-pointwise`)
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model

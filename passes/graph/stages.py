@@ -261,6 +261,7 @@ class _Builder:
             buffers=tuple(buffers),
             loss=loss.name if loss is not None else None,
             rematerialisable=not self._reads_what_it_writes(body),
+            draws=any(n.meta.get("random") for n in body),
             pointwise_again=self.graph.pointwise_again,
             title=_title(self.cut.partition[self.index]),
             saved=saved_classes(self.cut.blocks[self.index], body),

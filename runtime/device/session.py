@@ -16,7 +16,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
-from ...ir.program import Program, bind_one, drain_of, largest_values, place_of
+from ...ir.program import Program, bind_one, computed_again, drain_of, largest_values, place_of
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..simulate import Span
 from ..stage.warm import warm_up
@@ -103,8 +103,7 @@ class DeviceSession:
         if link is not None and self.device.type == "cuda":
             self._warm_up(list(programs.values()))
         self.drain = drain_of([programs["step"]], setup.precision)
-        forwards = [node for node in programs["step"].ops() if node.target is ops.forward]
-        self._again = {str(node.args[0]) for node in forwards if node.kwargs.get("keep", True) is not True}
+        self._again = computed_again(programs["step"])
         self.broken: Fault | None = None
         self.spans: list[Span] = []  # of the last step that ended
         self.shares_generators = False

@@ -22,12 +22,15 @@ from typing import Any
 from torch import Tensor
 
 from ...ir.errors import HardwareError, PenstockError, PlanError, WorkerError, error_from_data
+from ...ir.machine.hardware import Hardware
+from ...ir.program import Program
 from .. import scratch
 from ..accelerator import queues
 from ..device.pacing import Paces
 from ..device.peers import LOOPBACK
 from ..device.session import StepResult
 from ..emulate.link_server import LinkServer
+from ..emulate.throttle import shared_transfers
 from ..emulate.turn_server import TurnServer
 from ..scratch import Scratch
 from ..simulate import simulate
@@ -69,6 +72,14 @@ def start_driver(setup: RunSetup, refused: PenstockError | None = None) -> Drive
     if setup.interface.world_size == 1 and not setup.shared_transfers:  # an SSD reads and writes in turns
         return InProcessDriver(setup)
     return LocalWorkers(setup)
+
+
+def runs_in_script(programs: Sequence[Program], hardware: Hardware, precision: str) -> bool:
+    """Whether `start_driver` would run the devices of these programs in the script's own process."""
+    if TorchrunDriver.is_present():
+        return True
+    steps = [{"step": program} for program in programs]
+    return programs[0].interface.world_size == 1 and not shared_transfers(steps, hardware, precision)
 
 
 class LocalWorkers(Driver):

@@ -11,7 +11,9 @@ from torch import nn
 
 import penstock
 from penstock.compiler.job.job import Job
+from penstock.compiler.steps import drain_here
 from penstock.ir.errors import WorkerError
+from penstock.ir.program import Drain
 from penstock.runtime.stage.store import StageStore
 from penstock.tests.compiler.eager_baseline import (
     MICRO_BATCHES,
@@ -122,6 +124,9 @@ def test_a_step_that_draws_in_the_scripts_process_is_over_when_it_returns(
         nn.Sequential(*model), hardware, example_inputs=batch, optimizer=SGD, micro_batches=2, strategy="balanced",
         loss_fn=lambda output, batch: output.square().mean(),
     ) as job:  # fmt: skip
+        assert drain_here(job.programs, hardware, "fp32") is (Drain.DRAWS if dropout else None)
+        timeline = job.simulate()
+        assert (timeline.step_s == timeline.from_rest_s) == bool(dropout)
         job.step(batch)
         monkeypatch.setattr(StageStore, "update", counted)
         if dropout:
