@@ -1,4 +1,4 @@
-"""The streams of one device by name: which kind each one is, and how the first fault of any of them is found.
+"""The streams of one device by name: which kind each one is, how the first fault of any is found, and where each is.
 
 On a CPU device a stream is a thread; a program that uses no stream beside compute runs on the calling thread instead,
 as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unless its ops work on host memory.
@@ -6,9 +6,11 @@ as there is nothing to overlap. On a CUDA device a stream is a CUDA stream, unle
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, MutableSequence
+from collections.abc import Collection, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -185,3 +187,27 @@ class Streams:
         if self.copies is not None:
             give_stream(self.device, self.copies)
             self.copies = None
+
+
+def describe_position(file: Path, board: Sequence[int]) -> tuple[str, str]:
+    """Two texts: the lines of the running streams for people, and the code of the first one. Running streams come
+    first, the compute stream before others. For `board` see `Streams`."""
+    numbers = {name: board[i] for i, name in enumerate(STREAM_SLOTS) if board[i]}
+    if not numbers:
+        return "before its first op", ""
+    order = sorted(numbers, key=lambda name: (numbers[name] < 0, name != ops.COMPUTE))
+    lines = file.read_text().splitlines()
+    texts = [_describe_line(lines, abs(numbers[name]), name, numbers[name] < 0) for name in order]
+    running = [t for t, name in zip(texts, order) if numbers[name] > 0] or texts[:1]
+    return "; ".join(running), _code(lines, abs(numbers[order[0]]))
+
+
+def _code(lines: list[str], number: int) -> str:
+    return lines[number - 1].split("  #")[0].strip() if number <= len(lines) else ""
+
+
+def _describe_line(lines: list[str], number: int, stream: str, over: bool) -> str:
+    code = _code(lines, number)
+    micro_batch = re.search(r"micro_batch=(\d+)", code)
+    where = f"micro-batch {micro_batch.group(1)}, " if micro_batch else ""
+    return f"{'behind ' if over else ''}line {number}: `{code}` ({where}{stream})"

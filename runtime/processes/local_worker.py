@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from .position import describe_position
+from ..device.named_streams import describe_position
 
 LOG_TAIL_BYTES = 4000
 

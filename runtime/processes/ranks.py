@@ -274,10 +274,9 @@ class Ranks:
             self.check()
             if time.monotonic() > began_s + SEARCH_S:
                 self._looking = True
-                found = self._gone() or self._silent(began_s, self.timeout_s)
+                found = self._to_blame(began_s, self.timeout_s)
                 if found is not None:
-                    self._look_again()
-                    raise Told(self.told() or found)
+                    raise Told(found)
 
         return check
 
@@ -319,15 +318,25 @@ class Ranks:
         self._looking = True
         while time.monotonic() < began_s + SEARCH_S and not self._watch.lost:
             time.sleep(POLL_S)  # meanwhile the listening thread reads the others' last signs of life
-            found = self._gone() or self._silent(began_s, SILENT_BEATS * BEAT_S)
-            if found is not None or self.told() is not None:
-                self._look_again()  # a rank that ended by itself has reported its reason before
-                return self.told() or found or own
+            found = self._to_blame(began_s, SILENT_BEATS * BEAT_S)
+            if found is not None:
+                return found
         if self._watch.lost or self._looks <= looks + 1:  # one look may have been in progress
             lost = self._watch.lost or f"the rendezvous store {address()} has given no answer for {SEARCH_S:g} s"
             why = f"{lost}: the host of rank 0, or the network to it, is gone"
             return Failure(self.rank, error_to_data(WorkerError(f"{self.members[self.rank]} stops: {why}")))
         return Failure(self.rank, own.error)
+
+    def _to_blame(self, since_s: float, limit_s: float) -> Failure | None:
+        """What another rank reported, else one that has ended or is silent (see `_silent`). None, too, where the store
+        gives no answer: then others may have ended for the same reason."""
+        looks = self._looks
+        if self.told() is None and self._gone() is None and self._silent(since_s, limit_s) is None:
+            return None
+        self._look_again()  # a rank that ended by itself has reported its reason before, and each one its place
+        if self.told() is not None or self._looks <= looks + 1:
+            return self.told()
+        return self._gone() or self._silent(since_s, limit_s)
 
     def _gone(self) -> Failure | None:
         """The failure of a rank of this node whose process has ended or is stopped; None if there is none."""

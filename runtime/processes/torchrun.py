@@ -26,7 +26,7 @@ from torch import Tensor
 from ...ir.errors import BatchError, PenstockError, PlanError, WorkerError, error_from_data, error_to_data
 from ...ir.program import Program, place_of
 from ..accelerator import gpu_of_rank, take_queues
-from ..device.named_streams import STREAM_SLOTS
+from ..device.named_streams import STREAM_SLOTS, describe_position
 from ..device.peers import INTERFACE_SETTING
 from ..device.session import DeviceSession, StepResult
 from ..simulate import Span
@@ -34,7 +34,6 @@ from .agreement import agree
 from .commands import COMMANDS, Answer, Tensors
 from .driver import Driver, merge_results
 from .interrupt import RankInterrupt
-from .position import describe_position
 from .ranks import Ranks, Told
 from .rows import Failure
 from .setup import RunSetup
