@@ -113,7 +113,7 @@ class Attempts:
                 same = self.seen[key]
                 return dataclasses.replace(same, candidate=candidate, reason=SamePlan(same.name))
             bound = placed.bound()
-            if self.best is not None and bound.seconds >= self.best.timeline.from_rest_s:
+            if self.best is not None and bound.seconds >= self.best.step_s:
                 found = Trial(candidate, count, reason=Pruned(bound.seconds))
             else:
                 compiled = compiler.finish(placed)

@@ -1,7 +1,9 @@
 """Lower bounds of a step, before any program exists: seconds that no schedule of these stages on these devices beats.
 
-- A device: the forwards that must come before its first stage, all it computes itself, and the backwards that must
-  come after.
+They hold for a step from rest, and for one among many, between whose ends it lies, as candidates are compared by that.
+
+- A device: all it computes itself; and what it waits for from its last backward to its first forward of the next step,
+  while the first trained stage has its backward and its update, and then its forward.
 - A link: weights that cannot stay on their devices come once for the forward and, but for one stage a device, once
   more for the backward; their gradients leave (Mobius eq. 1). Messages between stages are added.
 - A host's optimizer: all parameters of stages that are stepped in DRAM.
@@ -32,12 +34,14 @@ class Bound:
     by: str
 
 
-def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False) -> Bound:
+def lower_bound(
+    draft: Draft, swap: bool = False, tier: str | None = None, split: bool = False, synchronous: bool = True
+) -> Bound:
     """The bound for stages that are each run on one device. `swap`: weights come from DRAM in any case; `tier`: what
     lies on SSD ("auto": what DRAM cannot hold, "states", "all"); None: nothing. `split`: one half of each backward may
-    come after all that waits for the other half."""
+    come after all that waits for the other half. `synchronous`: a stage's forward waits for the update before it."""
     specs = [stage.spec for stage in draft.stages]
-    loads = _compute(draft, specs, split)
+    loads = _compute(draft, specs, split, synchronous)
     lanes = draft.mesh.lanes
     if not lanes or are_alike(draft.machine, lanes):  # else other lanes may have other parts than the first
         loads += _traffic(draft, specs, swap, tier)
@@ -45,25 +49,26 @@ def lower_bound(draft: Draft, swap: bool = False, tier: str | None = None, split
     return max(loads, key=lambda bound: bound.seconds, default=Bound(0.0, "nothing"))
 
 
-def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool) -> list[Bound]:
+def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous: bool) -> list[Bound]:
     devices, precision = draft.lane_hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
-    before: list[float] = []  # seconds that pass before a stage's first forward can begin
-    after: list[float] = []  # and after its last backward, until the step can end
     took = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
     trained = _trained(specs, maker)
+    first = next((i for i, spec in enumerate(specs) if spec.trained_params), 0)
+    before: dict[int, float] = {first: 0.0}  # seconds from the begin of the first trained stage to that of a later one
+    after: dict[int, float] = {first: 0.0}  # and from the end of a later stage's backward to the end of the first one's
     busy_s: dict[int, float] = defaultdict(float)
     for i, spec in enumerate(specs):
-        read = {maker[value.name] for value in spec.inputs if value.name in maker}
-        before.append(max((before[j] + took[j].forward_s for j in read), default=0.0))
-        learns = {maker[v.name] for v in spec.inputs if v.name in maker and v.requires_grad}
-        ends_s = (after[j] + took[j].backward_s for j in learns if trained[j])
-        after.append(max(ends_s, default=0.0) if trained[i] else 0.0)
+        read = [(maker[value.name], value.requires_grad) for value in spec.inputs if maker.get(value.name) in before]
+        if read:
+            before[i] = max(before[j] + took[j].forward_s for j, _ in read)
+            after[i] = max((after[j] + took[j].backward_s for j, learns in read if learns), default=0.0)
         busy_s[draft.devices[i]] += draft.options.micro_batches * (took[i].forward_s + took[i].backward_s * trained[i])
     found = []
     for d, own_s in busy_s.items():
         mine = [i for i, at in enumerate(draft.devices) if at == d]
-        waits_s = min(before[i] for i in mine) + (0.0 if split else min(after[i] for i in mine))
+        waits_s = min(before.get(i, 0.0) for i in mine) if synchronous else 0.0
+        waits_s += min(after.get(i, 0.0) for i in mine) if synchronous and not split else 0.0
         found.append(Bound(waits_s + own_s, f"{devices[d].name} compute"))
     return found
 

@@ -92,7 +92,7 @@ class PlacedCandidate:
         """A lower bound of the simulated step."""
         swap = any(p.swap for p in self.todo if isinstance(p, InsertRemat | ChooseActivations | InsertFetch))
         split = any(p.splits_backward for p in self.todo if isinstance(p, Schedule))
-        return lower_bound(self.draft, swap, self.tier, split)
+        return lower_bound(self.draft, swap, self.tier, split, self.candidate.is_synchronous)
 
     @property
     def tier(self) -> str | None:

@@ -13,11 +13,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile
 
 from ...ir.machine.hardware import Hardware
 from ...ir.program import WRITTEN_OUT
 from ...passes.draft import Draft
-from ...passes.graph.blocks import param_spec
+from ...passes.graph.blocks import Block, param_spec
 from ...passes.sharding.mesh import Mesh
 from ...passes.stage_time import block_seconds
 from .bounds import device_seconds
@@ -89,7 +90,16 @@ class LayoutEstimator:
     @cached_property
     def seconds(self) -> list[float]:
         """Seconds per device of one micro-batch through all blocks, forward and backward."""
-        blocks, precision = self.draft.blocks, self.draft.options.precision
+        return self._seconds(self.draft.blocks)
+
+    @cached_property
+    def chain_s(self) -> float:
+        """Seconds on the fastest device of one micro-batch through all blocks from the first trained one on, whose next
+        forward waits for its update."""
+        return min(self._seconds(list(dropwhile(lambda block: not block.cost.backward_flops, self.draft.blocks))))
+
+    def _seconds(self, blocks: Sequence[Block]) -> list[float]:
+        precision = self.draft.options.precision
         measured = any(block.seconds for block in blocks)
         return device_seconds(
             self.hardware, measured, lambda d: sum(block_seconds(b, d, precision).both_s for b in blocks)
@@ -113,7 +123,7 @@ class LayoutEstimator:
         room = mesh.shards * max(sum(self.hardware.devices[d].budget_bytes for d in lane) for lane in lanes)
         beyond = max(0.0, 1 - room / self.lasting_bytes)  # what must come from DRAM
         dram_s = self._from_dram_s(len(lanes) / mesh.shards)
-        bound_s = max(each * together_s, min(self.seconds) * smaller, beyond * dram_s)
+        bound_s = max(each * together_s, self.chain_s * smaller, beyond * dram_s)
         together_s = max(together_s, slowest_s / mesh.depth)
         guesses = []
         for held, rounds in ((each, 1), (min(each, mesh.depth), each)):  # fill and drain, or 1F1B

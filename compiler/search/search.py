@@ -133,7 +133,7 @@ class Sweep(Attempts):
     def look_at(self, row: LayoutEstimate, base: Candidate) -> None:
         """Try scouts of a layout with several lanes."""
         candidate = base.on(row.mesh)
-        if self.best is not None and row.bound_s >= self.best.timeline.from_rest_s:
+        if self.best is not None and row.bound_s >= self.best.step_s:
             self.trials.append(Trial(candidate, row.count, reason=Pruned(row.bound_s)))
             return
         if self.best is not None and self.is_late:

@@ -23,7 +23,7 @@ class Skipped(Enum):
 
 @dataclass(frozen=True)
 class Pruned:
-    """No schedule of its stages is faster from rest than this, which is no better than the best from rest."""
+    """No schedule of its stages has a shorter step than this, which is no better than the best."""
 
     bound_s: float
 

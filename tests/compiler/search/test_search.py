@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import penstock
 from penstock.compiler.capture.trace import trace
 from penstock.compiler.plan import Plan
 from penstock.compiler.search import attempts, compiled
-from penstock.compiler.search.attempts import Wishes
+from penstock.compiler.search.attempts import Attempts, Wishes
 from penstock.compiler.search.bounds import machine_bound
 from penstock.compiler.search.candidate import PLAIN, Candidate
 from penstock.compiler.search.candidates import (
@@ -29,6 +30,7 @@ from penstock.compiler.strategies import PASSES, STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PlanError, VerifyError
 from penstock.passes.draft import Draft, Options
 from penstock.passes.graph.coarsen import Coarsen
+from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.passes.schedule.schedule_pipeline import SchedulePipeline
 from penstock.tests.compiler.eager_baseline import SGD, zoo_case
 from penstock.tests.zoo import zoo
@@ -121,10 +123,14 @@ FEW = {"roomy"}
 
 
 @pytest.mark.parametrize("machine", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MACHINES])
+@pytest.mark.parametrize("frozen", [0.0, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.4, 0.8))])
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> None:
-    """Whatever partition, mapping, schedule and tier."""
+def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str, frozen: float) -> None:
+    """Whatever partition, mapping, schedule and tier, and whatever part of the model comes first and is not trained."""
     made, batch = zoo_case(model)
+    params = list(made.parameters())
+    for param in params[: int(frozen * len(params))]:
+        param.requires_grad_(False)
     graph = trace(made, batch)
     compiler = CandidateCompiler(graph, MACHINES[machine](), Options(micro_batches=4))
     count = 0
@@ -135,13 +141,41 @@ def test_bounds_are_no_higher_than_the_simulation(machine: str, model: str) -> N
             try:
                 placed = compiler.place(candidate)
                 bound = placed.bound()
-                step_s = compiler.finish(placed).step_s
+                timeline = compiler.finish(placed).timeline
             except (DoesNotFit, PassError, PlanError):
                 continue
-            assert 0 < bound.seconds <= step_s * (1 + 1e-9), (candidate, bound)
-            assert machine_bound(placed.draft).seconds <= step_s * (1 + 1e-9)
+            assert 0 < bound.seconds <= timeline.step_s * (1 + 1e-9), (candidate, bound)
+            assert machine_bound(placed.draft).seconds <= timeline.from_rest_s * (1 + 1e-9)
             count += 1
     assert count >= 3
+
+
+class HalfFrozen(nn.Module):
+    """Linear layers of which the first ones are not trained."""
+
+    def __init__(self, frozen: int, trained: int, width: int = 128):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(frozen + trained)))
+        self.layers[:frozen].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_pruning_compares_steps_among_many() -> None:
+    """The second candidate is slower from rest, and faster among many: one device computes frozen layers of the next
+    step beside the other's backward."""
+    hardware = unequal("640MB", "640MB")
+    wishes = Wishes(asked=None, micro_batches=1, batch_size=1, options=Options(micro_batches=1))
+    tried = Attempts(lambda count: trace(HalfFrozen(8, 2), {"x": torch.ones(4096, 128)}), hardware, wishes)
+    orders = [PLAIN.with_(PartitionBalanced(stages=2, order=order)) for order in ("", "1 0")]
+    tried.look(1, orders)
+    first, second = (tried.compiler(1).finish(tried.compiler(1).place(order)) for order in orders)
+    assert first.timeline.from_rest_s < second.timeline.from_rest_s and first.step_s > second.step_s
+    assert [trial.step_s for trial in tried.trials] == [first.step_s, second.step_s]
+    assert tried.best_candidate == orders[1]
+    for found in (first, second):
+        assert 0 < tried.compiler(1).place(found.candidate).bound().seconds <= found.step_s
 
 
 def test_out_of_time_there_is_a_plan_and_a_list_of_what_was_not_tried() -> None:
