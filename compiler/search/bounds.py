@@ -53,7 +53,7 @@ def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous:
     devices, precision = draft.lane_hardware.devices, draft.options.precision
     maker = {out.name: i for i, spec in enumerate(specs) for out in spec.outputs}
     took = [stage_seconds(spec, devices[d], precision) for spec, d in zip(specs, draft.devices)]
-    trained = _trained(specs, maker)
+    trained = _trained(specs)
     first = next((i for i, spec in enumerate(specs) if spec.trained_params), 0)
     before: dict[int, float] = {first: 0.0}  # seconds from the begin of the first trained stage to that of a later one
     after: dict[int, float] = {first: 0.0}  # and from the end of a later stage's backward to the end of the first one's
@@ -73,8 +73,10 @@ def _compute(draft: Draft, specs: Sequence[StageSpec], split: bool, synchronous:
     return found
 
 
-def _trained(specs: Sequence[StageSpec], maker: dict[str, int]) -> list[bool]:
-    return [bool(s.trained_params or any(v.requires_grad and v.name in maker for v in s.inputs)) for s in specs]
+def _trained(specs: Sequence[StageSpec]) -> list[bool]:
+    """Whether each stage has a backward."""
+    made = {out.name for spec in specs for out in spec.outputs}
+    return [bool(s.trained_params or any(v.requires_grad and v.name in made for v in s.inputs)) for s in specs]
 
 
 def _traffic(draft: Draft, specs: Sequence[StageSpec], swap: bool, tier: str | None) -> list[Bound]:
@@ -199,10 +201,14 @@ def machine_bound(draft: Draft) -> Bound:
     of the bytes that devices and DRAM together cannot hold."""
     hardware, precision = draft.machine, draft.options.precision
     count = draft.options.micro_batches * max(1, len(draft.mesh.lanes))
+    specs = [stage.spec for stage in draft.stages]
+    trained = _trained(specs)
     per_device = device_seconds(
         hardware,
-        any(stage.spec.seconds for stage in draft.stages),
-        lambda device: sum(stage_seconds(stage.spec, device, precision).both_s for stage in draft.stages),
+        any(spec.seconds for spec in specs),
+        lambda device: sum(
+            stage_seconds(spec, device, precision, trains).both_s for spec, trains in zip(specs, trained)
+        ),
     )
     if not all(per_device):
         return Bound(0.0, "nothing")
