@@ -12,6 +12,7 @@ take what each kind took in 7B's.
 
 Run: FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py [--label after] [--only swapped]
      FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --plans      whole steps of both
+     FAKECUDA_COMPUTE=0 FAKECUDA_NOCOPY=1 fakecuda-run python bench/host_cost.py --graphs     with and without graphs
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from penstock.bench.peers.gpu_sections import ADAMW, Setup, compiled, swapped
 from penstock.compiler.models.named import find_model
 from penstock.compiler.strategies import PIPELINE
 from penstock.ir.calls import op_of
+from penstock.runtime.device.runtime import DeviceRuntime
 from penstock.runtime.stage import runner as stage_runner
 from penstock.runtime.stage.store import StageStore
 
@@ -60,12 +62,16 @@ def main() -> None:
     parser.add_argument("--label", default="after", help="which state of the code this is")
     parser.add_argument("--only", help="this plan alone, such as swapped")
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--graphs", action="store_true")
     args = parser.parse_args()
     setup = LittleDram("cuda", small=True, scratch=Path("/nonexistent"))
     about = {"state": args.label, "kernels_cost_nothing": os.environ.get("FAKECUDA_COMPUTE") == "0"}
     if args.plans:
         for row in whole_steps(setup):
             rows.save("host_cost", about | row)
+        return
+    if args.graphs:
+        rows.save("host_cost", about | with_graphs(setup))
         return
     batch = batch_of(SIZE, MICRO_BATCHES)
     options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "optimizer": ADAMW}
@@ -86,6 +92,53 @@ class LittleDram(Setup):
 
     def hardware(self, memory: str | int | None = None) -> penstock.Hardware:
         return super().hardware(memory).with_(dram="2GB")
+
+
+# --- CUDA graphs
+
+
+def with_graphs(setup: Setup) -> dict[str, Any]:
+    """Processor time of a forward and a backward with all that they launch, with and without graphs, in turns."""
+    batch = batch_of(SIZE, MICRO_BATCHES)
+    options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "optimizer": ADAMW}
+    found: dict[str, Any] = {"plan": "resident, with graphs and as written"}
+    with ExitStack() as jobs:
+        both = {
+            name: jobs.enter_context(compiled(setup, gpt(SIZE), batch, stages=4, cuda_graphs=graphs, **options))
+            for name, graphs in (("graphs", True), ("as written", False))
+        }
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in both}
+        for turn in range(STEPS + 3):
+            for name, job in both.items():
+                spans = whole_spans(job, batch)
+                if turn >= 3:
+                    taken[name].append(spans)
+    for kind in (*COMPUTED, "step"):
+        for name, spans in taken.items():
+            found[f"us_a_{kind}, {name}"] = statistics.median(each[kind] for each in spans)
+        ratios = [ours[kind] / plain[kind] for ours, plain in zip(taken["graphs"], taken["as written"])]
+        found[f"share_of_a_{kind}"] = statistics.median(ratios)
+    return found
+
+
+def whole_spans(job: penstock.Job, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Microseconds of one step's forwards and backwards, each on average, and of the whole step."""
+    clock, spans = Clock(), Kinds()
+    with ExitStack() as patches:
+        for kind in COMPUTED:
+            patches.enter_context(patch.object(DeviceRuntime, kind, noted(getattr(DeviceRuntime, kind), clock, spans)))
+        spans.add("step", clock.span_ns(lambda: job.step(batch)))
+    return spans.means()
+
+
+def noted(call: Callable[..., Any], clock: Clock, spans: Kinds) -> Callable[..., Any]:
+    def noted_call(*args: Any, **kwargs: Any) -> Any:
+        start_ns = clock.now_ns()
+        result = call(*args, **kwargs)
+        spans.add(call.__name__, clock.now_ns() - start_ns)
+        return result
+
+    return noted_call
 
 
 # --- whole steps of real plans

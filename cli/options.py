@@ -91,6 +91,9 @@ class JobOptions:
     compile_stages: Annotated[bool, typer.Option("--compile-stages", help="run repeated blocks by torch.compile")] = (
         False
     )
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="run stages that stay on their GPU from CUDA graphs")
+    ] = False
     timeout: Annotated[
         float, typer.Option(min=1.0, help="seconds until a device or rank of which nothing is heard counts as lost")
     ] = 600.0
@@ -164,6 +167,7 @@ class JobOptions:
             "ssd_dirs": self.ssd_dir,
             "ssd_verify": self.ssd_verify,
             "compile_stages": self.compile_stages,
+            "cuda_graphs": self.cuda_graphs,
             "timeout_s": self.timeout,
         }
         return api.compile(model, hardware, example_inputs=example_inputs, **{**arguments, **more})

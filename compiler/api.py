@@ -34,6 +34,8 @@ from .arguments import (
     check_arguments,
     check_compilable,
     check_compile_stages,
+    check_cuda_graphs,
+    check_graphable,
     check_timeout,
     check_types,
     count_of,
@@ -93,6 +95,7 @@ def compile(
     ssd_dirs: Sequence[str | Path] | None = None,
     ssd_verify: bool = False,
     compile_stages: bool = False,
+    cuda_graphs: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
@@ -130,6 +133,8 @@ def compile(
         the bytes written.
     compile_stages: run repeated blocks by `torch.compile`: each class of the printed file is compiled
         once for all its blocks. Where that is not possible, a warning names the class and why it runs eagerly.
+    cuda_graphs: launch forward and backward of a stage as one each, from graphs captured before the first step. Only
+        stages that stay on their GPU, with memory for each micro-batch in flight; `explain` names the others.
     timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
         workers a step may last longer, but none of its instructions.
 
@@ -144,6 +149,7 @@ def compile(
     refuse_item_count(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
+    check_cuda_graphs(cuda_graphs, compile_stages, machine)
     if not TorchrunDriver.is_present():  # where the ranks' copies are counted together
         machine = beside_own_copy(machine, model)
     shape = BatchShape.of(model, example_inputs)
@@ -178,6 +184,7 @@ def compile(
             optimizer_rounds=spec.rounds,
             max_grad_norm=max_grad_norm,
             profiler=make_profiler(profile, precision),
+            cuda_graphs=cuda_graphs,
             **_optimizer_facts(spec, model, kind),
         )
         if Precision.of(precision).is_pure and not spec.rounds:
@@ -190,6 +197,8 @@ def compile(
     best = found.best
     if compile_stages:
         check_compilable(best.draft.programs)
+    if cuda_graphs:
+        check_graphable(best.draft.programs)
     made = make_plan(found, _model_name(model), decided.strategy if decided else strategy)
     require_lasting(best.draft.graph, best.draft.programs)
     _check_shards(made, best.draft.graph.hooks)

@@ -11,8 +11,9 @@ from torch import nn
 
 from ..ir import ops
 from ..ir.errors import PlanError
+from ..ir.machine.hardware import Hardware
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..ir.program import Program
+from ..ir.program import Program, graphed, none_graphed, ungraphed
 from .job.batch import BatchShape
 from .plan import Plan
 
@@ -92,6 +93,36 @@ def check_compile_stages(compile_stages: object) -> None:
     """Raise `PlanError` for anything but True and False: modes of torch.compile are not offered."""
     if not isinstance(compile_stages, bool):
         raise PlanError(f"compile_stages={compile_stages!r}; it is True or False")
+
+
+def check_cuda_graphs(cuda_graphs: object, compile_stages: bool, machine: Hardware) -> None:
+    """Raise `PlanError` where CUDA graphs are asked for and cannot be."""
+    if not isinstance(cuda_graphs, bool):
+        raise PlanError(f"cuda_graphs={cuda_graphs!r}; it is True or False")
+    others = [device.name for device in machine.devices if device.kind != "cuda"]
+    if cuda_graphs and others:
+        raise PlanError(f"cuda_graphs=True needs CUDA devices, and {others[0]} is none. Leave it out")
+    if cuda_graphs and compile_stages:
+        raise PlanError(
+            "cuda_graphs=True with compile_stages=True: what torch.compile makes was never tried in a graph. Leave "
+            "one of them out"
+        )
+
+
+def check_graphable(programs: Sequence[Program]) -> None:
+    """Raise `PlanError` for programs of which CUDA graphs can be made of no stage."""
+    if any(node.target is ops.backward_input for program in programs for node in program.ops()):
+        raise PlanError(
+            "cuda_graphs=True with a schedule that splits backward: its halves share a graph of autograd's, which is "
+            'in no CUDA graph. Leave it out, or use a strategy whose backward is whole, such as "mobius"'
+        )
+    if programs[0].interface.asynchronous:
+        raise PlanError(
+            "cuda_graphs=True in asynchronous training: a stage runs on versions of its weights, at other places. "
+            "Leave it out"
+        )
+    if not any(graphed(program) for program in programs):
+        raise PlanError(none_graphed({s: reason for program in programs for s, reason in ungraphed(program).items()}))
 
 
 def check_compilable(programs: Sequence[Program]) -> None:

@@ -45,6 +45,7 @@ class Options:
     whole_optimizer: str = ""  # the first class that needs all of a parameter
     optimizer_tiles: bool = False  # a host updates parameters in tiles
     optimizer_rounds: bool = False  # the optimizer itself rounds what it writes into weights without masters
+    cuda_graphs: bool = False  # stages run from CUDA graphs where they can
     profiler: MeasureBlocks | None = None  # None: times come from the roofline
 
     @property

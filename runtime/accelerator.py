@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from ..ir.errors import HardwareError
 
 GpuStream = torch.cuda.Stream
 GpuEvent = torch.cuda.Event
+GpuGraph = torch.cuda.CUDAGraph
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,49 @@ def give_back(device: torch.device) -> None:
     """Wait for all work of a GPU, and give back all memory that torch holds of it for later use."""
     leave(device)
     torch.cuda.empty_cache()
+
+
+def new_pool() -> Any:
+    """Memory for graphs alone, which nothing else takes: the two numbers by which torch knows it."""
+    return torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def capturing(graph: GpuGraph, pool: Any) -> Iterator[None]:
+    """Note what the body puts on the current stream in the graph, and do not do it. What it takes is of the pool, the
+    workspaces of products too: those that a stream has kept until then may be given back while the graph lives. Other
+    threads may do what they like."""
+    torch._C._cuda_clearCublasWorkspaces()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # what the body did wrong may have ended the capture
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Let torch raise RuntimeError where the host would wait for a GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch does not find every such call
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def pools_bytes(device: torch.device, pools: Collection[Any]) -> int:
+    """Bytes of a GPU that torch's allocator holds for these pools."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = torch.cuda.memory_snapshot()
+    own = (row for row in found if row["device"] == index and tuple(row["segment_pool_id"]) in pools)
+    return sum(row["total_size"] for row in own)
 
 
 def limit_allocator(device: torch.device, most_bytes: int) -> float:

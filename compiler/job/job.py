@@ -35,6 +35,7 @@ from ..folder import COUNTS_FILE, Folder
 from ..pipeline import PassRecord
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
+from ..report.graphs import graphs_text
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
@@ -77,6 +78,7 @@ class StepReport:
     loss_scale: float | None = None
     skipped: bool = False
     eager_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # stage -> class -> why it is not compiled
+    ungraphed: dict[str, str] = field(default_factory=dict)  # stage -> why it runs from no CUDA graph
 
 
 class Outputs(dict[str, Tensor]):
@@ -122,6 +124,7 @@ class Job:
         self._driver: Driver | None = None
         self.calls = OneCall()
         self._eager_blocks: dict[str, dict[str, str]] = {}  # as the last step reported
+        self._ungraphed: dict[str, str] = {}  # the same
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
         self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
@@ -147,7 +150,12 @@ class Job:
         page = explain(
             self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, known.rows, spec
         )
-        return f"{page}\n\n{self._compiled_text()}" if known.compile_stages else page
+        page = f"{page}\n\n{self._compiled_text()}" if known.compile_stages else page
+        return f"{page}\n\n{graphs_text(self.programs, self._ungraphed)}" if self._has_graphs else page
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.folder.interface.cuda_graphs
 
     def _compiled_text(self) -> str:
         with scratch.temporary("explain") as directory:
@@ -217,6 +225,13 @@ class Job:
                     warnings.warn(f"compile_stages: {name} of {stage} runs eagerly: {reason}", stacklevel=5)
         self._eager_blocks = found
 
+    def _tell_ungraphed(self, found: dict[str, str]) -> None:
+        """Warn of each stage that is to run from CUDA graphs and does not, once."""
+        for stage, reason in found.items():
+            if stage not in self._ungraphed:
+                warnings.warn(f"cuda_graphs: {stage} runs as written: {reason}", stacklevel=5)
+        self._ungraphed = found
+
     @property
     def last(self) -> StepReport | None:
         """What the last step did; None before the first one. Waits for the step's end, which `step` does not.
@@ -235,6 +250,7 @@ class Job:
             report = driver.finish_step()
         self._unfinished, self._last = None, self._report(loss, report)
         self._tell_eager(self._last.eager_blocks)
+        self._tell_ungraphed(self._last.ungraphed)
 
     def _require_finite(self, loss: float) -> None:
         if math.isfinite(loss) or not self.folder.settings.stop_on_nan:

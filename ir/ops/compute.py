@@ -14,7 +14,7 @@ from .transfers import check_micro_batch
 if TYPE_CHECKING:
     from ..program import SavedSpec, StageSpec
 
-__all__ = ["add", "aligned_class", "backward", "evaluate", "forward"]
+__all__ = ["add", "aligned_class", "backward", "counts_in_graph", "evaluate", "forward"]
 
 Keep = bool | Sequence[str]  # everything, nothing, or these classes of saved tensors
 
@@ -50,11 +50,17 @@ def _forward(
     spec = _stage_operands(ctx, stage, weights, inputs, micro_batch)
     outputs = tuple(tensor(o) for o in spec.outputs)
     if keep is True:
-        return (*outputs, Value("kept", spec.kept_bytes, DEVICE, stage=stage))
+        num_bytes = 0 if counts_in_graph(ctx, stage, weights) else spec.kept_bytes
+        return (*outputs, Value("kept", num_bytes, DEVICE, stage=stage))
     if keep is False or not keep:
         return outputs
     num_bytes = sum(aligned_class(saved) for saved in _saved(spec, keep))
     return (*outputs, Value("kept", num_bytes, DEVICE, stage=stage, classes=tuple(keep)))
+
+
+def counts_in_graph(ctx: Context, stage: str, weights: Value) -> bool:
+    """Whether a stage that runs on these weights saves in a CUDA graph, whose memory stays (`graph_bytes`)."""
+    return ctx.interface.cuda_graphs and not weights.owned and not ctx.stage(stage).ungraphable
 
 
 def aligned_class(saved: SavedSpec) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .drain import Drain, computed_again, drain_of
 from .first_fit import FirstFit
 from .flat import Segment
+from .graphs import StageGraphs, graph_bytes, graphed, none_graphed, ungraphed
 from .hooks import Earlier, HookCall, elementwise
 from .host_order import add_host_waits
 from .interface import Interface, shard_key
@@ -93,6 +94,7 @@ __all__ = [
     "RowPart",
     "SavedSpec",
     "Segment",
+    "StageGraphs",
     "StageHome",
     "StageSpec",
     "Task",
@@ -114,6 +116,8 @@ __all__ = [
     "elementwise",
     "excerpt",
     "find_cycle",
+    "graph_bytes",
+    "graphed",
     "group_name",
     "homes_of",
     "infer",
@@ -124,6 +128,7 @@ __all__ = [
     "members_of",
     "memory_change",
     "micro_batch_of",
+    "none_graphed",
     "operands",
     "over_budget",
     "parse_program",
@@ -143,6 +148,7 @@ __all__ = [
     "shown",
     "slice_of",
     "takes_place",
+    "ungraphed",
     "values_of",
     "whole_link",
     "whole_params",

@@ -42,7 +42,7 @@ class Interface:
     copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage. `rounds`: bf16 weights without
     masters are updated in fp32, a portion at once, and the result is rounded stochastically.
-    `tiles`: a host updates parameters in tiles.
+    `tiles`: a host updates parameters in tiles. `cuda_graphs`: stages run from these where `graphs.py` says so.
     """
 
     stages: dict[str, StageSpec]
@@ -58,6 +58,7 @@ class Interface:
     asynchronous: bool = False
     rounds: bool = False
     tiles: bool = False
+    cuda_graphs: bool = False
 
     @property
     def replicas(self) -> int:

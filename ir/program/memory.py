@@ -1,8 +1,8 @@
 """Memory of a program, counted in issue order: the same rules for the verifier, the passes and the runtimes.
 
 Each memory holds, added up:
-- what persists across steps (`persistent_bytes`): on a device, resident weights with their optimizer states, and
-  buffers; in DRAM and on SSD, the weights and states that live there;
+- what persists across steps (`persistent_bytes`): on a device, resident weights with their optimizer states,
+  buffers, and CUDA graphs; in DRAM and on SSD, the weights and states that live there;
 - an arena: one preallocated block in which values have planned places (`plan_arena`): on a device, fetched and gathered
   weights, scattered gradients, and the workspace of gathers and scatters; in DRAM, values that were read or offloaded;
   on SSD, activations that were written;
@@ -22,6 +22,7 @@ from ..calls import op_of
 from ..errors import BudgetExceeded
 from ..units import format_bytes
 from .first_fit import FirstFit
+from .graphs import graph_bytes
 from .interface import Interface
 from .program import Program, donated, producer_of, values_of, work_of
 from .stage import PAGE, aligned
@@ -74,9 +75,13 @@ def homes_of(program: Program) -> dict[str, StageHome]:
 def persistent_bytes(program: Program) -> Persistent:
     """Bytes that stay: each stage's weights, fp32 masters, optimizer states and buffers, where the program has them.
 
-    What a speculative update changes counts a second time, because the update may be undone.
+    What a speculative update changes counts a second time, because the update may be undone. On the device also what
+    CUDA graphs hold.
     """
-    return bytes_of_homes(program.interface, homes_of(program))
+    found, in_graphs = bytes_of_homes(program.interface, homes_of(program)), graph_bytes(program)
+    if in_graphs:
+        found.device["graphs"] = in_graphs
+    return found
 
 
 def bytes_of_homes(interface: Interface, homes: Mapping[str, StageHome]) -> Persistent:

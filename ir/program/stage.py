@@ -143,6 +143,7 @@ class StageSpec:
     backward_mix: CallMix = NO_CALLS
     rematerialisable: bool = True  # False where a second forward would not repeat the first exactly
     draws: bool = False  # whether it draws random numbers in training
+    updates_buffers: bool = False  # whether its forward writes buffers
     pointwise_again: bool = False  # whether backward computes pointwise results again (`recompute-pointwise`)
     title: str = ""  # what it holds, for people: "transformer.h.3 to h.5"
     launches: int = 0  # torch calls in one forward, for the launch overhead of the cost model
@@ -169,6 +170,17 @@ class StageSpec:
     @property
     def grad_bytes(self) -> int:
         return sum(p.grad_bytes for p in self.params if p.requires_grad)
+
+    @property
+    def ungraphable(self) -> str:
+        """Why no CUDA graph can be made of the stage; "" if one can."""
+        if self.draws:
+            return "it draws random numbers, and the host sets the seed of each draw"
+        if self.updates_buffers:
+            return "its forward changes its buffers"
+        if any(param.change for param in self.params):
+            return "its forward changes its weights"
+        return "its backward computes pointwise results again" if self.pointwise_again else ""
 
     @property
     def has_hooks(self) -> bool:

@@ -262,6 +262,7 @@ class _Builder:
             loss=loss.name if loss is not None else None,
             rematerialisable=not self._reads_what_it_writes(body),
             draws=any(n.meta.get("random") for n in body),
+            updates_buffers=any(node.meta.get("updates_buffers") for node in body),
             pointwise_again=self.graph.pointwise_again,
             title=_title(self.cut.partition[self.index]),
             saved=saved_classes(self.cut.blocks[self.index], body),

@@ -70,6 +70,7 @@ def interface_of(draft: Draft) -> Interface:
         tiles=draft.options.optimizer_tiles,
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
+        cuda_graphs=draft.options.cuda_graphs,
     )
 
 

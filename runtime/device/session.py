@@ -6,7 +6,7 @@ import contextlib
 import copy
 import time
 import traceback
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,18 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import BudgetExceeded, PenstockError, PlanError, WorkerError
 from ...ir.ops import rest_bytes
-from ...ir.program import Program, bind_one, computed_again, drain_of, largest_values, place_of
+from ...ir.program import (
+    Program,
+    bind_one,
+    computed_again,
+    drain_of,
+    graphed,
+    largest_values,
+    none_graphed,
+    place_of,
+    ungraphed,
+)
+from ...ir.units import format_bytes
 from ..accelerator import allocator_figures, current, give_back, leave, on_stream
 from ..simulate import Span
 from ..stage.warm import warm_up
@@ -40,7 +51,8 @@ class StepResult:
     (sends and receives include waiting for the other side), `moved_bytes` per route ("dram0 -> gpu0"; "dram0 -> dram0"
     for copies that undo updates), `peak_bytes` per memory as accounted, `gradient_norm` (None if the program computes
     none), `loss_scale` (None except in fp16), `skipped` (a step whose gradients were not finite), `eager_blocks` (stage
-    -> class -> why its blocks are not compiled, though asked for).
+    -> class -> why its blocks are not compiled, though asked for), `ungraphed` (stage -> why it runs from no CUDA
+    graph, though asked for).
     """
 
     values: dict[str, list[Tensor]]
@@ -112,6 +124,7 @@ class DeviceSession:
         self._report_of_tail: dict[str, Any] = {}
         if setup.compile_stages:
             self._try_blocks(programs["step"])
+        self._to_graph = programs["step"] if self._has_graphs else None  # until the first step, as weights come before
 
     def _find_device(self) -> torch.device:
         on_gpu = self.spec.kind == "cuda"
@@ -137,12 +150,49 @@ class DeviceSession:
         for node in program.ops():
             if node.target is ops.forward:
                 keeps.setdefault(str(node.args[0]), []).append(node.kwargs.get("keep", True))
-        stream = self.streams.of(self.plans["step"])[ops.COMPUTE]
 
         def run() -> None:
             for stage, found in keeps.items():
                 self.state.stores[stage].runner.try_blocks(found)
 
+        self._compute(run)
+
+    def _make_graphs(self, program: Program) -> None:
+        """Make the CUDA graphs of stages, while no message is under way, and no value takes memory."""
+        reasons, made = ungraphed(program), graphed(program)
+
+        def run() -> None:
+            for stage, graphs in made.items():
+                store = self.state.stores[stage]
+                store.runner.bind(store.weights)
+                reason = store.runner.make_graphs(graphs)
+                if reason:
+                    reasons[stage] = reason
+
+        self._compute(run)
+        if made and made.keys() <= reasons.keys():
+            raise PlanError(none_graphed(reasons))
+        self.state.ungraphed = reasons
+        self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        """Raises `BudgetExceeded` where graphs hold more memory than the plan counts."""
+        found = [store.runner.graphs for store in self.state.stores.values()]
+        taken_bytes = sum(each.num_bytes for each in found if each is not None)
+        planned_bytes = self.plans["step"].persistent.device.get("graphs", 0)
+        if taken_bytes > planned_bytes:
+            raise BudgetExceeded(
+                f"{self.spec.name}: CUDA graphs hold {format_bytes(taken_bytes)}, of which the plan counts "
+                f"{format_bytes(planned_bytes)}. Leave cuda_graphs out"
+            )
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.setup.interface.cuda_graphs and self.device.type == "cuda"
+
+    def _compute(self, run: Callable[[], None]) -> None:
+        """Run this on the stream of computation, between steps, and give back the memory that it leaves."""
+        stream = self.streams.of(self.plans["step"])[ops.COMPUTE]
         stream.begin()
         try:
             with current(self.device), self.streams.issuing():
@@ -187,6 +237,9 @@ class DeviceSession:
         """
         self._check(batch, "step")
         first = self.state.step_count == 0
+        if self._to_graph is not None:
+            program, self._to_graph = self._to_graph, None
+            self._make_graphs(program)
         if self.tail is not None and self.drain is not None:
             self.finish_step()
         before, self.tail = self.tail, None
@@ -352,6 +405,7 @@ class DeviceSession:
             "loss_scale": None if self.state.loss_scale is None else self.state.loss_scale.scale,
             "skipped": skipped,
             "eager_blocks": self.state.eager_blocks(),
+            "ungraphed": dict(self.state.ungraphed),
         }
 
     def _gradient_norm(self, runtime: DeviceRuntime) -> tuple[float | None, bool]:
@@ -382,7 +436,8 @@ class DeviceSession:
             if issue.op == "forward" and issue.keeps:
                 measured = self.state.stores[issue.stages[0]].runner.kept_bytes
                 memory, name, num_bytes = issue.takes[-1]
-                issue.takes[-1] = (memory, name, num_bytes if measured is None else measured)
+                in_graph = self.setup.interface.cuda_graphs and not num_bytes
+                issue.takes[-1] = (memory, name, num_bytes if measured is None or in_graph else measured)
             elif issue.op == "backward_input":
                 store, (memory, name, _) = self.state.stores[issue.stages[0]], issue.takes[-1]
                 measured = store.runner.kept_bytes

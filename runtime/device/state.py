@@ -149,6 +149,7 @@ class DeviceState:
         self.index, self.interface, self.device = setup.index, interface, device
         self.seed, self.step_count = setup.seed, 0
         self.evaluation_count = 0  # since the last step
+        self.ungraphed: dict[str, str] = {}  # of stages that run as written though the plan has graphs, why
         self.loss_scale = LossScale() if Precision.of(setup.precision).scales_loss else None
         self.compiler = BACKEND if setup.compile_stages else None
         if self.compiler is not None:

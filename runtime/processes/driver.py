@@ -237,6 +237,7 @@ def merge_results(results: Sequence[StepResult], hardware: Hardware) -> StepResu
         "loss_scale": reports[0]["loss_scale"],
         "skipped": any(r["skipped"] for r in reports),
         "eager_blocks": {stage: reasons for r in reports for stage, reasons in r["eager_blocks"].items()},
+        "ungraphed": {stage: reason for r in reports for stage, reason in r["ungraphed"].items()},
     }
     return StepResult(merge_values(results), report)
 

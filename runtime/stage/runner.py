@@ -19,12 +19,13 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
-from ...ir.program import StageSpec, TensorSpec, aligned
+from ...ir.program import StageGraphs, StageSpec, TensorSpec, aligned
 from ..modules import Stage
 from ..optimizer.hooks import change_params
 from .block_trial import BlockTrial, fake_run
 from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
+from .graphed_stage import GraphedStage, GraphSlot
 from .pointwise import PointwiseAgain
 from .saved_classes import Aside, SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
@@ -45,6 +46,7 @@ class Kept:
         self.leaves: list[Tensor] = list(leaves)
         self.num_bytes = num_bytes
         self.is_partial = False
+        self.slot: GraphSlot | None = None
         self.tensors: dict[str, Tensor] = {}
         self.aside: dict[str, Aside] = {}
 
@@ -72,6 +74,13 @@ class Kept:
         for name, tensor in self.tensors.items():
             placed.tensors[name].copy_(tensor, non_blocking=True)
         return placed
+
+    @classmethod
+    def in_graph(cls, slot: GraphSlot, num_bytes: int) -> Kept:
+        """What a graphed forward has left in its slot."""
+        made = cls([], [], num_bytes)
+        made.slot = slot
+        return made
 
     def drop(self) -> None:
         """Let go of the graph and all that it saved."""
@@ -104,6 +113,7 @@ class StageRunner:
         self.precision = Precision.of(precision)
         self.weights_move = weights_move
         self.kept_bytes: int | None = None  # measured once, on the first micro-batch
+        self.graphs: GraphedStage | None = None  # what runs in place of forward and backward
         self.classes = SavedClasses(spec)
         if isinstance(module, Stage):
             module.device = self.device
@@ -149,6 +159,10 @@ class StageRunner:
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set all buffers, persistent or not, to copies of `values` on the device."""
+        if self.graphs is not None:  # which read the buffers where they are
+            for name, buffer in self.buffers().items():
+                buffer.copy_(values[name])
+            return
         dtypes = {b.name: getattr(torch, b.dtype) for b in self.spec.buffers}
         fresh: dict[int, Tensor] = {}
         for name, (owner, key) in self._buffers.items():
@@ -186,6 +200,16 @@ class StageRunner:
 
         self.compiled.try_classes(run, trial, [True, False] if not all(keeps) else [True])
 
+    def make_graphs(self, graphs: StageGraphs) -> str:
+        """Run the stage from CUDA graphs from now on, on the weights that are bound. Before the first step, by the
+        thread and on the stream that will run it. Returns why it cannot, "" if it does."""
+        made = GraphedStage(self.spec, self.device, graphs)
+        reason = made.reason(self)
+        if not reason:
+            made.capture(self)
+            self.graphs = made
+        return reason
+
     def forward(
         self, inputs: Sequence[Tensor], seed: int, keep: bool | Sequence[str] = True
     ) -> tuple[list[Tensor], Kept | None]:
@@ -194,6 +218,9 @@ class StageRunner:
         `keep`: True for all that backward needs, False for nothing, or names of classes of saved tensors
         (`spec.saved`). Raises `VerifyError` for a class that does not agree with the stage's calls.
         """
+        if self.graphs is not None and isinstance(keep, bool):
+            graphed, slot = self.graphs.forward(inputs, keep)
+            return graphed, None if slot is None else Kept.in_graph(slot, self.graphs.kept_bytes)
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
@@ -228,6 +255,8 @@ class StageRunner:
         by parameter; each goes there as soon as it is complete. `more`: a later backward adds to these gradients, which
         live until then, so that the parameters may keep them.
         """
+        if self.graphs is not None and not (kept is not None and kept.is_partial):
+            return self.graphs.backward(None if kept is None else kept.slot, inputs, douts, grads)
         if kept is None or kept.is_partial:
             kept = self._rematerialised(kept, inputs, seed, weights_move=False)
         edges, values = self._entries(kept, douts)
