@@ -49,9 +49,10 @@ def both(**options: Any) -> None:
         assert_same(found, trained(job, data))
 
 
-@pytest.mark.emulated_core
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "fp16"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", pytest.param("bf16-true", marks=pytest.mark.emulated_core), "fp16"]
+)
+@pytest.mark.parametrize("stages", [2, 1])
 def test_numbers_are_those_as_written(stages: int, precision: str) -> None:
     both(stages=stages, precision=precision, optimizer=ADAMW)
 
@@ -143,7 +144,7 @@ def test_a_stage_without_graphs_is_named_and_runs_as_written() -> None:
         assert_same(found, trained(job, data))
 
 
-@pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved", "data-parallel"])
+@pytest.mark.parametrize("strategy", ["1f1b", "interleaved", "data-parallel"])
 def test_two_gpus(strategy: str) -> None:
     """Values cross streams and GPUs; of 1F1B the slots serve more micro-batches than are in flight."""
     data = batches(rows=8, count=STEPS)
