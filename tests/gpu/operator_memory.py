@@ -96,6 +96,47 @@ OPERATORS: dict[str, OperatorRun] = {
     "largest of rows": OperatorRun(aten.topk.default, (((16384, 1024), FP32), 8)),
     "largest of short rows": OperatorRun(aten.topk.default, (((16384, 64), FP32), 8)),
     "largest of long rows": OperatorRun(aten.topk.default, (((8, 50000), FP32), 50)),
+    **{f"scan of numbers {operator} {dtype}": OperatorRun(operator, (((1 << 24,), dtype), 0))
+       for operator in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+       for dtype in (BF16, FP32)},
+    "scan of large numbers": OperatorRun(aten.cumsum.default, (((1 << 26,), INT64), 0)),
+    "scan of rows": OperatorRun(aten.cumsum.default, (((4096, 1024), FP32), 1)),
+    "scan of columns": OperatorRun(aten.cumsum.default, (((4096, 1024), BF16), 0)),
+    "scan of a mask": OperatorRun(aten.cumsum.default, (((4096, 1024), torch.bool), 1)),
+    "largest so far": OperatorRun(aten.cummax.default, (((4096, 1024), FP32), 1)),
+    "masked rows": OperatorRun(aten.masked_scatter.default, (
+        ((4096, 1024), BF16), ((4096, 1024), torch.bool), ((4096, 1024), BF16))),
+    "masked rows of one mask": OperatorRun(aten.masked_scatter.default, (
+        ((4096, 1024), BF16), ((4096, 1), torch.bool), ((4096, 1024), BF16))),
+    **{f"largest place {shape} {dim}": OperatorRun(aten.argmax.default, ((shape, FP32), dim))
+       for shape, dim in (((65536, 1024), 0), ((4096, 1024), 1), ((8, 1 << 20), 1), ((4096, 1024), None))},
+    "largest and place": OperatorRun(aten.max.dim, (((65536, 1024), BF16), 0)),
+    "largest of all": OperatorRun(aten.max.default, (((4096, 1024), FP32),)),
+    **{f"logsumexp {dim} {dtype}": OperatorRun(aten.logsumexp.default, (((4096, 1024), dtype), [dim]))
+       for dim in (0, 1) for dtype in (BF16, FP32)},
+    "group norm": OperatorRun(aten.native_group_norm.default, (
+        ((64, 1024, 16), FP32), ((1024,), FP32), ((1024,), FP32), 64, 1024, 16, 32, 1e-5)),
+    "group norm's backward": OperatorRun(aten.native_group_norm_backward.default, (
+        ((64, 1024, 16), BF16), ((64, 1024, 16), BF16), ((64, 32), BF16), ((64, 32), BF16), ((1024,), BF16),
+        64, 1024, 16, 32, [True, True, True])),
+    **{f"none for {operator}": OperatorRun(operator, arguments) for operator, arguments in (
+        (aten.scatter_add.default, (((1000, 64), FP32), 0, ((4096, 64), INT64), ((4096, 64), FP32))),
+        (aten.scatter_reduce.two, (((1000, 64), BF16), 0, ((4096, 64), INT64), ((4096, 64), BF16), "amax")),
+        (aten.index_add.default, (((1000, 64), FP32), 0, ((4096,), INT64), ((4096, 64), FP32))),
+        (aten.index_copy.default, (((1000, 64), FP32), 0, ((512,), INT64), ((512, 64), FP32))),
+        (aten.native_dropout.default, (((4096, 1024), BF16), 0.1, True)),
+        (aten.glu.default, (((4096, 1024), BF16), 1)),
+        (aten.avg_pool2d.default, (((32, 64, 56, 56), FP32), [3, 3], [2, 2])),
+        (aten.max_pool2d_with_indices.default, (((32, 64, 56, 56), FP32), [3, 3], [2, 2])),
+        (aten.max_pool2d_with_indices_backward.default, (((32, 64, 27, 27), FP32), ((32, 64, 56, 56), FP32),
+         [3, 3], [2, 2], [0, 0], [1, 1], False, ((32, 64, 27, 27), INT64))),
+        (aten.avg_pool2d_backward.default, (((32, 64, 27, 27), FP32), ((32, 64, 56, 56), FP32), [3, 3], [2, 2], [0, 0],
+         False, True, None)),
+        (aten.upsample_nearest2d.default, (((8, 64, 56, 56), FP32), [112, 112])),
+        (aten.upsample_bilinear2d_backward.default, (((8, 64, 112, 112), FP32), [112, 112], [8, 64, 56, 56], False)),
+        (aten._adaptive_avg_pool2d.default, (((32, 64, 56, 56), FP32), [7, 7])),
+        (aten.upsample_bilinear2d.default, (((8, 64, 56, 56), FP32), [112, 112], False)),
+    )},
     "layer's product": OperatorRun(aten.mm.default, (((512, 512), BF16), ((512, 512), BF16))),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .call import WorkspaceCall, ceil_div, rule
 from .reductions import reduction_bytes
 
+FP32_BYTES = 4
 MANY_ROWS = 64 * 1024
 COLUMNS = ROWS = 32  # of a block of threads
 MOST_BLOCKS = 64 * 1024 // 2
@@ -27,6 +28,20 @@ def norm_backward(call: WorkspaceCall) -> int:
     parts = min(MOST_BLOCKS // ceil_div(width, COLUMNS), ceil_div(rows, ROWS))
     adding = reduction_bytes(grad.new_empty((parts, width), device="meta"), 0, 4, call.gpu)
     return sum(map(bool, wanted)) * parts * width * grad.itemsize + adding
+
+
+@rule("native_group_norm")
+def group_norm(call: WorkspaceCall) -> int:
+    """`GroupNormKernelImplInternal` (group_norm_kernel.cu): a factor and a summand for each channel of each sample."""
+    return 2 * FP32_BYTES * int(call["N"]) * int(call["C"])
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(call: WorkspaceCall) -> int:
+    """`GroupNormBackwardKernelImplInternal` (group_norm_kernel.cu): for each channel of each sample two sums and a
+    factor, for each group of each sample two numbers."""
+    samples, channels, groups = (int(call[name]) for name in ("N", "C", "group"))
+    return FP32_BYTES * samples * (3 * channels + 2 * groups)
 
 
 @rule("_softmax_backward_data")
@@ -50,6 +65,20 @@ def _is_matrix(value: Tensor) -> bool:
     """Whether cuBLAS reads this as a matrix, or the transpose of one."""
     (rows, columns), (down, across) = value.shape[-2:], value.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+@rule(
+    "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
+    "upsample_nearest2d", "upsample_nearest2d_backward",
+)  # fmt: skip
+def grid(call: WorkspaceCall) -> int:
+    """`AveragePool2d.cu`, `DilatedMaxPool2d.cu`, `AdaptiveAveragePooling.cu`, `UpSampleBilinear2d.cu` and
+    `UpSampleNearest2d.cu`: copies of operands with gaps, or in the layout of another one."""
+    operands = [value for value in call.given.values() if isinstance(value, Tensor)]
+    if all(value.is_contiguous() for value in operands) or all(map(_has_channels_last, operands)):
+        return 0
+    return sum(value.nbytes for value in operands)
 
 
 @rule("convolution", "_convolution", "cudnn_convolution")

@@ -16,6 +16,7 @@ VECTOR = 4
 FEWEST, MOST = 16, 256  # values for one thread
 PART_BYTES = {torch.float64: 8, torch.int64: 8}  # of a part of a sum; 4 for all other dtypes
 WELFORD_BYTES = 16  # a part of a variance: mean, squares, and the count twice
+PLACED_BYTES = 16  # a part of a largest element: itself, and its place
 
 
 @rule("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm", "amax", "amin", "all", "any")
@@ -32,6 +33,26 @@ def reduction(call: WorkspaceCall) -> int:
 def variance(call: WorkspaceCall) -> int:
     """`gpu_reduce_kernel` (Reduce.cuh) with `WelfordData` as the part."""
     return reduction_bytes(call.tensor("self"), call.given.get("dim"), WELFORD_BYTES, call.gpu)
+
+
+@rule("max", "min", "argmax", "argmin")
+def largest(call: WorkspaceCall) -> int:
+    """`gpu_reduce_kernel` (Reduce.cuh), of whole tensors with their own type as the part (`max_values_kernel_cuda`), of
+    dimensions with a pair of a value and its place (`argmax_kernel_impl` and `max_launch_kernel`)."""
+    value, dim = call.tensor("self"), call.given.get("dim")
+    if "other" in call.given:
+        return 0
+    has_places = call.name.startswith("arg") or dim is not None
+    return reduction_bytes(value, dim, PLACED_BYTES if has_places else max(4, value.itemsize), call.gpu)
+
+
+@rule("logsumexp")
+def logsumexp(call: WorkspaceCall) -> int:
+    """`logsumexp_out_impl` (ReduceOps.cpp): the exponents of all elements less the largest, these, and the parts of
+    their sum."""
+    value = call.tensor("self")
+    exponents = value.new_empty(value.shape, dtype=call.out.dtype, device="meta")
+    return int(exponents.nbytes + call.out.nbytes + reduction_bytes(exponents, call["dim"], 4, call.gpu))
 
 
 def reduction_bytes(value: Tensor, given: int | Sequence[int] | None, part_bytes: int, gpu: GpuSize) -> int:

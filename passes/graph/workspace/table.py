@@ -5,6 +5,10 @@ do not show them, since torch's host code allocates them inside the operator. Ea
 (2.13) that says so. What depends on the GPU is that of `LARGEST`: smaller ones need about as much or less. Attention,
 which is no single operator here, has its functions in `attention.py`.
 
+Without a rule are operators whose kernels are a library's that tells its sizes to a running program only: cuDNN's batch
+norm (`native_batch_norm` here), recurrent layers, and attention, which torch takes first on GPUs of compute capability
+9.0 and 10.0.
+
 cuBLAS's workspace is none of a call: it stays for as long as the process does (`Reserve.libraries_bytes`).
 """
 
@@ -14,21 +18,22 @@ from typing import Any
 
 import torch
 
-from . import indexing, layers, orders, reductions
+from . import indexing, layers, orders, reductions, scans
 from .call import LARGEST, RULES, GpuSize, WorkspaceCall
 
-__all__ = ["RULES", "indexing", "layers", "orders", "reductions", "workspace_bytes"]
+__all__ = ["RULES", "indexing", "layers", "orders", "reductions", "scans", "workspace_bytes"]
 
 # Their kernels read operands and write results, and need no more; so do views and what torch calls pointwise.
 HOLD_NOTHING = frozenset(
     f"aten::{name}"
     for name in (
         "_fused_rms_norm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_to_copy", "_unsafe_view",
-        "arange", "cat", "clone", "constant_pad_nd", "copy_", "embedding", "empty", "empty_like", "empty_strided",
-        "fill_", "flip", "floor_divide", "full", "full_like", "gather", "index", "index_select", "leaky_relu_backward",
+        "arange", "bucketize", "cat", "clone", "constant_pad_nd", "copy_", "dot", "embedding", "empty", "empty_like",
+        "empty_strided", "fill_", "flip", "floor_divide", "full", "full_like", "gather", "glu", "index", "index_add",
+        "index_copy", "index_select", "leaky_relu_backward", "native_dropout", "native_dropout_backward",
         "native_layer_norm", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nll_loss_backward",
-        "nll_loss_forward", "ones", "ones_like", "roll", "scalar_tensor", "scatter", "select_backward",
-        "slice_backward", "stack", "tril", "triu", "zero_", "zeros", "zeros_like",
+        "nll_loss_forward", "ones", "ones_like", "roll", "scalar_tensor", "scatter", "scatter_add", "scatter_reduce",
+        "searchsorted", "select_backward", "slice_backward", "stack", "tril", "triu", "zero_", "zeros", "zeros_like",
     )
 )  # fmt: skip
 

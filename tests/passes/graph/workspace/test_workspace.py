@@ -36,7 +36,7 @@ def held(operator: Any, *arguments: Any, gpu: GpuSize = CARD) -> int | None:
 
 
 def test_of_what_has_no_rule_nothing_is_known_and_views_and_pointwise_calls_hold_nothing() -> None:
-    assert held(aten.cumsum.default, meta(8, 8), 0) is None
+    assert held(aten.kthvalue.default, meta(8, 8), 1) is None
     for operator, *given in (
         (aten.mul.Tensor, meta(8), meta(8)), (aten.add_.Tensor, meta(8), meta(8)), (aten.split.Tensor, meta(8), 4),
         (aten.transpose.int, meta(8, 8), 0, 1), (aten.copy_.default, meta(8), meta(8)),
@@ -44,23 +44,23 @@ def test_of_what_has_no_rule_nothing_is_known_and_views_and_pointwise_calls_hold
         assert held(operator, *given) == 0, operator
 
 
-class Accumulated(nn.Module):
-    """Sums of all earlier rows: CUB's scan takes memory of its own."""
+class Second(nn.Module):
+    """The second smallest of each row, for which there is no rule."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).cumsum(0).square().mean()
+        return self.linear(x).kthvalue(2).values.square().mean()
 
 
 @pytest.mark.parametrize("machine", ["rtx4090x1", "cpu"])
 def test_what_is_not_counted_is_told(machine: str) -> None:
     hardware = Hardware.from_any(machine) if machine != "cpu" else Hardware.cpu(num_devices=1)
-    draft, coarsen = draft_of(trace(Accumulated(), {"x": torch.ones(4, 8)}), hardware), Coarsen()
+    draft, coarsen = draft_of(trace(Second(), {"x": torch.ones(4, 8)}), hardware), Coarsen()
     coarsen.rewrite(draft, coarsen.plan(draft))
-    told = {"coarsen": "peaks leave out what cumsum may hold on a GPU while they run"}
+    told = {"coarsen": "peaks leave out what kthvalue may hold on a GPU while they run"}
     assert draft.notes == ({} if machine == "cpu" else told)
 
 
@@ -156,6 +156,46 @@ def test_sorts_have_copies_of_keys_and_places() -> None:
     assert held(aten.sort.default, meta(100000, dtype=INT64)) == (8 + 8 + 8) * 100000 + 50000 + 128 * 1024
     assert held(aten.topk.default, meta(1000, 64), 8) == 0
     assert held(aten.topk.default, meta(16384, 1024), 8) == 16384 * (1024 + 32 + 536) + 4096
+
+
+def test_scans_copy_what_does_not_lie_in_rows_and_have_states_of_tiles() -> None:
+    value = meta(64, 128)
+    for scan in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
+        assert held(scan, value, 1) == 0, scan
+        assert held(scan, value.t(), 1) == value.nbytes, scan
+        assert held(scan, meta(1 << 20), 0) == 16 * 512 + 4096, scan
+    assert held(aten.cumsum.default, meta(64, 128, dtype=torch.bool), 0) == 8 * 64 * 128
+    assert held(aten.cumsum.default, meta(64, 128, dtype=torch.bool).t(), 0) == 2 * 8 * 64 * 128
+    assert held(aten.cummax.default, value, 1) == 0
+    assert held(aten.cummax.default, value.t(), 1) == value.nbytes
+    mask = meta(64, 1, dtype=torch.bool)
+    assert held(aten.masked_scatter.default, value, mask, value) == (8 + 1) * 64 * 128 + 8 * 64 * 128 // 256 + 4096
+
+
+def test_the_largest_elements_have_their_places_beside_them() -> None:
+    value, parts = meta(16384, 4096), 12 * 128 // 32 * (32 * 4)
+    assert held(aten.argmax.default, value, 0) == held(aten.max.dim, value, 0) == 16 * 4096 * parts + 4 * 32
+    assert held(aten.max.default, meta(64, 64)) == held(aten.max.other, value, value) == 0
+    assert held(aten.logsumexp.default, meta(64, 128), [1]) == 2 * 64 * 128 + 2 * 64
+
+
+def test_pools_copy_what_does_not_lie_in_rows() -> None:
+    value = meta(2, 8, 16, 16)
+    last = value.to(memory_format=torch.channels_last)
+    for given, num_bytes in ((value, 0), (last, 0), (value.transpose(0, 1), value.nbytes)):
+        assert held(aten.avg_pool2d.default, given, [2, 2]) == num_bytes
+    backward = (aten.max_pool2d_with_indices_backward.default, last, value, [1, 1], [1, 1], [0, 0], [1, 1], False)
+    indices = meta(2, 8, 16, 16, dtype=INT64)
+    assert held(*backward, indices) == 2 * value.nbytes + indices.nbytes
+
+
+def test_the_norm_of_groups_has_numbers_for_each_channel() -> None:
+    value, weight, each = meta(4, 8, 16), meta(8), meta(4, 2)
+    sizes = (4, 8, 16, 2)
+    assert held(aten.native_group_norm.default, value, weight, weight, *sizes, 1e-5) == 4 * 4 * 2 * 8
+    flags = [True, True, True]
+    given = held(aten.native_group_norm_backward.default, value, value, each, each, weight, *sizes, flags)
+    assert given == 4 * 4 * (3 * 8 + 2 * 2)
 
 
 def test_flash_attention_splits_keys_where_rows_are_few() -> None:
