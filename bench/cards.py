@@ -21,6 +21,7 @@ from typing import Any
 import penstock
 from penstock.bench.peers import rows
 from penstock.bench.peers.card_cases import CARDS, CASES, SMALL_CASES, fullest
+from penstock.ir.program import pooled_bytes
 
 LIMIT_S = 400
 
@@ -64,7 +65,7 @@ def measured(name: str) -> dict[str, Any]:
         with job:
             for _ in range(case.steps):
                 job.step(batch)
-            devices = {device.name: figures(job, device) for device in job.hardware.devices}
+            devices = {device.name: figures(job, place, device) for place, device in enumerate(job.hardware.devices)}
             return {
                 "plan": name, "card": case.card, "precision": case.precision, "micro_batches": case.micro_batches,
                 "length": length, "steps": case.steps, "filled": fullest(job), "mib": devices,
@@ -82,14 +83,17 @@ def most_bytes(device: Any) -> int:
     return int(device.budget_bytes + device.reserve.libraries_bytes + device.reserve.gaps_bytes)
 
 
-def figures(job: penstock.Job, device: Any) -> dict[str, int]:
+def figures(job: penstock.Job, place: int, device: Any) -> dict[str, int]:
+    """MiB of one device. `pooled`: the peaks of its streams together, whenever each is reached."""
     assert job.last is not None
+    program = job.programs[place % len(job.programs)]  # lanes have one program for several devices
     allocator, mib = job.last.allocator[device.name], 2**20
     return {
         "card": device.memory_bytes // mib,
         "budget": device.budget_bytes // mib,
         "most": most_bytes(device) // mib,
         "accounted": job.last.peak_bytes[device.name] // mib,
+        "pooled": pooled_bytes(program) // mib,
         "allocated": allocator["allocated_bytes"] // mib,
         "reserved": allocator["reserved_bytes"] // mib,
         "retries": allocator["retries"],

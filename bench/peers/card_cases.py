@@ -234,6 +234,10 @@ SMALL_CASES: dict[str, Case] = {
     ),
     "small, 1f1b": Case("4GB", SMALL, 8, 4, STRATEGIES["1f1b"], num_devices=2, start=8592),
     "small, zero-bubble": Case("4GB", SMALL, 8, 4, STRATEGIES["zero-bubble"], num_devices=2, start=4624),
+    "small, mobius": Case(
+        "4GB", SMALL, 8, 4, STRATEGIES["mobius"].replace("insert-fetch", "insert-fetch{swap=true}"), fetching,
+        num_devices=2, optimizer=SGD, start=8640,
+    ),
     "small, interleaved, 1 ms a kernel": Case(
         "4GB", SMALL, 8, 4, STRATEGIES["interleaved"], num_devices=2, steps=4, start=7072, environment=SLOW
     ),

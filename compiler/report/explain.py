@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...ir import ops
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Drain, Program
+from ...ir.program import Drain, Program, pooled_bytes
 from ...ir.units import format_bytes, format_seconds
 from ...passes.decisions import Lanes
 from ...passes.graph.loss_terms import LossTerm
@@ -135,6 +135,7 @@ def _prediction(plan: Plan, programs: Sequence[Program], hardware: Hardware) -> 
             held.append(f"{format_bytes(loading)} while weights are loaded")
         begin = f"  {memory:6} peak {format_bytes(peak)} of {format_bytes(budget)} ({peak / budget:.0%})"
         lines += _wrapped(f"{begin}: ", held) if held else [begin]
+    lines += _pools(programs, hardware)
     lines += _own_copies(hardware)
     lines += _copies(p.copied_bytes, hardware)
     moved = [f"{link} {format_bytes(num)}" for link, num in p.moved_bytes.items()]
@@ -150,6 +151,17 @@ def _begin_of_steps(predicted: Prediction, drain: Drain | None) -> str:
     from_rest_s = predicted.step_s if predicted.from_rest_s is None else predicted.from_rest_s
     from_rest = format_seconds(from_rest_s)
     return f"each step but the second begins before the one before has ended; from rest a step takes {from_rest}"
+
+
+def _pools(programs: Sequence[Program], hardware: Hardware) -> Iterator[str]:
+    """Where the streams of a GPU may come to hold more than the budget: what one lets go of, no other one can take."""
+    for program in programs:
+        device = hardware.devices[program.device]
+        held_bytes = pooled_bytes(program) if device.kind == "cuda" else 0
+        if held_bytes > device.budget_bytes:
+            begin = f"  {device.name:6} its streams may come to hold {format_bytes(held_bytes)}"
+            over = f"{format_bytes(held_bytes - device.budget_bytes)} more than the budget"
+            yield from _wrapped(f"{begin}, {over}: ", ["memory that one stream has let go of, no other one can take"])
 
 
 def _own_copies(hardware: Hardware) -> Iterator[str]:

@@ -44,7 +44,7 @@ from .memory import (
 )
 from .order import Memory, Order, Task, build_order, find_cycle, memory_change
 from .parts import whole_params, wrong_parts
-from .pools import Pools
+from .pools import Pools, pooled_bytes
 from .program import (
     Program,
     donated,
@@ -138,6 +138,7 @@ __all__ = [
     "place_of",
     "places_of",
     "plan_arena",
+    "pooled_bytes",
     "print_node",
     "print_program",
     "producer_of",

@@ -15,8 +15,9 @@ from torch import fx
 
 from .. import ops
 from ..calls import op_of
-from .memory import places_of, takes_place
-from .program import Program, donated, operands, values_of
+from ..machine.presets import gaps_bytes
+from .memory import places_of, profile_memory, takes_place
+from .program import Program, donated, operands, values_of, work_of
 
 _Bytes = Counter[str]  # by pool
 
@@ -49,8 +50,11 @@ class Pools:
 
     def shares(self, num_bytes: int) -> dict[str, int]:
         """How many of `num_bytes` each pool may hold: its peak in text order, which it needs, and an equal part of what
-        is left, as far as it can use it."""
-        left = max(0, num_bytes - self.peaks.total())
+        is left, as far as it can use it. Each pool has gaps of its own, and a device's reserve has room for those of
+        one: for those of every other large pool, that much stays free."""
+        room = gaps_bytes(num_bytes)
+        others = sum(peak > room for peak in self.peaks.values()) - 1
+        left = max(0, num_bytes - self.peaks.total() - room * max(0, others))
         found = dict(self.peaks)
         wants = sorted((self.totals[pool] - peak, pool) for pool, peak in self.peaks.items())
         for rank, (most, pool) in enumerate(wants):
@@ -94,6 +98,15 @@ class Pools:
             rest = made[-1]
             self._late[rest] = _Bytes()
             self._rest.update((v, rest) for v in operands(node) if self._pool.get(v, work.stream) != work.stream)
+
+
+def pooled_bytes(program: Program) -> int:
+    """The bytes that a GPU may come to hold for a program with types: what lasts, the arena, and the peaks of all
+    pools, whenever each is reached. More than the program's peak, and so perhaps than its budget: waits hold each pool
+    to its peak, but it keeps what it has once taken."""
+    profile = profile_memory(program)
+    pools = Pools(program, {node: work_of(program, node) for node in program.ops()})
+    return profile.persistent.total(ops.DEVICE) + profile.arena_bytes + pools.peaks.total()
 
 
 def _counts(value: fx.Node) -> bool:

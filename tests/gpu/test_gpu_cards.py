@@ -23,6 +23,7 @@ def holds_no_more_than_it_may(found: dict[str, Any]) -> None:
         assert device["retries"] == 0
         assert device["reserved"] <= device["most"], found  # libraries' workspaces, and one part in 32 for gaps
         assert device["allocated"] <= device["reserved"]
+        assert device["pooled"] <= device["most"]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def holds_no_more_than_it_may(found: dict[str, Any]) -> None:
         "fetched from DRAM, dropout",
         "small, whole logits",
         pytest.param("small, 1f1b", marks=[two_gpus, pytest.mark.multi]),
+        pytest.param("small, mobius", marks=[two_gpus, pytest.mark.multi]),  # two large pools on a device
         pytest.param("small, zero-bubble", marks=[two_gpus, pytest.mark.multi]),
     ],
 )

@@ -16,6 +16,7 @@ from penstock.compiler.report.explain import CLIPPING, explain
 from penstock.compiler.search.candidate import RESERVOIR
 from penstock.compiler.search.what_helps import changed_machines
 from penstock.compiler.strategies import STRATEGIES
+from penstock.ir.program import pooled_bytes, profile_memory
 from penstock.ir.units import format_bytes, format_seconds
 from penstock.passes.partition.partition_balanced import PartitionBalanced
 from penstock.runtime.optimizer.spec import OptimizerSpec
@@ -231,3 +232,21 @@ def test_machines_with_ssds_may_have_more_of_them() -> None:
     assert more is not None and len(more.hosts[0].ssds) == 13 and "ssd0.12.read" in more.links()
     assert fast is not None and fast.bandwidth("ssd0", "dram0") == 2 * 12 * 6.5e9
     assert not [text for text in machines_of(penstock.Hardware.cpu(1)) if "SSD" in text]
+
+
+def test_gpus_whose_streams_may_hold_more_than_the_budget_are_named() -> None:
+    job = job_on("rtx4090x2", strategy="zero-bubble")
+    program = max(job.programs, key=lambda p: pooled_bytes(p) - profile_memory(p).peak_bytes["device"])
+    held_bytes, name = pooled_bytes(program), job.hardware.devices[program.device].name
+    least_bytes = profile_memory(program).peak_bytes["device"]
+    assert held_bytes > least_bytes
+
+    def told(budget_bytes: int) -> str:
+        document = job.hardware.model_dump(mode="json")
+        document["devices"][program.device] |= {"memory_bytes": budget_bytes, "usable_fraction": 1.0, "reserve": None}
+        return explain(job.plan, job.programs, penstock.Hardware.from_any(document), helps=[])
+
+    over = format_bytes(held_bytes - least_bytes)
+    line = f"{name} its streams may come to hold {format_bytes(held_bytes)}, {over} more than the budget"
+    assert line in " ".join(told(least_bytes).split())
+    assert "its streams" not in told(held_bytes)
