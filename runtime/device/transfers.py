@@ -168,7 +168,7 @@ class Transfers(Issuing):
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
             return Grads(tensors, given.factor)
         if isinstance(given, Kept):
-            return given.copied_to(flat)
+            return given.copied_into(arena.once((id(issue), place), lambda: given.places_in(flat)))
         return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
 
     def read(self, what: str | Handle, *, group: str | None = None) -> Handle:

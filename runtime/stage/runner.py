@@ -8,7 +8,7 @@ fetch. Gradients add up in `Parameter.grad`, micro-batch after micro-batch, so t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from .compiled_blocks import KEEPS, CompiledBlocks
 from .draws import Draws
 from .graphed_stage import GraphedStage, GraphSlot
 from .pointwise import PointwiseAgain
-from .saved_classes import Aside, SavedClasses, Taking
+from .saved_classes import Aside, Keeping, SavedClasses, Taking
 from .split_backward import Rest, input_half, weight_half
 
 NOTHING = nullcontext()
@@ -41,9 +41,11 @@ class Kept:
     computing these. The tensors can be moved by `placed_in` and `copied_to`; what is `aside` (by class) stays.
     """
 
+    __slots__ = ("aside", "edges", "is_partial", "leaves", "num_bytes", "tensors")
+
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
-        self.edges: list[GradientEdge | None] = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
-        self.leaves: list[Tensor] = list(leaves)
+        self.edges: Sequence[GradientEdge | None] = [_edge_of(o) if o.requires_grad else None for o in outputs]
+        self.leaves = leaves
         self.num_bytes = num_bytes
         self.is_partial = False
         self.slot: GraphSlot | None = None
@@ -53,27 +55,38 @@ class Kept:
     @classmethod
     def partial(cls, tensors: Mapping[str, Tensor], aside: Mapping[str, Aside] | None = None) -> Kept:
         """A partial one of these tensors by class. `num_bytes` is their size in one buffer, each aligned."""
-        made = cls([], [], sum(aligned(t.nbytes) for t in tensors.values()))
+        made = cls((), (), sum(aligned(t.nbytes) for t in tensors.values()))
         made.is_partial, made.tensors, made.aside = True, dict(tensors), dict(aside or {})
         return made
 
     def placed_in(self, flat: Tensor) -> Kept:
         """A partial one whose tensors lie in a flat buffer of at least `num_bytes` bytes, in order, each aligned. They
         have the shapes and strides of this one's tensors, and the values that are in the buffer."""
+        return Kept.partial(self.places_in(flat), self.aside)
+
+    def places_in(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors of `placed_in`, by class."""
         assert self.is_partial
         tensors, start = {}, 0
+        whole: dict[torch.dtype, Tensor] = {}
         for name, tensor in self.tensors.items():
-            place = flat[start : start + tensor.nbytes].view(tensor.dtype)
-            tensors[name] = place.as_strided(tensor.shape, tensor.stride())
+            dtype = tensor.dtype
+            if dtype not in whole:
+                whole[dtype] = flat.view(dtype)
+            first = whole[dtype].storage_offset() + start // dtype.itemsize
+            tensors[name] = whole[dtype].as_strided(tensor.shape, tensor.stride(), first)
             start += aligned(tensor.nbytes)
-        return Kept.partial(tensors, self.aside)
+        return tensors
 
     def copied_to(self, flat: Tensor) -> Kept:
         """`placed_in`, with this one's values. Does not wait for copies between a GPU and pinned memory."""
-        placed = self.placed_in(flat)
+        return self.copied_into(self.places_in(flat))
+
+    def copied_into(self, places: Mapping[str, Tensor]) -> Kept:
+        """`copied_to`, where the places are known."""
         for name, tensor in self.tensors.items():
-            placed.tensors[name].copy_(tensor, non_blocking=True)
-        return placed
+            places[name].copy_(tensor, non_blocking=True)
+        return Kept.partial(places, self.aside)
 
     @classmethod
     def in_graph(cls, slot: GraphSlot, num_bytes: int) -> Kept:
@@ -84,7 +97,7 @@ class Kept:
 
     def drop(self) -> None:
         """Let go of the graph and all that it saved."""
-        self.edges, self.leaves, self.tensors, self.aside = [], [], {}, {}
+        self.edges, self.leaves, self.tensors, self.aside = (), (), {}, {}
 
 
 class StageRunner:
@@ -132,7 +145,9 @@ class StageRunner:
         self._starts: list[int] | None = None  # addresses of the bound parameters, ascending; None until asked for
         self._spans: list[tuple[int, str]] = []  # their end addresses and names, in the same order
         self._held: set[int] = set()  # storages of parameters and buffers: no output may share them
+        self._saving: saved_tensors_hooks | None = None  # those of these parameters, once they were needed
         self._adding: dict[str, Tensor] | None = None  # gradients that still are those of the parameters
+        self._constants: dict[tuple[TensorSpec, float], Tensor] = {}  # gradients of losses
 
     # --- parameters and buffers
 
@@ -147,7 +162,7 @@ class StageRunner:
             return
         for name, param in self._params.items():
             param.data = weights[name]
-        self._starts = None
+        self._starts = self._saving = None
         self._held = {_storage(t) for t in (*self._params.values(), *self.buffers().values())}
         self._bound = weights
 
@@ -155,7 +170,7 @@ class StageRunner:
         """Let go of the bound weights."""
         for param in self._params.values():
             param.data = torch.empty(0, dtype=param.dtype, device=self.device)
-        self._bound, self._starts = None, None
+        self._bound = self._starts = self._saving = None
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set all buffers, persistent or not, to copies of `values` on the device."""
@@ -224,7 +239,7 @@ class StageRunner:
         first = self._changing is None
         before = {name: b.clone() for name, b in self.buffers().items()} if first else {}
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
-        outputs, leaves = self._run(inputs, seed, keep is True, keeping or NOTHING, first)
+        outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
         if first:
             self._check_outputs(outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
@@ -262,13 +277,19 @@ class StageRunner:
         edges, values = self._entries(kept, douts)
         grads = {} if grads is None else grads
         taken = {_storage(t) for t in (*inputs, *values)}
-        moving = self._moving_to(grads, places) if places else NOTHING
-        with self._adding_to(grads, taken, places, more and not places), moving:
+
+        def run() -> None:
             if edges:
                 # What `torch.autograd.backward` does once it has looked at edges and values, which are ours.
                 _engine_run_backward(
                     tuple(edges), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
+
+        if places:
+            with self._moving_to(grads, places):
+                self._add_up(run, grads, taken, places)
+        else:
+            self._add_up(run, grads, taken, None, more)
         dinputs = _dinputs(kept, taken)
         kept.drop()
         return dinputs, grads
@@ -295,8 +316,8 @@ class StageRunner:
     ) -> dict[str, Tensor]:
         """Gradients of the parameters, added to `grads` in place. Uses up `rest`. `places`: where they shall lie."""
         grads = {} if grads is None else grads
-        with self._adding_to(grads, {_storage(t) for t in rest.tensors()}, places):
-            weight_half(rest, self._trained)
+        taken = {_storage(t) for t in rest.tensors()}
+        self._add_up(lambda: weight_half(rest, self._trained), grads, taken, places)
         return grads
 
     def evaluate(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
@@ -319,30 +340,39 @@ class StageRunner:
         return edges, values
 
     def _filled(self, like: TensorSpec, value: float) -> Tensor:
-        return torch.full(like.shape, value, dtype=getattr(torch, like.dtype), device=self.device)
+        """A tensor that is nothing but this value; a number, as the gradient of a loss is, is made once."""
+        if like.shape:
+            return torch.full(like.shape, value, dtype=getattr(torch, like.dtype), device=self.device)
+        found = self._constants.get((like, value))
+        if found is None:
+            self._constants = {key: made for key, made in self._constants.items() if key[0] != like}
+            found = torch.full((), value, dtype=getattr(torch, like.dtype), device=self.device)
+            self._constants[like, value] = found
+        return found
 
-    @contextmanager
-    def _adding_to(
+    def _add_up(
         self,
+        run: Callable[[], None],
         grads: dict[str, Tensor],
         taken: set[int],
         places: Mapping[str, Tensor] | None = None,
         more: bool = False,
-    ) -> Iterator[None]:
-        """Let the parameters' gradients add up in `grads`, each at its place or in memory of its own. `more`: they
-        stay those of the parameters, as setting each anew takes the host longer than all else of a small backward."""
+    ) -> None:
+        """Let the parameters' gradients of `run` add up in `grads`, each at its place or in memory of its own. `more`:
+        they stay those of the parameters, as setting each anew takes the host longer than all else of a small
+        backward."""
         trained, stay = self._trained, False
         if self._adding is not grads:
             for name, param in trained.items():
                 param.grad = grads.get(name)
         try:
-            yield
+            run()
             for name, param in trained.items() if len(grads) < len(trained) else ():
-                if name not in grads and param.grad is not None:
+                if name not in grads and (grad := param.grad) is not None:
                     if places is not None:
-                        grads[name] = places[name].copy_(param.grad)
+                        grads[name] = places[name].copy_(grad)
                     else:
-                        grads[name] = param.grad = _apart(_laid_out_as(param, param.grad), taken)
+                        grads[name] = param.grad = _apart(_laid_out_as(param, grad), taken)
             stay = more
         finally:
             self._adding = grads if stay else None
@@ -371,7 +401,7 @@ class StageRunner:
     ) -> Kept:
         taking = self.classes.taking(partial.tensors, partial.aside) if partial is not None else None
         with self._spare_buffers() if self._buffers else NOTHING:
-            outputs, leaves = self._run(inputs, seed, True, taking or NOTHING, weights_move=weights_move)
+            outputs, leaves = self._run(inputs, seed, True, taking, weights_move=weights_move)
         if partial is not None and taking is not None:
             taking.finish()
             partial.drop()
@@ -382,7 +412,7 @@ class StageRunner:
         inputs: Sequence[Tensor],
         seed: int,
         keep: bool,
-        calls: AbstractContextManager[Any],
+        calls: Keeping | Taking | None,
         first: bool = False,
         weights_move: bool | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -390,23 +420,27 @@ class StageRunner:
         `weights_move`: whether the weights may lie elsewhere once the graph is used; None for what the runner knows."""
         self._change_params()
         self._set_mode(evaluating=False)
-        leaves = [_laid_out(x, want).detach() for x, want in zip(inputs, self.spec.inputs, strict=True)]
+        leaves = []
+        for x, want in zip(inputs, self.spec.inputs, strict=True):
+            leaf = _laid_out(x, want).detach()
+            leaves.append(leaf.requires_grad_() if keep and want.requires_grad else leaf)
         versions = [leaf._version for leaf in leaves] if first else []
-        if keep:
-            for leaf, want in zip(leaves, self.spec.inputs):
-                if want.requires_grad:
-                    leaf.requires_grad_()
         measure = keep and self.kept_bytes is None and not isinstance(calls, Taking)  # taken tensors may share memory
         storages: dict[int, int] = {}
-        moves = self.weights_move if weights_move is None else weights_move
-        hooks = (
-            self._hooks(storages if measure else None)
-            if keep and (measure or moves or self.spec.pointwise_again)
-            else NOTHING
-        )
-        autocast = self.precision.autocast(self.device)
-        blocks = NOTHING if self.compiled is None else self.compiled.within(calls)
-        with torch.set_grad_enabled(keep), all_of(self.draws.seeded(seed, first), autocast, hooks, calls, blocks):
+        contexts = [self.precision.autocast(self.device)] if self.precision.autocasts else []
+        if self.draws.may_draw:
+            contexts.append(self.draws.seeded(seed, first))
+        if keep and (
+            measure or self.spec.pointwise_again or (self.weights_move if weights_move is None else weights_move)
+        ):
+            contexts.append(self._hooks(storages if measure else None))
+        if calls is not None:
+            contexts.append(calls)
+        elif self.compiled is not None:
+            contexts.append(self.compiled.within(NOTHING))
+        if keep is not torch.is_grad_enabled():
+            contexts.append(torch.set_grad_enabled(keep))
+        with all_of(contexts):
             outputs = _as_planned(self.module(*leaves)[: len(self.spec.outputs)], self._dtypes)
         if first:
             self._check_inputs(leaves, versions)
@@ -418,6 +452,8 @@ class StageRunner:
 
     def _hooks(self, storages: dict[int, int] | None) -> AbstractContextManager[Any]:
         """Save weights by name and place, so that they may move meanwhile. Note each other storage in `storages`."""
+        if self._saving is not None and storages is None:
+            return self._saving
         starts, spans, held = self._bound_at(), self._spans, self._held
 
         def pack(saved: Tensor) -> Tensor | tuple[str, torch.dtype, int, torch.Size, tuple[int, ...]]:
@@ -442,7 +478,10 @@ class StageRunner:
         if self.spec.pointwise_again:
             weights = {_storage(p) for p in self._params.values()}
             return PointwiseAgain(pack, unpack, lambda tensor: _storage(tensor) in weights)
-        return saved_tensors_hooks(pack, unpack)
+        saving = saved_tensors_hooks(pack, unpack)
+        if storages is None:
+            self._saving = saving
+        return saving
 
     def _bound_at(self) -> list[int]:
         """The addresses of the bound parameters, ascending."""
@@ -479,8 +518,8 @@ class StageRunner:
             self._evaluating = evaluating
 
     def _detached(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        taken = {_storage(x) for x in inputs}
-        return [_apart(output.detach(), taken, self._held) for output in outputs]
+        taken, held = {_storage(x) for x in inputs}, self._held
+        return [_apart(output.detach() if output.requires_grad else output, taken, held) for output in outputs]
 
     def _check_inputs(self, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
         for leaf, version, want in zip(leaves, versions, self.spec.inputs):
@@ -502,11 +541,12 @@ class StageRunner:
                 )
 
 
-def all_of(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """All of these contexts, the last one innermost. Most runs need none, and entering one that does nothing takes the
-    host as long as a launch."""
-    needed = [context for context in contexts if not isinstance(context, nullcontext)]
-    return _entered(needed) if needed else NOTHING
+def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """All of these contexts, the last one innermost. Most runs need none or one, and a stack of them takes the host as
+    long as a launch."""
+    if len(contexts) < 2:
+        return contexts[0] if contexts else NOTHING
+    return _entered(contexts)
 
 
 @contextmanager
@@ -536,6 +576,14 @@ def _as_planned(outputs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> lis
     ]
 
 
+def _edge_of(output: Tensor) -> GradientEdge:
+    """Where the gradient of an output enters. The nodes of torch itself need no more to live on."""
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -563,8 +611,12 @@ def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
 
 def _dinputs(kept: Kept, taken: set[int]) -> list[Tensor]:
     """Gradients of the inputs that require one, zeros for an input that none reached."""
-    wanted = [leaf for leaf in kept.leaves if leaf.requires_grad]
-    return [torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, taken) for leaf in wanted]
+    found = []
+    for leaf in kept.leaves:
+        if leaf.requires_grad:
+            grad = leaf.grad
+            found.append(torch.zeros_like(leaf) if grad is None else _apart(grad, taken))
+    return found
 
 
 def _own_parameters(spec: StageSpec, module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
