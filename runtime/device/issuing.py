@@ -11,7 +11,7 @@ stream that took the memory has itself been told to wait for the reader, as the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,8 @@ from .peers import PeerLink
 from .prepare import Issue, Issues
 from .state import DeviceState
 from .streams import Event, Fault, Stream
+
+NONE: frozenset[int] = frozenset()
 
 
 class Box:
@@ -44,7 +46,7 @@ class Box:
         self.others: list[tuple[Stream, list[Tensor]]] = []
         self.event: Event | None = None
 
-    def inherit(self, old: Box, before: set[int]) -> None:
+    def inherit(self, old: Box, before: Collection[int]) -> None:
         """Belong to whom `old` belonged to, in the place of which a task made this box's value. `before`: the storages
         that were in it then."""
         maker, self.stream = self.stream, old.stream
@@ -148,11 +150,13 @@ class Issuing:
         self.updates: dict[tuple[str, str], int] = {}  # of each stage, and part of its gradients, in this run
         self.live_before = {memory: account.live_bytes for memory, account in state.memory.accounts.items()}
         self.accounted = plan.counted is None or plan.counted[0] != self.live_before  # else it would find the same
-        self.pinned: dict[str, Tensor] = {}  # inputs of the batch, as they are copied to a GPU
+        self.pinned: dict[str, Sequence[Tensor]] = {}  # inputs of the batch by micro-batch, as they are copied to a GPU
         self.step_count = state.step_count  # the number of steps before this one
         self.events: list[Event | None] = [None] * len(plan.ops)
         self._before = before
         self._cursor = 0
+        self._is_quiet = streams.is_quiet
+        self._seeds: dict[int, int] = {}  # per micro-batch
         # On a CPU device memory is given back when nobody holds it, whatever thread did.
         self.loans: Loans | None = None
         if streams.spec.kind == "cuda":
@@ -175,7 +179,8 @@ class Issuing:
         the same in each run from the same start."""
         issue = self.issues[self._cursor]
         assert issue.op == op, f"the file runs {op} where its text has `{issue.text}`"
-        self.all_streams.raise_fault()
+        if not self._is_quiet():
+            self.all_streams.raise_fault()
         self._cursor += 1
         if self.accounted:
             self.account(issue)
@@ -208,8 +213,9 @@ class Issuing:
         Weights are not among the boxes, because their memory is not given back during a step. `over`: the boxes whose
         memory the last results take over, one each. `part_of`: boxes of which the last result keeps a part.
         """
-        stream, loans, number = self.streams[issue.stream], self.loans, self._first + issue.index
-        waits = [event for i in issue.waits if (event := self.events[i]) is not None]
+        stream, loans, events = self.streams[issue.stream], self.loans, self.events
+        number = self._first + issue.index
+        waits = [event for i in issue.waits if (event := events[i]) is not None]
         if self._before is not None:
             waits += [event for i in issue.before if (event := self._before.events[i]) is not None]
         made = [Box(stream if issue.memory == ops.DEVICE else None) for _ in issue.results]
@@ -224,16 +230,16 @@ class Issuing:
             for box in reads:
                 if box.stream is not stream or box.others:
                     loans.lend(box, stream, number)
-            others = [(old, storages_in(old.value) if old.stream is not stream else set()) for old in over]
-            task()
-            for box, (old, before) in zip(reversed(made), reversed(others)):
+            others = [(old, storages_in(old.value) if old.stream is not stream else NONE) for old in over]
+            for box, value in zip(made, run(), strict=True):
+                box.value = value
+            for box, (old, before) in zip(reversed(made), reversed(others)) if others else ():
                 box.inherit(old, before)
             for old in part_of:
                 made[-1].keep(old)
 
-        event = stream.issue(task if loans is None else held, waits, issue)
+        event = events[issue.index] = stream.issue(task if loans is None else held, waits, issue)
         event.number = number
-        self.events[issue.index] = event
         for box in made:
             box.event = event
         return [Handle(box) for box in made]

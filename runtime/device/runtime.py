@@ -38,8 +38,9 @@ class DeviceRuntime(Transfers, Messages, Versions):
         seed = self._seed(issue)
 
         def run() -> list[Any]:
-            with self._bound(store, bound.value) as runner:
-                outputs, kept = runner.forward([box.value for box in boxes], seed, keep)
+            store.runner.bind(bound.value)
+            outputs, kept = store.runner.forward([box.value for box in boxes], seed, keep)
+            self._let_go(store, bound.value)
             return [*outputs, kept] if keep else outputs
 
         return tuple(self._launch(issue, boxes, run))
@@ -71,24 +72,39 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("backward")
         store, bound = self.stores[stage], weights.box
         boxes = [h.box for h in inputs]
-        kept_box = Box() if kept is None else kept.box
-        grads_box = Box() if grads is None else grads.box
-        scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
-        given = [d.box if isinstance(d, Handle) else d for d in scaled]
-        seed = self._seed(issue)
+        given, reads = self._given(douts), boxes.copy()
+        reads += [box for box in given if box is not None]
+        kept_box = grads_box = None
+        if kept is not None:
+            kept_box = kept.box
+            reads.append(kept_box)
         if grads is not None:
+            grads_box = grads.box
+            reads.append(grads_box)
             grads.release()
+        seed = self._seed(issue)
 
         def run() -> list[Any]:
             so_far, flats, places = self._sum_so_far(store, grads_box)
             values = [None if box is None else box.value for box in given]
-            args = kept_box.value, [box.value for box in boxes], values, so_far, seed, places, issue.adds_on
-            with self._bound(store, bound.value) as runner:
-                dinputs, total = runner.backward(*args)
+            graph = None if kept_box is None else kept_box.value
+            store.runner.bind(bound.value)
+            inputs_now = [box.value for box in boxes]
+            dinputs, total = store.runner.backward(graph, inputs_now, values, so_far, seed, places, issue.adds_on)
+            self._let_go(store, bound.value)
             return [*dinputs, Grads(total, flats=flats)]
 
-        over = [grads_box] if grads is not None else []
-        return tuple(self._launch(issue, [*boxes, kept_box, grads_box, *(b for b in given if b)], run, over))
+        return tuple(self._launch(issue, reads, run, () if grads_box is None else (grads_box,)))
+
+    def _given(self, douts: Sequence[Handle | float | None]) -> list[Box | None]:
+        """The gradients of a stage's outputs; those of the loss are numbers, and scaled here."""
+        found: list[Box | None] = []
+        for dout in douts:
+            if isinstance(dout, float):
+                found.append(Box(None, dout * self.loss_scale))
+            else:
+                found.append(None if dout is None else dout.box)
+        return found
 
     def backward_input(
         self,
@@ -103,8 +119,7 @@ class DeviceRuntime(Transfers, Messages, Versions):
         issue = self._next("backward_input")
         runner, bound, boxes = self.stores[stage].runner, weights.box, [h.box for h in inputs]
         kept_box = Box() if kept is None else kept.box
-        scaled = [Box(None, d * self.loss_scale) if isinstance(d, float) else d for d in douts]
-        given = [d.box if isinstance(d, Handle) else d for d in scaled]
+        given = self._given(douts)
         seed = self._seed(issue)
         if kept is not None:
             kept.release()
@@ -135,14 +150,14 @@ class DeviceRuntime(Transfers, Messages, Versions):
         return self._launch(issue, [rest_box, grads_box], run, [grads_box] if grads is not None else [])[0]
 
     def _sum_so_far(
-        self, store: StageStore, box: Box
+        self, store: StageStore, box: Box | None
     ) -> tuple[dict[str, Tensor] | None, Sequence[Tensor], Mapping[str, Tensor] | None]:
         """A stage's gradients of earlier micro-batches by parameter; and, if they are to be scattered, the flat buffers
         in which they lie or will lie, and the place of each in them."""
-        so_far = None if box.value is None else box.value.tensors
+        so_far = None if box is None or box.value is None else box.value.tensors
         if store.flat_stage is None:
             return so_far, (), None
-        if box.value is not None:
+        if box is not None and box.value is not None:
             return so_far, box.value.flats, store.flat_stage.grad_views(box.value.flats)
         flats = store.flat_stage.new_grads(self.device)
         return None, flats, store.flat_stage.grad_views(flats)
@@ -164,8 +179,12 @@ class DeviceRuntime(Transfers, Messages, Versions):
 
     def _seed(self, issue: Issue) -> int:
         """A seed by the micro-batch's number in the whole batch; the file counts micro-batches within its lane."""
-        assert issue.micro_batch is not None
-        return micro_batch_seed(self.state.seed, self.step_count, issue.micro_batch)
+        micro_batch = issue.micro_batch
+        assert micro_batch is not None
+        found = self._seeds.get(micro_batch)
+        if found is None:
+            found = self._seeds[micro_batch] = micro_batch_seed(self.state.seed, self.step_count, micro_batch)
+        return found
 
     # --- ops: update
 

@@ -101,7 +101,7 @@ class CudaEvent:
         self.number = -1  # as that of a `HostEvent`
         self.end = timed_event(blocking=True)
         self.issued_s = self.end_s = 0.0
-        self.after: list[CudaEvent] = []
+        self.after: Sequence[CudaEvent] = ()
 
     @property
     def done(self) -> bool:
@@ -306,15 +306,7 @@ class CudaStream(Stream):
 
     def issue(self, task: StreamTask, waits: Iterable[Event], label: Label) -> Event:
         event = self.spare.pop() if self.spare else CudaEvent(self)
-        event.after = []
-        for other in waits:
-            if isinstance(other, HostEvent):
-                other.wait()
-                if other.failed:
-                    raise Fault(label, RuntimeError("an op that this one needs has failed"), self.record.step)
-            elif other.stream is not self:
-                self.stream.wait_event(other.end)
-                event.after.append(other)
+        event.after = self._after(waits, label) if waits else ()
         self.board[self.slot] = label.line
         if self.current.stream is not self:
             set_stream(self.stream)  # whoever runs a program sets the caller's again, once
@@ -327,6 +319,19 @@ class CudaStream(Stream):
             raise Fault(label, error, self.record.step) from error
         self.steps[-1].timed.append((label, event))
         return event
+
+    def _after(self, waits: Iterable[Event], label: Label) -> list[CudaEvent]:
+        """Wait for these before what is issued next; those of them that are of other CUDA streams."""
+        found = []
+        for other in waits:
+            if isinstance(other, HostEvent):
+                other.wait()
+                if other.failed:
+                    raise Fault(label, RuntimeError("an op that this one needs has failed"), self.record.step)
+            elif other.stream is not self:
+                self.stream.wait_event(other.end)
+                found.append(other)
+        return found
 
     def date_step(self) -> None:
         """Find out when each task of the earliest step under way was over; `follow` has waited for them."""

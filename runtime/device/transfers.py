@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..accelerator import on_stream
 from ..optimizer.gradients import Grads
-from ..stage.arena import grads_layout
+from ..stage.arena import Arena, BufferLayout, grads_layout
 from ..stage.runner import Kept
 from .issuing import Box, Handle, Issuing
 from .pacing import CHUNK_BYTES
@@ -35,14 +35,16 @@ class Transfers(Issuing):
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
         issue = self._next("load")
         rows = self.interface.batch[name].shape[0]
-        first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
+            first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
             return Handle(Box(None, batch[name][first:last].cpu()))
 
         def run() -> list[Any]:
-            if name not in self.pinned:  # all rows at once: page-locked memory is dear to ask for
-                self.pinned[name] = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
-            return [self.pinned[name][first:last].to(self.device, copy=True, non_blocking=True)]
+            pinned = self.pinned.get(name)
+            if pinned is None:  # all rows at once: page-locked memory is dear to ask for
+                whole = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
+                pinned = self.pinned[name] = whole.split(rows)
+            return [pinned[micro_batch].to(self.device, copy=True, non_blocking=True)]
 
         return self._launch(issue, [], run)[0]
 
@@ -63,14 +65,11 @@ class Transfers(Issuing):
             begun.release()
         if isinstance(what, Handle) and not issue.pieces:
             return self._fetch_activation(issue, what.box)
-        stage = issue.stage
-        store, box = self.stores[stage], what.box if isinstance(what, Handle) else None
-        offset_bytes, first, last = issue.pieces[-1]
-        start, end = store.layout.start_of(first), store.layout.start_of(last)
+        store, box = self.stores[issue.stage], what.box if isinstance(what, Handle) else None
         arena = self.state.memory.device_arena
-        place = arena.once((offset_bytes, end - start), lambda: arena.range(offset_bytes, end - start))
-        # Nothing is computed with a shard: it is passed on as it is.
-        value = place if group is not None else arena.views(stage, store.layout, issue.pieces)
+        place, value, start, end = arena.once(
+            id(issue), lambda: _place_of(issue, arena, store.layout, group is not None)
+        )
 
         def run() -> list[Any]:
             rest = self.pacing.begin(issue)
@@ -237,3 +236,12 @@ class Transfers(Issuing):
         self._next("free")
         for handle in values:
             handle.release()
+
+
+def _place_of(issue: Issue, arena: Arena, layout: BufferLayout, is_shard: bool) -> tuple[Tensor, Any, int, int]:
+    """The place of what a fetch brings, the value that is there then, and the bytes of the weights that it brings."""
+    offset_bytes, first, last = issue.pieces[-1]
+    start, end = layout.start_of(first), layout.start_of(last)
+    place = arena.range(offset_bytes, end - start)
+    # Nothing is computed with a shard: it is passed on as it is.
+    return place, place if is_shard else arena.views(issue.stage, layout, issue.pieces), start, end

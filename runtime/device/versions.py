@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor
 from ...ir.ops import apart, shared_params
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads
-from ..stage.runner import StageRunner
 from ..stage.store import StageStore
 from .issuing import Handle, Issuing
 
@@ -21,11 +18,11 @@ class Versions(Issuing):
     """The ops `stash`, `predict` and `split`. All run on the compute stream, between the same updates as in the text;
     their results are used and given back on that stream, too."""
 
-    def _bound(self, store: StageStore, weights: dict[str, Tensor]) -> AbstractContextManager[StageRunner]:
-        """A stage's runner on these weights. It lets go of a version at the end: a `free` gives the memory back."""
-        store.runner.bind(weights)
-        is_version = self.interface.asynchronous and weights is not store.weights
-        return _let_go(store) if is_version else nullcontext(store.runner)
+    def _let_go(self, store: StageStore, weights: dict[str, Tensor]) -> None:
+        """A stage has run on these weights: bind its newest ones, if they are another version, since a `free` gives
+        that one's memory back."""
+        if weights is not store.weights and self.interface.asynchronous:
+            store.runner.bind(store.weights)
 
     def stash(self, stage: str, weights: Handle) -> Handle:
         issue, store = self._next("stash"), self.stores[stage]
@@ -51,13 +48,6 @@ class Versions(Issuing):
             return [Grads(own, part="own"), Grads(others, part="shared")]
 
         return tuple(self._launch(issue, [box], run, [box, box]))
-
-
-@contextmanager
-def _let_go(store: StageStore) -> Iterator[StageRunner]:
-    """A stage's runner, bound to its newest weights at the end."""
-    yield store.runner
-    store.runner.bind(store.weights)
 
 
 def _copied(store: StageStore) -> dict[str, Tensor]:
