@@ -41,7 +41,7 @@ class Kept:
     computing these. The tensors can be moved by `placed_in` and `copied_to`; what is `aside` (by class) stays.
     """
 
-    __slots__ = ("aside", "edges", "is_partial", "leaves", "num_bytes", "tensors")
+    __slots__ = ("aside", "edges", "is_partial", "leaves", "num_bytes", "slot", "tensors")
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], num_bytes: int):
         self.edges: Sequence[GradientEdge | None] = [_edge_of(o) if o.requires_grad else None for o in outputs]
