@@ -70,19 +70,19 @@ def _products(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Call
 
 
 def attention_rows(timing: TableTiming, backend: str, dtype: str) -> Iterator[dict[str, Any]]:
-    """FLOP/s of attention without a mask, by length and size of heads; nothing where the backend cannot compute it."""
+    """FLOP/s of attention without a mask, by length and size of heads; nothing where the backend cannot compute it. A
+    slow device gets fewer rows."""
+    shortest = timing.lengths[0]
     for head_size in timing.head_sizes:
+        one = _row_operands(timing, 1, shortest, head_size, dtype)
+        if not _runs(backend, *one):
+            return
+        fitting = shortest * int(LONGEST_S / _attention_s(timing, backend, *one)[0])
         forward, backward = {}, {}
         for length in timing.lengths:
-            rows, heads = max(1, timing.tokens // length), timing.heads
-            query, key, value = (
-                torch.randn(rows, heads, length, head_size, device=timing.device).to(DTYPES[dtype]).requires_grad_()
-                for _ in range(3)
-            )
-            if not _runs(backend, query, key, value):
-                return
-            took_s = _attention_s(timing, backend, query, key, value)
-            flops = 4.0 * rows * heads * length**2 * head_size
+            rows = max(1, min(timing.tokens, fitting) // length)
+            took_s = _attention_s(timing, backend, *_row_operands(timing, rows, length, head_size, dtype))
+            flops = 4.0 * rows * timing.heads * length**2 * head_size
             forward[length], backward[length] = flops / took_s[0], 2.5 * flops / took_s[1]
             if took_s[1] > LONGEST_S:
                 break
@@ -90,6 +90,13 @@ def attention_rows(timing: TableTiming, backend: str, dtype: str) -> Iterator[di
             "backend": backend, "dtypes": [dtype], "head_size": head_size,
             "forward": plausible(forward, 2.0), "backward": plausible(backward, 2.0),
         }  # fmt: skip
+
+
+def _row_operands(timing: TableTiming, rows: int, length: int, head_size: int, dtype: str) -> tuple[Tensor, ...]:
+    """Query, key and value of attention."""
+    shape = (rows, timing.heads, length, head_size)
+    made = (torch.randn(shape, device=timing.device).to(DTYPES[dtype]).requires_grad_() for _ in range(3))
+    return tuple(made)
 
 
 def _runs(backend: str, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS
+from penstock.ir.machine.presets import CUBLAS_BYTES, CUBLAS_PAIRS, MESSAGES_BYTES
 from penstock.runtime.measure import cuda
 from penstock.runtime.measure.cpu import MIB, call_overhead_s
 from penstock.tests.gpu.rehearsal import on_gpu, only_on_gpu
@@ -34,6 +34,30 @@ def test_rates_of_links_are_those_of_each_root_complex() -> None:
         patch.setattr(cuda, "COPY_BYTES", MIB)
         rates = cuda.link_rates([[0]])
     assert set(rates) == {"down", "up", "both"} and all(len(row) == 1 and row[0] > 0 for row in rates.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_reserve_of_two_gpus_sums_over_both() -> None:
+    """Both ranks of the sum are in this process; each waits on the default stream of its own GPU."""
+    reserves = cuda.measured_reserves(2)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    assert all(reserve["messages_bytes"] >= MESSAGES_BYTES for reserve in reserves)
+    ones = [torch.ones(8, device=f"cuda:{device}") for device in range(2)]
+    torch.cuda.nccl.all_reduce(ones)
+    assert all(bool((sums == 2).all()) for sums in ones)
+
+
+def test_work_that_takes_longer_than_its_slice_runs_twice() -> None:
+    flat, done = torch.ones(8, device="cuda"), list[None]()
+
+    def work() -> None:
+        flat.add_(1)
+        done.append(None)
+
+    assert cuda.mean_s(work, 0, slice_s=1e-9) > 0 and len(done) == 2
+    done.clear()
+    assert cuda.mean_s(work, 0, slice_s=1e-2) > 0 and len(done) > 1 + cuda.WARM_RUNS
 
 
 def test_a_launch_costs_the_host_something() -> None:

@@ -290,7 +290,11 @@ void submit(const std::vector<Op>& all) {
       fakecuda_note(NAMES[op.what], 1);
       fakecuda_note((std::string(NAMES[op.what]) + " bytes").c_str(), (long long)(op.count * width(op.type)));
     }
+    int before;
+    cudaGetDevice(&before);
+    cudaSetDevice(key.first->device);  // a group may be of several devices; the default stream is that of the current one
     fakecuda_enqueue(key.second, NAMES[ops[0].what], run_batch, batch, MESSAGE, nullptr);
+    cudaSetDevice(before);
   }
 }
 

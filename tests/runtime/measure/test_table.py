@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.ir.machine.hardware import Hardware
 from penstock.ir.machine.rates import RateTable
-from penstock.runtime.measure import detect
-from penstock.runtime.measure.table import TableTiming, measured_table, plausible, product_curve
+from penstock.runtime.measure import detect, table
+from penstock.runtime.measure.table import (
+    LONGEST_S,
+    TableTiming,
+    attention_rows,
+    measured_table,
+    plausible,
+    product_curve,
+)
 
 CALL_S = 1e-6
 
@@ -34,12 +42,12 @@ def timing(time_of: Callable[[Callable[[], object]], float] = timed, **more: Any
 
 def test_what_is_measured_is_a_table() -> None:
     found = json.loads(json.dumps(measured_table(timing(), ("fp32", "bf16"), ("flash", "efficient"))))
-    table = RateTable.model_validate({"source": "this test", **found})
-    assert [size for size, _ in table.products["fp32"]] == [8, 16, 32]
-    assert [(row.backend, row.dtypes, row.head_size) for row in table.attention] == [
+    rates = RateTable.model_validate({"source": "this test", **found})
+    assert [size for size, _ in rates.products["fp32"]] == [8, 16, 32]
+    assert [(row.backend, row.dtypes, row.head_size) for row in rates.attention] == [
         ("flash", (dtype,), size) for dtype in ("fp32", "bf16") for size in (8, 16)
     ]  # a CPU has no other kernel
-    assert table.pointwise is not None and len(table.pointwise) == 2
+    assert rates.pointwise is not None and len(rates.pointwise) == 2
 
 
 def test_a_rate_is_that_of_the_time_without_the_calls_own() -> None:
@@ -50,6 +58,22 @@ def test_a_rate_is_that_of_the_time_without_the_calls_own() -> None:
 
 def test_sizes_after_one_that_takes_long_are_left_out() -> None:
     assert list(product_curve(timing(lambda work: 1.0), torch.float32)) == [8]
+
+
+def test_a_slow_device_times_attention_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the first length, too, takes no longer than the longest that counts; the rate is the same."""
+    flops_per_s, took_s = 1e7, list[float]()
+
+    def attend(timing: TableTiming, backend: str, query: Tensor, *_: Tensor) -> tuple[float, float]:
+        rows, heads, length, head_size = query.shape
+        took_s.append(4.0 * rows * heads * length**2 * head_size / flops_per_s)
+        return took_s[-1], 2.5 * took_s[-1]
+
+    monkeypatch.setattr(table, "_attention_s", attend)
+    found = list(attention_rows(timing(lengths=(128, 512), tokens=1 << 14), "flash", "fp32"))
+    assert [row["head_size"] for row in found] == [8, 16] and len(took_s) == 4  # one row, then as many as fit
+    assert all(list(row["forward"].values()) == [pytest.approx(flops_per_s)] for row in found)
+    assert max(took_s) <= max(LONGEST_S, *took_s[::2])
 
 
 def test_a_disturbed_time_cannot_make_a_larger_call_faster() -> None:
