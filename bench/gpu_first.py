@@ -45,7 +45,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch builds DeepSpeed's extensions, for parts and calls to come
+KEPT = ROOT / "build" / f"gpu_first-{sys.implementation.cache_tag}"  # unpacked and built once, for calls to come
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch builds DeepSpeed's extensions
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -72,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"--part {unknown[0]!r}: there is none of this name; --list prints all", file=sys.stderr)
             return 2
         carried = {
-            "wheels": vars(wheels.unpack(args.wheels, Path(folder) / "site")),
-            "libraries": libaio.unpack(args.wheels, Path(folder) / "libraries"),
+            "wheels": vars(wheels.unpack(args.wheels, KEPT / "site")),
+            "libraries": libaio.unpack(args.wheels, KEPT / "libraries"),
         }
         return call(args, carried, Path(folder), begin_s)
 
@@ -116,7 +117,7 @@ def make_importable(folder: Path) -> None:
     # torch needs the first to be deterministic; idle threads spin without the others.
     settings = {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
-        EXTENSIONS: str(Path(tempfile.gettempdir()) / "bench-extensions"),
+        EXTENSIONS: str(KEPT / "extensions"),
     }  # fmt: skip
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
 

@@ -127,7 +127,7 @@ class Unpacked:
 
 def unpack(folder: Path, site: Path) -> Unpacked:
     """Unpack into `site` those wheels whose package this Python lacks, and let this process and its children find
-    them, behind all others."""
+    them, behind all others. What an earlier call has unpacked stays: what was built from it is newer."""
     done = Unpacked()
     tags = machine_tags(folder) if any(folder.glob("*.whl")) else frozenset()
     for wheel in sorted(folder.glob("*.whl")):
@@ -137,7 +137,8 @@ def unpack(folder: Path, site: Path) -> Unpacked:
         elif not suits(wheel.name, tags):
             done.unsuited.append(name)
         else:
-            _extract(wheel, site)
+            if not (site / f"{'-'.join(wheel.name.split('-')[:2])}.dist-info" / "RECORD").is_file():  # its last file
+                _extract(wheel, site)
             done.installed.append(name)
     if done.installed:
         sys.path.append(str(site))

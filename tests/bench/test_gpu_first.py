@@ -268,10 +268,16 @@ def test_a_machine_unpacks_what_it_lacks_and_what_suits_it(tmp_path: Path, monke
         with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
             wheel.writestr(f"{name.split('-')[0]}.py", "VALUE = 7")
             wheel.writestr("lacked_here-1.0.data/scripts/lacked", "#!/bin/sh")
+            wheel.writestr(f"{'-'.join(name.split('-')[:2])}.dist-info/RECORD", "")
     done = wheels.unpack(tmp_path, tmp_path / "site")
     assert (done.installed, done.there_already, done.unsuited) == (["here-too", "lacked-here"], ["torch"], ["far"])
     assert importlib.import_module("lacked_here").VALUE == 7
     assert os.access(tmp_path / "site" / "bin" / "lacked", os.X_OK)
+    unpacked = (tmp_path / "site" / "lacked_here.py").stat()
+    monkeypatch.setattr(wheels, "is_installed", lambda name: name == "torch")  # as in the next call
+    assert wheels.unpack(tmp_path, tmp_path / "site").installed == ["here-too", "lacked-here"]
+    again = (tmp_path / "site" / "lacked_here.py").stat()
+    assert (again.st_ino, again.st_mtime_ns) == (unpacked.st_ino, unpacked.st_mtime_ns)
 
 
 def test_tags_of_the_machine_choose() -> None:
