@@ -46,7 +46,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 KEPT = ROOT / "build" / f"gpu_first-{sys.implementation.cache_tag}"  # unpacked and built once, for calls to come
-EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch builds DeepSpeed's extensions
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch builds DeepSpeed's extensions, and finds them built
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 

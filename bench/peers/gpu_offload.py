@@ -7,13 +7,16 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from penstock.bench.peers.children import Child
+from penstock.bench.peers.extensions import BUILDERS, built, name_cuda_for_linkers
 from penstock.bench.peers.gpt import GptSize
+from penstock.bench.peers.gpu_setup import Row, Setup, holds, noted
 
 SCRIPT = Path(__file__).resolve().parent / "gpu_offload_child.py"
 LR = 1e-4
@@ -90,6 +93,22 @@ class _Clock:
     def _ring(self) -> None:
         self.rang = True
         self._kill()
+
+
+def extensions(setup: Setup) -> Iterator[Row]:
+    """Build what DeepSpeed's peers need, all at once; it stays for them and for calls to come."""
+    try:
+        _require("zero-offload", setup.device, None)
+    except Unavailable as error:
+        yield noted("DeepSpeed's extensions are not built", str(error))
+        return
+    name_cuda_for_linkers()
+    with ThreadPoolExecutor(len(BUILDERS)) as pool:
+        for builder, (took_s, complaint) in zip(BUILDERS, pool.map(built, BUILDERS), strict=True):
+            if complaint:
+                yield holds("the extension is built", False, builder=builder, error=complaint)
+            else:
+                yield noted("seconds until the extension is built and loaded", took_s, builder=builder)
 
 
 def _require(peer: str, device: str, directory: str | None) -> None:

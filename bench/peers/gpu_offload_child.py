@@ -14,6 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+BUCKET_PARAMS = 500_000_000  # DeepSpeed's own choice
+
 
 def prepare(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """See `children.serve`."""
@@ -74,13 +76,16 @@ def fsdp(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
 
 def zero(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[Callable[[], float], Any]:
     import deepspeed
+    from extensions import name_cuda_for_linkers
 
+    name_cuda_for_linkers()
     deepspeed.init_distributed(dist_backend="nccl")
     block_params = sum(p.numel() for p in model.blocks[0].parameters())
-    largest_params = max(p.numel() for p in model.parameters())
+    params = [p.numel() for p in model.parameters()]
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(settings, block_params, largest_params)
-    )
+        model=model, model_parameters=model.parameters(),
+        config=configuration(settings, block_params, max(params), sum(params)),
+    )  # fmt: skip
 
     def step() -> float:
         losses = []
@@ -94,9 +99,9 @@ def zero(model: Any, pieces: list[dict[str, Any]], settings: dict[str, Any]) -> 
     return step, {"version": deepspeed.__version__}
 
 
-def configuration(settings: dict[str, Any], block_params: int, largest_params: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. ZeRO-Offload has weights on the GPU, gradients and the optimizer on the CPU;
-    ZeRO-Infinity has everything in files."""
+def configuration(settings: dict[str, Any], block_params: int, largest_params: int, all_params: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. ZeRO-Offload has weights on the GPU, gradients and the optimizer on the CPU, and
+    buckets of DeepSpeed's own size, or of the whole model where that is less; ZeRO-Infinity has everything in files."""
     shared = {
         "train_micro_batch_size_per_gpu": settings["batch"] // settings["micro_batches"],
         "gradient_accumulation_steps": settings["micro_batches"],
@@ -104,8 +109,14 @@ def configuration(settings: dict[str, Any], block_params: int, largest_params: i
         "optimizer": {"type": "AdamW", "params": {"lr": settings["lr"], "weight_decay": 0.01, "adam_w_mode": True}},
     }  # fmt: skip
     if settings["peer"] == "zero-offload":
-        optimizer = {"device": "cpu", "pin_memory": True}
-        return {**shared, "zero_optimization": {"stage": 2, "offload_optimizer": optimizer, "overlap_comm": True}}
+        bucket = min(BUCKET_PARAMS, all_params)
+        return {
+            **shared,
+            "zero_optimization": {
+                "stage": 2, "overlap_comm": True, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            },
+        }  # fmt: skip
     files, live = {"nvme_path": settings["directory"], "pin_memory": True, "device": "nvme"}, 3 * block_params
     return {
         **shared,

@@ -29,6 +29,9 @@ NEEDED_EMPTY = ("libcupti.so.13", "libcurand.so.10", DRIVER)
 TEXT = re.compile(r"(nvmlErrorString|ErrorString|ErrorName|StatusString|GetLastError|StatusName)$")
 FIRST_IS_HANDLE = "*(void**)a = calloc(1, 4096); return 0;"
 SECOND_IS_HANDLE = "*(void**)b = calloc(1, 4096); return 0;"
+CURRENT_MEMORY = (
+    "size_t* m = b; long cudaMemGetInfo(size_t*, size_t*); cudaMemGetInfo(m + 1, m); m[2] = m[0] - m[1]; return 0;"
+)
 # Functions with answers that callers rely on. The rest of NVML says "not supported".
 ANSWERS = {
     "cudnnGetVersion": "return 91900;", "cudnnGetCudartVersion": "return 13000;",
@@ -40,11 +43,12 @@ ANSWERS = {
     "nvmlInit_v2": "return 0;", "nvmlInitWithFlags": "return 0;", "nvmlShutdown": "return 0;",
     "nvmlDeviceGetGpuFabricInfoV": "return 0;", "nvmlDeviceGetHandleByIndex_v2": SECOND_IS_HANDLE,
     "nvmlDeviceGetHandleByPciBusId_v2": SECOND_IS_HANDLE,
+    "nvmlDeviceGetMemoryInfo": CURRENT_MEMORY,  # DeepSpeed asks about its own device
     "nvmlDeviceGetComputeRunningProcesses": "*(unsigned*)b = 0; return 0;",  # torch asks where memory runs out
 }  # fmt: skip
 NVML_NAMES = [
     "nvmlShutdown", "nvmlInitWithFlags", "nvmlErrorString", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2",
-    "nvmlDeviceGetNvLinkState", "nvmlDeviceGetHandleByPciBusId_v2",
+    "nvmlDeviceGetNvLinkState", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetMemoryInfo",
 ]  # fmt: skip
 STUBS_BEGIN = """\
 #include <stdio.h>
@@ -118,10 +122,10 @@ def main(torch_lib: str, out: str, *own: str) -> None:
     libraries, runtime = wanted(Path(torch_lib)), folder / RUNTIME
     link(RUNTIME, libraries.pop(RUNTIME), objects[RUNTIME], defined(objects[RUNTIME]), folder)
     for library, symbols in sorted(libraries.items()):
-        # The driver's calls are defined in the runtime's library, which the driver's therefore needs.
+        # The driver's calls are defined in the runtime's library, which the driver's therefore needs; NVML's asks it.
         mine = objects.get(library, [])
         has = defined(objects[RUNTIME]) if library == DRIVER else defined(mine) if mine else set()
-        needs = ["-Wl,--no-as-needed", str(runtime)] if mine or library == DRIVER else []
+        needs = ["-Wl,--no-as-needed", str(runtime)] if mine or library in (DRIVER, NVML) else []
         link(library, symbols, mine, has, folder, *needs)
     print(f"{len(libraries) + 1} libraries in {folder}")
 
