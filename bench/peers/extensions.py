@@ -21,7 +21,9 @@ def built(builder: str) -> tuple[float, str]:
     code = f"from deepspeed.ops.op_builder import {builder} as builder; builder().load(verbose=False)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return time.perf_counter() - begin_s, " | ".join(lines[-3:]) if done.returncode else ""
+    return time.perf_counter() - begin_s, " | ".join(
+        lines[-3:]
+    ) or f"exit code {done.returncode}" if done.returncode else ""
 
 
 def name_cuda_for_linkers() -> None:

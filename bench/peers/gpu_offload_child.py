@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 BUCKET_PARAMS = 500_000_000  # DeepSpeed's own choice
 
 
@@ -171,6 +169,7 @@ def disk_bytes() -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # no Penstock in the other Python
     import children
 
     children.serve(prepare, moved_bytes)

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.peers import gpu_bounds, gpu_cases, gpu_comparison, gpu_reservoir
+from penstock.bench.peers import (
+    extensions,
+    gpu_bounds,
+    gpu_cases,
+    gpu_comparison,
+    gpu_offload,
+    gpu_offload_child,
+    gpu_reservoir,
+)
 from penstock.bench.peers.gpt import SMALL, Gpt
 from penstock.bench.peers.gpu_sections import SECTIONS, under
 from penstock.bench.peers.gpu_setup import Setup
@@ -78,6 +86,29 @@ def test_weights_that_take_no_memory_are_all_there_and_differ() -> None:
     assert sum(held.values()) < 0.1 * sum(p.nbytes for p in model.parameters())
     lines = model.blocks[0].widen.weight.detach()
     assert len(torch.unique(lines, dim=0)) == len(lines) and 0.01 < float(lines.std()) < 0.03
+
+
+def test_extensions_that_cannot_be_built_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, folder = Setup("cuda", small=True, scratch=Path("/nonexistent")), Path("/nonexistent")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (row,) = gpu_offload.extensions(gpu)
+    assert row["measured"] == "No module named 'deepspeed'" and row["ok"] is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    (row,) = gpu_offload.extensions(Setup("cpu", small=True, scratch=folder))
+    assert row["ok"] is None and "CPU" in row["measured"]
+    monkeypatch.setattr(gpu_offload, "name_cuda_for_linkers", lambda: None)
+    monkeypatch.setattr(extensions.sys, "executable", "/bin/false")
+    rows = list(gpu_offload.extensions(gpu))
+    assert [row["builder"] for row in rows] == list(extensions.BUILDERS) and all("error" in row for row in rows)
+
+
+def test_zero_offload_has_no_buckets_larger_than_its_model() -> None:
+    settings = {"peer": "zero-offload", "batch": 4, "micro_batches": 2, "lr": 1e-4}
+    sizes = [
+        gpu_offload_child.configuration(settings, 10, 10, all_params)["zero_optimization"]
+        for all_params in (100, 10**10)
+    ]
+    assert [size["reduce_bucket_size"] for size in sizes] == [100, gpu_offload_child.BUCKET_PARAMS]
 
 
 @pytest.mark.slow

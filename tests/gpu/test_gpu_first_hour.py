@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 from penstock.bench import gpu_first
 from penstock.bench.gpu.device_tests import OVER
 from penstock.bench.gpu.ledger import ENDS, FILE
+from penstock.bench.peers.extensions import FOLDER, LINKED, name_cuda_for_linkers
 
 pytestmark = pytest.mark.gpu
 NAMED = ("nccl", "tests", "penstock, 24GB", "fsdp2, 24GB")
@@ -36,6 +41,19 @@ def test_parts_are_rehearsed(tmp_path: Path) -> None:
     assert bound["measured"] == pytest.approx(bound["step_s"] / max(bound["parts_s"].values()), rel=1e-2)
     ours = figure(peer, "step of a peer over ours")
     assert ours["measured"] == pytest.approx(ours["step_s"] / ours["our_step_s"], rel=1e-2)
+
+
+def test_linkers_find_the_libraries_that_torch_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("LIBRARY_PATH", "elsewhere")
+    name_cuda_for_linkers()
+    name_cuda_for_linkers()  # as the next part does
+    assert os.environ["LIBRARY_PATH"].split(os.pathsep)[-2:] == [str(tmp_path / "linked"), "elsewhere"]
+    command = ["g++", "-x", "c++", "-", "-shared", "-o", str(tmp_path / "made.so"), "-lcuda", "-lcudart"]
+    if shutil.which("g++") is not None:
+        subprocess.run(command, input=b"void* made;", check=True)
+    for name in LINKED:
+        assert ctypes.CDLL(str(tmp_path / "linked" / f"{name}.so"))
 
 
 def figure(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
