@@ -192,6 +192,8 @@ def compile(
         by_user = loss_weight is not None
         capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
+        if compile_stages and asked is None and decided is None:
+            wishes.require = check_compilable
         wishes, facts, find_graph = _know_rows(model, capture, machine, wishes)
         found = _find(find_graph, machine, wishes, facts, is_left_open=count is None)
     best = found.best

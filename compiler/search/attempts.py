@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...ir import ops
 from ...ir.errors import DoesNotFit, PassError, PlanError
 from ...ir.machine.hardware import Hardware
 from ...ir.precision import Precision
+from ...ir.program import Program
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
@@ -33,7 +34,8 @@ SEARCH_S = 33.0  # of computation
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
     computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
-    `fewest_first`: the first number of micro-batches that fits, from one on."""
+    `fewest_first`: the first number of micro-batches that fits, from one on. `require`: raises `PlanError` for programs
+    that cannot keep another wish."""
 
     asked: Candidate | None
     micro_batches: int | None
@@ -44,6 +46,7 @@ class Wishes:
     search_s: float = SEARCH_S
     beyond_dram_bytes: int = 0  # lasting bytes that devices and DRAM cannot hold, at least
     fewest_first: bool = False
+    require: Callable[[Sequence[Program]], None] | None = None
 
 
 @dataclass
@@ -117,6 +120,8 @@ class Attempts:
                 found = Trial(candidate, count, reason=Pruned(bound.seconds))
             else:
                 compiled = compiler.finish(placed)
+                if self.wishes.require is not None:
+                    self.wishes.require(compiled.draft.programs)
                 fetched, again = (compiled.decisions.get(name, ()) for name in ("fetch", "rematerialise"))
                 swapped, keeps_all = len(fetched) == len(compiled.draft.stages), not fetched and not again
                 found = Trial(candidate, count, compiled.step_s, all_swapped=swapped, keeps_all=keeps_all)

@@ -214,12 +214,13 @@ class DeviceSession:
         if not abandon:
             with contextlib.suppress(Exception):  # whoever wants to hear of it has called `finish_step`
                 self.finish_step()
-        self.streams.close()
-        self.state.memory.close()
         if self.device.type == "cuda" and self.link is None:
-            # A step that failed may still use memory that goes back now; with peers, one may never answer.
+            # A step that failed may still use memory that goes back now, and only streams without work are taken again;
+            # with peers, one may never answer.
             with contextlib.suppress(RuntimeError):  # a GPU in error has stopped already
                 leave(self.device)
+        self.streams.close()
+        self.state.memory.close()
 
     # --- running a program
 

@@ -43,3 +43,13 @@ def test_a_device_with_room_keeps_everything() -> None:
     plan = planned("100MB")
     assert not plan.decisions.pointwise_again
     assert not any("recompute-pointwise" in rival.passes for rival in plan.rivals)
+
+
+@pytest.mark.slow
+def test_what_compiled_stages_rule_out_is_not_chosen() -> None:
+    """Their blocks choose what they save, so that the plan is another one, and slower."""
+    free, compiled = planned("20MB"), planned("20MB", compile_stages=True)
+    assert free.decisions.pointwise_again and not compiled.decisions.pointwise_again
+    assert compiled.predicted.step_s >= free.predicted.step_s
+    refused = [rival for rival in compiled.rivals if "recompute-pointwise" in rival.passes]
+    assert any("compile_stages" in rival.reason for rival in refused), refused
