@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import importlib
 import os
 import select
+import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -110,7 +114,7 @@ class ThreadEngine:
 class RingEngine:
     """io_uring, one ring in each direction.
 
-    Raises ImportError without the wheel `liburing`, and OSError if the kernel refuses.
+    Raises ImportError without the wheel `liburing`, and OSError if the kernel refuses or the wheel dies here.
     """
 
     name = "io_uring"
@@ -166,6 +170,25 @@ class RingEngine:
             ring.drain()
 
 
+_TRIAL = "import liburing; ring = liburing.Ring(); liburing.io_uring_queue_init(1, ring)"
+
+
+@functools.cache
+def wheel_dies() -> str:
+    """The signal that ends a process which makes a ring, in words; empty if none does.
+
+    The wheel of 2026.3 was built for processors with AVX-512, and kills its process on all others. So another process
+    tries it. What else goes wrong there is told, by its exception, where a ring is made.
+    """
+    try:
+        done = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it could not be tried in another process: {error}"
+    if done.returncode >= 0:
+        return ""
+    return f"the wheel liburing dies on this processor ({signal.Signals(-done.returncode).name})"
+
+
 class Ring:
     """A submission and a completion queue of the kernel, by the wheel `liburing`.
 
@@ -176,6 +199,8 @@ class Ring:
 
     def __init__(self, depth: int):
         self._uring: Any = importlib.import_module("liburing")
+        if wheel_dies():
+            raise OSError(wheel_dies())
         self._ring = self._uring.Ring()
         self._uring.io_uring_queue_init(depth, self._ring)
         self._open = True
