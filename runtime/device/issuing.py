@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import BudgetExceeded
 from ..optimizer.gradients import Grads
-from ..stage.runner import Kept
+from ..stage.kept import Kept
 from .named_streams import Streams
 from .pacing import Pacing
 from .peers import PeerLink

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..accelerator import on_stream
 from ..optimizer.gradients import Grads
 from ..stage.arena import Arena, BufferLayout, grads_layout
-from ..stage.runner import Kept
+from ..stage.kept import Kept
 from .issuing import Box, Handle, Issuing
 from .pacing import CHUNK_BYTES
 from .prepare import Issue

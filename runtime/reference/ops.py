@@ -22,7 +22,8 @@ from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, spec
 from ..optimizer.hooks import change_params, run_hooks
 from ..optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
 from ..stage.draws import evaluation_seed, micro_batch_seed
-from ..stage.runner import Kept, StageRunner
+from ..stage.kept import Kept
+from ..stage.runner import StageRunner
 from ..stage.shards import piece_of, rounding_of, whole_of
 from ..stage.split_backward import Rest
 

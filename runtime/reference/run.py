@@ -40,7 +40,7 @@ from ...ir.program import (
 )
 from ..optimizer.gradients import Grads, LossScale
 from ..optimizer.stage_optimizer import OptimizerSpec
-from ..stage.runner import Kept
+from ..stage.kept import Kept
 from ..stage.shards import whole_of
 from ..stage.split_backward import Rest
 from .ops import FULL, ReferenceRuntime, ReferenceStage, Shard, Waiting, Weights, World

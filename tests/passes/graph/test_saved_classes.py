@@ -24,7 +24,8 @@ from penstock.passes.graph.profile import with_seconds
 from penstock.passes.graph.stages import build_stages
 from penstock.passes.stage_time import TurnSeconds
 from penstock.runtime.stage.draws import micro_batch_seed
-from penstock.runtime.stage.runner import Kept, StageRunner
+from penstock.runtime.stage.kept import Kept
+from penstock.runtime.stage.runner import StageRunner
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo

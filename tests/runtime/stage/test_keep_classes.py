@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.ir.errors import VerifyError
 from penstock.ir.program import ParamSpec, SavedSpec, StageSpec, TensorSpec
-from penstock.runtime.stage.runner import Kept, StageRunner
+from penstock.runtime.stage.kept import Kept
+from penstock.runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 4, 8
