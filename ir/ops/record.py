@@ -139,10 +139,20 @@ class Op:
     workspace_in_arena: bool = False
     paper: str = ""
     signature: inspect.Signature = field(init=False)
+    _places: tuple[str, ...] = field(init=False, repr=False)  # operands by position
+    _rest: str = field(init=False, repr=False)  # the name of all further operands, "" where there are none
+    _names: frozenset[str] = field(init=False, repr=False)
+    _defaults: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         own = inspect.signature(self.infer)
-        object.__setattr__(self, "signature", own.replace(parameters=list(own.parameters.values())[1:]))
+        parameters = list(own.parameters.values())[1:]
+        object.__setattr__(self, "signature", own.replace(parameters=parameters))
+        object.__setattr__(self, "_places", tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD))
+        object.__setattr__(self, "_rest", next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), ""))
+        object.__setattr__(self, "_names", frozenset(p.name for p in parameters))
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        object.__setattr__(self, "_defaults", {self._rest: (), **defaults} if self._rest else defaults)
         object.__setattr__(self, "__name__", self.name)
         object.__setattr__(self, "__qualname__", self.name)
         object.__setattr__(self, "__module__", __package__)  # where a graph finds it
@@ -163,10 +173,16 @@ class Op:
         return self.takes_kept or self.gives_gradients
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Operands and fields by name, defaults filled in."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        """Operands and fields by name, in the signature's order, defaults filled in. Raises `TypeError` where they are
+        not the signature's."""
+        places, rest = self._places, self._rest
+        found = self._defaults | dict(zip(places, args)) | kwargs
+        if rest:
+            found[rest] = args[len(places) :]
+        twice = rest in kwargs or any(name in kwargs for name in places[: len(args)])
+        if twice or found.keys() != self._names or (len(args) > len(places) and not rest):
+            self.signature.bind(*args, **kwargs)  # says what is wrong
+        return {name: found[name] for name in self.signature.parameters}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"op {self.name!r} is a record; a runtime executes it")

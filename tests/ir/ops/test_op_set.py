@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.ir import ops
 from penstock.ir.calls import op_of
@@ -23,6 +26,21 @@ def test_every_op_is_a_method_with_the_ops_signature(runtime: type, op: ops.Op) 
     found = list(inspect.signature(getattr(runtime, op.name)).parameters.values())[1:]
     want = list(op.signature.parameters.values())
     assert [(p.name, p.kind, p.default) for p in found] == [(p.name, p.kind, p.default) for p in want]
+
+
+@given(st.sampled_from(list(ops.ALL.values())), st.data())
+def test_operands_are_bound_as_python_binds_them(op: ops.Op, data: st.DataObject) -> None:
+    names = list(op.signature.parameters)
+    args = tuple(range(data.draw(st.integers(0, len(names) + 1))))
+    kwargs = dict.fromkeys(data.draw(st.lists(st.sampled_from([*names, "unknown"]), unique=True)), -1)
+    try:
+        bound = op.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        with pytest.raises(TypeError, match=f"^{re.escape(str(error))}$"):
+            op.bind(args, kwargs)
+        return
+    bound.apply_defaults()
+    assert list(op.bind(args, kwargs).items()) == list(bound.arguments.items())
 
 
 # Per trait, and value of it, the ops that have it; all others have the default.
