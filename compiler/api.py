@@ -15,9 +15,10 @@ from torch import nn
 
 from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
+from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
 from ..ir.program import HookCall, Interface
-from ..passes.draft import Draft, Options
+from ..passes.draft import Draft, Options, StepBytes
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..passes.schedule.schedule_async import ScheduleAsync
@@ -25,6 +26,7 @@ from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
+from ..runtime.optimizer.temporaries import step_bytes
 from ..runtime.optimizer.tiles import steps_in_tiles
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver
@@ -187,6 +189,8 @@ def compile(
             cuda_graphs=cuda_graphs,
             **_optimizer_facts(spec, model, kind),
         )
+        kinds = {DEVICE: machine.devices[0].kind, DRAM: "cpu"}
+        options = dataclasses.replace(options, step_bytes_of=_step_bytes(spec, options, kinds))
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
@@ -336,6 +340,18 @@ def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtyp
         "whole_optimizer": whole[0] if whole else "",
         "optimizer_tiles": steps_in_tiles(optimizer),
     }
+
+
+def _step_bytes(optimizer: OptimizerSpec, options: Options, kinds: Mapping[str, str]) -> StepBytes:
+    """What a step takes in a memory, whose parameters lie on a device of this kind."""
+    rounds = Precision.of(options.precision).is_pure and not options.optimizer_rounds
+
+    @functools.cache
+    def found(rows: tuple[tuple[str, tuple[int, ...], str], ...], memory: str) -> int:
+        params = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in rows]
+        return step_bytes(optimizer, params, kinds[memory], rounds)
+
+    return lambda rows, memory: found(tuple(rows), memory)
 
 
 def _know_rows(model: nn.Module, capture: Graphs, machine: Hardware, wishes: Wishes) -> tuple[Wishes, RowFacts, Graphs]:

@@ -23,6 +23,9 @@ from .errors import PlanError
 MASTER_BYTES = 4  # of one parameter in fp32
 TILED_ELEMENTS = 1 << 24  # of parameters that a host steps at once, at most, all its threads together
 ROUNDED_ELEMENTS = 1 << 24  # of weights without masters, updated in fp32 at once
+# Of parameters stepped in one call, unless one is larger. Each tensor that a call makes is then at most 256 MiB in
+# fp32, and a pass over that many takes a GPU about a millisecond, some hundred times the launch of a kernel.
+PORTION_ELEMENTS = 1 << 26
 
 GradientDtype = Literal["fp32", "compute"]
 BoundaryDtype = Literal["compute", "fp32"]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MeasureBlocks = Callable[["OpGraph", list["Block"], Hardware], list["Block"]]
 # The bytes of the optimizer states of a parameter, by its name, its shape, and the dtype in which it is stepped.
 StateBytes = Callable[[str, tuple[int, ...], str], int]
+# The bytes that a step takes while it runs, for parameters of these names, shapes and dtypes, and where they lie.
+StepBytes = Callable[[Sequence[tuple[str, tuple[int, ...], str]], str], int]
 
 
 class Lasting(NamedTuple):
@@ -41,6 +43,7 @@ class Options:
     max_grad_norm: float | None = None
     state_bytes_per_param: float = 8.0
     state_bytes_of: StateBytes | None = None  # where the bytes are not the same for each element
+    step_bytes_of: StepBytes | None = None  # None: a step takes nothing
     takes_whole: Callable[[str], bool] | None = None  # whether a parameter's optimizer needs all of it; None: none does
     whole_optimizer: str = ""  # the first class that needs all of a parameter
     optimizer_tiles: bool = False  # a host updates parameters in tiles
@@ -62,11 +65,20 @@ class Options:
         each, trained = self.state_bytes_of, [p for p in params if p.requires_grad]
         if each is None:
             return int(self.state_bytes_per_param * sum(p.numel for p in trained))
+        return sum(each(_owner(p), p.shape, self._stepped_dtype(p)) for p in trained)
+
+    def step_bytes(self, params: Iterable[ParamSpec], memory: str) -> int:
+        """Bytes that the optimizer takes while it steps those of the parameters that are trained."""
+        if self.step_bytes_of is None:
+            return 0
+        trained = [(_owner(p), p.shape, self._stepped_dtype(p)) for p in params if p.requires_grad]
+        return self.step_bytes_of(trained, memory)
+
+    def _stepped_dtype(self, param: ParamSpec) -> str:
+        """The dtype in which a parameter is stepped."""
         precision = Precision.of(self.precision)
         full = precision.has_masters or (precision.is_pure and not self.optimizer_rounds)
-        return sum(
-            each(p.part.parameter if p.part else p.name, p.shape, "float32" if full else p.dtype) for p in trained
-        )
+        return "float32" if full else param.dtype
 
     def optimizer_bytes(self, params: Sequence[ParamSpec]) -> int:
         """Bytes that the optimizer keeps of parameters: masters and states."""
@@ -75,6 +87,11 @@ class Options:
     def lasting(self, weight_bytes: int, params: Sequence[ParamSpec]) -> Lasting:
         """What stays across steps, for lower bounds: a run rounds every part up a little (`bytes_of_homes`)."""
         return Lasting(weight_bytes, self.master_bytes(params), self.state_bytes(params))
+
+
+def _owner(param: ParamSpec) -> str:
+    """The parameter of the model that this one is, or is a part of."""
+    return param.part.parameter if param.part else param.name
 
 
 @dataclass

@@ -134,7 +134,9 @@ def _step_work(
         copied_bytes=round(share * interface.copied_to_undo(spec, kind)) if speculative else 0,
         traffic_bytes=per_step,
         launches=len(spec.params) if _where(grads) == COMPUTE else 0,
-        workspace_bytes=spec.change_bytes + interface.update_bytes(spec, grads.memory, converted, share),
+        workspace_bytes=spec.change_bytes
+        + interface.update_bytes(spec, grads.memory, converted, share)
+        + interface.temporary_bytes(spec, grads.memory),
         workspace_memory=grads.memory,
     )
 
@@ -151,6 +153,12 @@ step = Op(
 )
 
 
+def _redo_work(ctx: Context, stage: str, grads: Value, norm: Value, *, max_norm: float) -> Work:
+    part = ctx.interface.part_of(stage, grads.group)
+    workspace_bytes = ctx.interface.all_bytes(part) + ctx.interface.temporary_bytes(part, DRAM)
+    return Work(CPU, workspace_bytes=workspace_bytes, workspace_memory=DRAM)
+
+
 def _redo(ctx: Context, stage: str, grads: Value, norm: Value, *, max_norm: float) -> None:
     """After a speculative step: if `norm` exceeds `max_norm` or is not finite, the stage goes back to what it was
     before, and is stepped again on the clipped gradients, or not at all."""
@@ -163,9 +171,7 @@ redo = Op(
     "redo",
     (CPU,),
     _redo,
-    lambda ctx, stage, grads, norm, *, max_norm: Work(
-        CPU, workspace_bytes=ctx.interface.all_bytes(ctx.interface.part_of(stage, grads.group)), workspace_memory=DRAM
-    ),
+    _redo_work,
     allowed_in=TRAINING,
     updates="stage",
     paper="SuperOffload: step, validate, roll back",

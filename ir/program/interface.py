@@ -42,7 +42,9 @@ class Interface:
     copies exist beside the weights.
     `asynchronous`: every micro-batch is a mini-batch, with one update of each stage. `rounds`: bf16 weights without
     masters are updated in fp32, a portion at once, and the result is rounded stochastically.
-    `tiles`: a host updates parameters in tiles. `cuda_graphs`: stages run from these where `graphs.py` says so.
+    `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is updated, and by
+    stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory that is not there
+    has none. `cuda_graphs`: stages run from these where `graphs.py` says so.
     """
 
     stages: dict[str, StageSpec]
@@ -58,6 +60,7 @@ class Interface:
     asynchronous: bool = False
     rounds: bool = False
     tiles: bool = False
+    temporaries: dict[str, dict[str, int]] = field(default_factory=dict)
     cuda_graphs: bool = False
 
     @property
@@ -84,8 +87,16 @@ class Interface:
         """Bytes of a stage's optimizer states."""
         if not self.states:
             return int(self.state_bytes_per_param * spec.trained_params)
+        return self.states[self._key_of(spec)]
+
+    def temporary_bytes(self, spec: StageSpec, memory: str) -> int:
+        """Bytes that the optimizer's own step of a stage takes in a memory while it runs."""
+        return self.temporaries[memory][self._key_of(spec)] if memory in self.temporaries else 0
+
+    def _key_of(self, spec: StageSpec) -> str:
+        """The key of a stage, or of a shard of it."""
         is_whole = self.shards == 1 or spec.trained_params == self.stages[spec.name].trained_params
-        return self.states[spec.name if is_whole else shard_key(spec.name, self.shards)]
+        return spec.name if is_whole else shard_key(spec.name, self.shards)
 
     def master_bytes(self, spec: StageSpec) -> int:
         """Bytes of a stage's fp32 masters; 0 if there are none."""
@@ -235,6 +246,11 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         yield "it counts optimizer states of other stages than it has"
     if min(interface.states.values(), default=0) < 0 or not 0 <= interface.state_bytes_per_param < math.inf:
         yield "it counts optimizer states that no stage has"
+    for memory, found in interface.temporaries.items():
+        if memory not in (ops.DEVICE, ops.DRAM) or found.keys() - known or interface.stages.keys() - found.keys():
+            yield f"it counts what steps take in {memory!r:.60}, or of other stages than it has"
+        if min(found.values(), default=0) < 0:
+            yield "it counts less than nothing that a step takes"
 
 
 def _wrong_rows(rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:

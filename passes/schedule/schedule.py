@@ -10,12 +10,14 @@ devices' turns are expected to end: one order for all messages, so no two stream
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
-from ...ir.program import Interface, shard_key
+from ...ir.program import Interface, ParamSpec, shard_key
 from ..base import Pass, require_own
 from ..draft import Draft
 from .emitter import Emitter
@@ -68,6 +70,7 @@ def interface_of(draft: Draft) -> Interface:
         master=precision.has_masters,
         rounds=precision.is_pure and not draft.options.optimizer_rounds,
         tiles=draft.options.optimizer_tiles,
+        temporaries=_temporaries(draft),
         lanes=tuple(tuple(lane) for lane in draft.mesh.lanes),
         shards=draft.mesh.shards,
         cuda_graphs=draft.options.cuda_graphs,
@@ -76,12 +79,24 @@ def interface_of(draft: Draft) -> Interface:
 
 def _states(draft: Draft) -> dict[str, int]:
     """Bytes of optimizer states by stage, and of each shard, where they are not the same for each element."""
-    options, shards = draft.options, draft.mesh.shards
-    if options.state_bytes_of is None:
+    return {} if draft.options.state_bytes_of is None else _by_stage(draft, draft.options.state_bytes)
+
+
+def _temporaries(draft: Draft) -> dict[str, dict[str, int]]:
+    """Bytes that a step takes while it runs, by the memory in which it is made, where it takes any."""
+    if draft.options.step_bytes_of is None:
         return {}
+    counts = {memory: functools.partial(draft.options.step_bytes, memory=memory) for memory in (DEVICE, DRAM)}
+    found = {memory: _by_stage(draft, bytes_of) for memory, bytes_of in counts.items()}
+    return {memory: bytes_of for memory, bytes_of in found.items() if any(bytes_of.values())}
+
+
+def _by_stage(draft: Draft, bytes_of: Callable[[Sequence[ParamSpec]], int]) -> dict[str, int]:
+    """Bytes of each stage, and of the largest of its shards."""
+    shards = draft.mesh.shards
     specs = [stage.spec for stage in draft.stages]
-    found = {spec.name: options.state_bytes(spec.params) for spec in specs}
+    found = {spec.name: bytes_of(spec.params) for spec in specs}
     if shards > 1:
         pieces = {s.name: [[p for p in s.pieces(shards, i) if p.numel] for i in range(shards)] for s in specs}
-        found |= {shard_key(name, shards): max(map(options.state_bytes, rows)) for name, rows in pieces.items()}
+        found |= {shard_key(name, shards): max(map(bytes_of, rows)) for name, rows in pieces.items()}
     return found

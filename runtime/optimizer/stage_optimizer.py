@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CheckpointError, PlanError
-from ...ir.precision import ROUNDED_ELEMENTS
+from ...ir.precision import PORTION_ELEMENTS, ROUNDED_ELEMENTS
 from .gradients import times_in_full
 from .importable import resolve
 from .leaves import leaves_of, rebuilt, row_leaves
@@ -34,9 +34,6 @@ from .tiles import CLASSES, InTiles, Tiled, tile_elements
 __all__ = ["OptimizerSpec", "Places", "Snapshot", "StageOptimizer", "Workspace"]
 
 Places = Mapping[str, Mapping[str, Tensor]]  # parameter name to state name, as in `state_shapes`, to tensor
-
-# Elements of gradients converted at once, where a step is not made in tiles; a CPU then converts all.
-PORTION_ELEMENTS = {"cuda": 1 << 26}
 
 
 class Workspace:
@@ -120,6 +117,16 @@ class StageOptimizer:
     def traits(self) -> Traits:
         return self.spec.traits(self.device)
 
+    @property
+    def _most_elements(self) -> int:
+        """Of the parameters of one call that makes tensors, unless one alone has more."""
+        return PORTION_ELEMENTS if self.rounding is None else ROUNDED_ELEMENTS
+
+    @property
+    def _makes_temporaries(self) -> bool:
+        """Whether a call may make tensors: only fused kernels make none."""
+        return self.optimizer is not None and not all(group.get("fused") for group in self.optimizer.param_groups)
+
     @cached_property
     def _rows(self) -> dict[str, StateRow]:
         return {name: self.spec.state_row(name, tuple(p.shape), p.dtype) for name, p in self.params.items()}
@@ -157,7 +164,7 @@ class StageOptimizer:
         with self._options_of(part):
             for names in self._portions(tiled, False) if tiled else ():
                 self._step_in_tiles(names, job)
-            for names in self._portions(others, small) if others or not tiled else ():
+            for names in self._portions(others, small or self._makes_temporaries) if others or not tiled else ():
                 self._step_whole(names, job)
         self.workspace.settle()
         if self.scheduler is not None and part != "shared":
@@ -237,7 +244,8 @@ class StageOptimizer:
         """The parameters of one step in one or more calls of the torch optimizer, which makes no difference to them.
 
         Parameters whose states are made now, and then copied to their places, go one by one; without places they go
-        together, apart from the others (fused SGD begins all momenta or none). `small`: gradients are converted.
+        together, apart from the others (fused SGD begins all momenta or none). `small`: the call makes tensors, of
+        gradients that are converted or as the foreach form does, so that it is made in several where it is large.
         """
         assert self.optimizer is not None
         if not self.traits.divisible:
@@ -257,15 +265,15 @@ class StageOptimizer:
             yield []
 
     def _divided(self, names: list[str], small: bool) -> Iterator[list[str]]:
-        most = PORTION_ELEMENTS.get(self.device.type) if self.rounding is None else ROUNDED_ELEMENTS
         portion: list[str] = []
         elements = 0
         for name in names:
-            portion.append(name)
-            elements += self.params[name].numel()
-            if small and most is not None and elements >= most:
+            numel = self.params[name].numel()
+            if small and portion and elements + numel > self._most_elements:
                 yield portion
                 portion, elements = [], 0
+            portion.append(name)
+            elements += numel
         if portion:
             yield portion
 
@@ -368,10 +376,9 @@ class StageOptimizer:
         """The bytes that a step needs at most if all gradients are converted: for gradients or weights of another
         precision, and for a step that must preserve gradients if the optimizer does not."""
         sizes = [param.nbytes for param in self.params.values()]
-        most = PORTION_ELEMENTS.get(self.device.type) if self.rounding is None else ROUNDED_ELEMENTS
-        if most is None or not self.traits.divisible:
+        if not self.traits.divisible:
             return sum(sizes)
-        whole = min(sum(sizes), 4 * most + max(sizes, default=0))
+        whole = min(sum(sizes), max(4 * self._most_elements, *sizes, 0))
         return max(whole, min(sum(sizes), 4 * tile_elements())) if self.device.type == "cpu" else whole
 
     # --- undoing a step

@@ -50,13 +50,17 @@ class StateRow:
         return {leaf: t for leaf, t in found.items() if leaf not in self.shared and (t.dim() > 0 or t.numel() > 1)}
 
 
-class _Numbers(TorchDispatchMode):
-    """Every number that is read from a tensor is a half, or one: tensors without memory have none."""
+class Numbers(TorchDispatchMode):
+    """Every number that is read from a tensor is `value`, or one: tensors without memory have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = 0.5
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return 0.5 if dtype.is_floating_point else dtype == torch.bool or 1
+            return self.value if dtype.is_floating_point else dtype == torch.bool or 1
         return func(*args, **(kwargs or {}))
 
 
@@ -69,7 +73,7 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
 def find_states(build: Build, shape: Shape, dtype: torch.dtype, what: str) -> StateRow:
     """The states of a parameter of this shape and dtype. Raises `PlanError` naming `what` if they follow no rule."""
     try:
-        with FakeTensorMode(allow_fallback_kernels=False), _Numbers():
+        with FakeTensorMode(allow_fallback_kernels=False), Numbers():
             return _stepped(build, shape, dtype)
     except Exception:  # whatever a library's step raises on tensors without values
         if math.prod(shape) <= FEW_ELEMENTS:

@@ -10,6 +10,10 @@ import torch
 
 import penstock
 from penstock.errors import PassError, PlanError
+from penstock.ir import ops
+from penstock.ir.program import Program, work_of
+from penstock.runtime.optimizer.spec import OptimizerSpec
+from penstock.runtime.optimizer.temporaries import step_bytes
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.every_optimizer_job import (
     STRATEGIES,
@@ -110,6 +114,29 @@ def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
     )
     stages = job.folder.interface.stages.values()
     assert sum(map(job.folder.interface.state_bytes, stages)) == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["device", "dram"])
+@pytest.mark.parametrize("name", ["AdamW-foreach", "NAdam-loop", "AdamW-fused", "Muon and AdamW"])
+def test_what_a_step_takes_is_in_the_account(name: str, where: str) -> None:
+    model, batch = zoo_case("gpt2")
+    case = CASES[name]
+    job = penstock.compile(
+        model, penstock.Hardware.cpu(), example_inputs=batch, optimizer=case.optimizer, micro_batches=1,
+        param_groups=case.param_groups, strategy=STRATEGIES[where],
+    )  # fmt: skip
+    interface, spec = job.folder.interface, OptimizerSpec.from_json(job.folder.settings.optimizer)
+    for stage in interface.stages.values():
+        params = [(p.name, p.shape, torch.float32) for p in stage.params if p.requires_grad]
+        counted = interface.temporary_bytes(stage, where)
+        assert counted == step_bytes(spec, params, "cpu")
+        assert (counted == 0) == (name == "AdamW-fused")
+    found = {work.workspace_bytes for program in job.programs for work in steps_of(program)}
+    assert found == {interface.temporary_bytes(stage, where) for stage in interface.stages.values()}
+
+
+def steps_of(program: Program) -> list[ops.Work]:
+    return [work_of(program, node) for node in program.ops() if node.target is ops.step]
 
 
 def test_refusals_say_what_would_work() -> None:

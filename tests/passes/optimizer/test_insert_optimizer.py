@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.ir import ops
 from penstock.ir.machine.hardware import Hardware
-from penstock.ir.program import place_frees, profile_memory
+from penstock.ir.program import place_frees, profile_memory, work_of
 from penstock.passes.draft import Draft
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.optimizer.timing import UNCLIPPED, tie_groups
 from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, traced
+
+
+TAKEN = {ops.DEVICE: 1 << 30, ops.DRAM: 1 << 31}  # bytes, more than all else
 
 
 def ready(hardware: Hardware | None = None, swapped: bool = True, **options: object) -> Draft:
@@ -131,3 +136,23 @@ def test_owners_are_the_first_stages() -> None:
     tied = ("transformer.wte.weight", "lm_head.weight")
     owners = [(s.spec.name, p.owner) for s in draft.stages for p in s.spec.params if p.name in tied]
     assert owners == [("stage0", True), ("stage3", False)]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_a_step_takes_counts_where_it_is_made(swapped: bool) -> None:
+    asked = set[str]()
+
+    def step_bytes_of(rows: Sequence[tuple[str, tuple[int, ...], str]], memory: str) -> int:
+        asked.update(name for name, _, _ in rows)
+        return TAKEN[memory]
+
+    memory, other = (ops.DRAM, ops.DEVICE) if swapped else (ops.DEVICE, ops.DRAM)
+    without = apply(ready(swapped=swapped), InsertOptimizer())
+    draft = apply(ready(swapped=swapped, step_bytes_of=step_bytes_of), InsertOptimizer())
+    for program, less in zip(draft.programs, without.programs):
+        last = {node: work_of(program, node) for node in program.ops() if node.target is ops.step}
+        assert last and all(w.workspace_bytes == TAKEN[memory] and w.workspace_memory == memory for w in last.values())
+        most, before = (profile_memory(p).peak_bytes for p in (program, less))
+        assert before[memory] < TAKEN[memory] <= most[memory] <= before[memory] + TAKEN[memory]
+        assert most[other] == before[other]
+    assert asked == {p.name for stage in draft.stages for p in stage.spec.params}

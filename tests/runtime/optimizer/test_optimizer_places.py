@@ -202,7 +202,7 @@ def test_at_first_the_states_of_one_parameter_exist_twice_at_most() -> None:
 def test_converted_gradients_in_portions_are_the_same_bits(
     case: str, portion: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(stage_optimizers.PORTION_ELEMENTS, "cpu", portion)
+    monkeypatch.setattr(stage_optimizers, "PORTION_ELEMENTS", portion)
     spec = OptimizerSpec.from_callable(CASES[case])
     mine, plain = weights(), weights()
     low = {name: torch.full(shape, math.nan, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
