@@ -22,11 +22,11 @@ from ..passes.draft import Draft, Options, StepBytes
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..passes.schedule.schedule_async import ScheduleAsync
+from ..runtime.measure.temporaries import step_bytes
 from ..runtime.model_names import ties_of
 from ..runtime.optimizer.extrapolate import require_rule
 from ..runtime.optimizer.hooks import hooked
 from ..runtime.optimizer.spec import OptimizerSpec, rounds_itself
-from ..runtime.optimizer.temporaries import step_bytes
 from ..runtime.optimizer.tiles import steps_in_tiles
 from ..runtime.processes.setup import TIMEOUT_S
 from ..runtime.processes.torchrun import TorchrunDriver

@@ -12,8 +12,8 @@ import penstock
 from penstock.errors import PassError, PlanError
 from penstock.ir import ops
 from penstock.ir.program import Program, work_of
+from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec
-from penstock.runtime.optimizer.temporaries import step_bytes
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.every_optimizer_job import (
     STRATEGIES,

@@ -16,7 +16,6 @@ from penstock.runtime.simulate import simulate
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import all_passes, apply, chain, draft_of, text_of, traced
 
-
 TAKEN = {ops.DEVICE: 1 << 30, ops.DRAM: 1 << 31}  # bytes, more than all else
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.optimizer import stage_optimizer, temporaries
+from penstock.runtime.measure import temporaries
+from penstock.runtime.measure.temporaries import Living, step_bytes
+from penstock.runtime.optimizer import stage_optimizer
 from penstock.runtime.optimizer.param_groups import ParamGroup
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec, StageOptimizer
-from penstock.runtime.optimizer.temporaries import Living, step_bytes
 from penstock.tests.runtime.optimizer.every_optimizer import EVERY_OPTIMIZER, KINDS, Replacing
 
 CASES = {**EVERY_OPTIMIZER, "Muon": partial(torch.optim.Muon, lr=0.01), "Replacing": Replacing}

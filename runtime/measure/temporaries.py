@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ir.precision import PORTION_ELEMENTS, ROUNDED_ELEMENTS
-from .importable import loaded, resolve
-from .leaves import row_leaves
-from .param_groups import ParamGroup
-from .probe import WHOLE, tiny
-from .spec import OptimizerSpec
-from .state_shapes import PRIMES, Build, Numbers, Shape, step_plainly
+from ..optimizer.importable import loaded, resolve
+from ..optimizer.leaves import row_leaves
+from ..optimizer.param_groups import ParamGroup
+from ..optimizer.probe import WHOLE, tiny
+from ..optimizer.spec import OptimizerSpec
+from ..optimizer.state_shapes import PRIMES, Build, Numbers, Shape, step_plainly
 
 LARGE = (1024, 1024)  # of the parameter that stands for all those that are updated element by element
 FEW_BYTES = 64  # of numbers, such as counts of steps, which are not counted
