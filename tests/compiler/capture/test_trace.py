@@ -98,7 +98,13 @@ def test_bf16_autocast(name):
 
         return inner
 
-    assert_same(step(under_autocast(opgraph.module), model, batch), step(under_autocast(twin), twin, batch))
+    try:
+        wanted = step(under_autocast(twin), twin, batch)
+    except RuntimeError as error:  # LSTMs in bf16, on processors without AVX-512
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"eager cannot do it on this processor: {error}")
+    assert_same(step(under_autocast(opgraph.module), model, batch), wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
