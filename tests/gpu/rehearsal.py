@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.bench.gpu.machine import is_emulated
 from penstock.bench.peers import gpu_sections, parity
-from penstock.bench.peers.gpt import GptSize, batch_of, gpt
+from penstock.bench.peers.gpt import MEDIUM, GptSize, batch_of, gpt
 
 REHEARSED = os.environ.get("PENSTOCK_REHEARSE_GPU") == "1"
 DEVICE = "cpu" if REHEARSED else "cuda"
@@ -25,6 +26,8 @@ on_gpu = [] if REHEARSED else [pytest.mark.gpu]  # for `pytestmark`
 only_on_gpu = pytest.mark.skipif(REHEARSED, reason="there is nothing to rehearse")
 
 SIZE = GptSize(layers=4, width=64, heads=4, vocabulary=256, length=32)
+# Large enough that torch's allocator rounds little; for emulated GPUs, small where CPUs multiply bf16 one by one.
+WIDE = GptSize(layers=4, width=256, heads=4, vocabulary=2048, length=128) if is_emulated() else MEDIUM
 DROPPING = GptSize(layers=4, width=64, heads=4, vocabulary=256, length=32, dropout=0.1)
 SETUP = gpu_sections.Setup(DEVICE, small=True, scratch=Path("/nonexistent"))
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import penstock
-from penstock.bench.gpu.machine import is_emulated
-from penstock.bench.peers.gpt import MEDIUM, GptSize
+from penstock.bench.peers.gpt import MEDIUM
 from penstock.bench.peers.gpu_sections import MOST_LIBRARY_MIB, allocator_peak
 from penstock.ir.errors import BudgetExceeded
 from penstock.runtime.stage.arena import allocate
 from penstock.tests.gpu.rehearsal import (
     SETUP,
     SIZE,
+    WIDE,
     batches,
     compiled,
     exact,
@@ -26,15 +26,13 @@ from penstock.tests.gpu.rehearsal import (
 
 __all__ = ["exact"]  # a fixture
 pytestmark = on_gpu
-# For emulated GPUs: large enough that torch's allocator rounds little, small where CPUs multiply bf16 one by one.
-WIDE = GptSize(layers=4, width=256, heads=4, vocabulary=2048, length=128)
 LIBRARY_BYTES = MOST_LIBRARY_MIB << 20  # workspaces of cuBLAS, which torch's allocator counts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["resident", "swapped"])
 def test_the_allocator_takes_what_was_accounted_and_that_is_what_was_predicted(kind: str, precision: str) -> None:
-    size = SIZE if SETUP.device == "cpu" else WIDE if is_emulated() else MEDIUM
+    size = SIZE if SETUP.device == "cpu" else WIDE
     model, data = model_of(size), batches(size, rows=4, count=1)
     before = torch.cuda.memory_allocated() if SETUP.on_gpu else 0
     make = swapped if kind == "swapped" else compiled

@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.gpu.machine import is_emulated
-from penstock.bench.peers.gpt import MEDIUM, GptSize
 from penstock.bench.peers.gpu_sections import allocator_peak
 from penstock.ir import ops
 from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec
 from penstock.runtime.optimizer.stage_optimizer import StageOptimizer
-from penstock.tests.gpu.rehearsal import SETUP, batches, compiled, exact, model_of, on_gpu, only_on_gpu
+from penstock.tests.gpu.rehearsal import SETUP, WIDE, batches, compiled, exact, model_of, on_gpu, only_on_gpu
 
 __all__ = ["exact"]  # a fixture
 pytestmark = [*on_gpu, only_on_gpu]
 SHAPES = {"a": (2048, 1024), "b": (1024, 2048), "c": (1024, 1024), "d": (2048, 1024)}
-# For emulated GPUs: see `test_gpu_memory.py`.
-WIDE = GptSize(layers=4, width=256, heads=4, vocabulary=2048, length=128)
 CASES: dict[str, Any] = {
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
@@ -55,8 +51,7 @@ def test_a_step_takes_what_is_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["NAdam", "AdamW, foreach"])
 def test_a_job_takes_what_is_accounted(name: str) -> None:
-    size = WIDE if is_emulated() else MEDIUM
-    model, data = model_of(size), batches(size, rows=4, count=1)
+    model, data = model_of(WIDE), batches(WIDE, rows=4, count=1)
     before = torch.cuda.memory_allocated()
     with compiled(model, data[0], optimizer=CASES[name], stages=1) as job:
         interface = job.folder.interface
