@@ -35,6 +35,7 @@ def test_warming_up_leaves_no_memory(make: Callable[..., penstock.Job]) -> None:
         session: Any = session_of(job)
         state, programs = session.state, list(session.file.programs.values())
         compute = session.streams.of(session.plans["step"])[ops.COMPUTE]
+        torch._C._cuda_clearCublasWorkspaces()  # of tests before
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
         torch.cuda.reset_peak_memory_stats(DEVICE)

@@ -171,6 +171,7 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
         assert finish(stream, notices) is stream
     assert float(found[0]) == pytest.approx(float(host.sum()), rel=1e-4)
     (_, _, copied_s), (_, summed_s, _) = copy.spans[0], compute.spans[0]
-    # Each stream counts from an event of its own, which emulated delays put off.
-    put_off_s = 2e-6 * float(os.environ.get("FAKECUDA_DELAY_US", 0))
-    assert copied_s <= summed_s + 1e-4 + put_off_s
+    # Each stream counts from an event of its own, which emulated delays, and a busy machine, put off. The copy waits
+    # for a sleep that is longer than that.
+    put_off_s = 1e-2 if "FAKECUDA_TORCH" in os.environ else 1e-4
+    assert copied_s <= summed_s + put_off_s
