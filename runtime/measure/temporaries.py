@@ -41,15 +41,15 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 @dataclass(frozen=True)
-class Taken:
+class Temporaries:
     """Bytes that a parameter takes in a call: `each` beside those of the call's other parameters, `once` if it is the
     largest of them."""
 
     each: float
     once: float
 
-    def times(self, factor: float) -> Taken:
-        return Taken(self.each * factor, self.once * factor)
+    def times(self, factor: float) -> Temporaries:
+        return Temporaries(self.each * factor, self.once * factor)
 
 
 class Living(TorchDispatchMode):
@@ -102,7 +102,7 @@ def step_bytes(
     """
     portion = ROUNDED_ELEMENTS if rounds else PORTION_ELEMENTS
     divisible = spec.traits(torch.device("cpu")).divisible
-    members: dict[int, list[tuple[int, Taken]]] = {}
+    members: dict[int, list[tuple[int, Temporaries]]] = {}
     for name, shape, dtype in params:
         index, numel = spec.group_of(name), math.prod(shape)
         if numel:
@@ -117,7 +117,7 @@ def step_bytes(
     return math.ceil(most)
 
 
-def taken(spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str) -> Taken:
+def taken(spec: OptimizerSpec, index: int, shape: Shape, dtype: torch.dtype, kind: str) -> Temporaries:
     """What a parameter of a group takes. One that is updated element by element takes as much for each of them,
     whatever its shape."""
     path, kwargs = spec.class_of(index)
@@ -134,11 +134,11 @@ def _is_elementwise(alone: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str) -> Taken:
+def _found(alone: str, shape: Shape, dtype: torch.dtype, kind: str) -> Temporaries:
     """Of the one group of an optimizer, which is kept as text: planning asks for it often."""
     spec = OptimizerSpec.from_json(alone)
     if _is_fused(spec, dtype, kind):
-        return Taken(0, 0)
+        return Temporaries(0, 0)
     path, kwargs = spec.class_of(0)
 
     def build(params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -185,12 +185,12 @@ def _choosing_as_on(kind: str) -> Iterator[None]:
         yield
 
 
-def _measured(build: Build, shape: Shape, dtype: torch.dtype, numbers: Numbers | None = None) -> Taken:
+def _measured(build: Build, shape: Shape, dtype: torch.dtype, numbers: Numbers | None = None) -> Temporaries:
     """From calls with two parameters and with four: what grows with their number is of each. One alone is no measure,
     as a loop still holds a parameter's last tensors when it begins the next."""
     two, four = (_most_beside(build, [tiny(shape, dtype=dtype) for _ in range(count)], numbers) for count in (2, 4))
     each = max(0, four - two) / 2
-    return Taken(each, max(0.0, two - 2 * each))
+    return Temporaries(each, max(0.0, two - 2 * each))
 
 
 def _most_beside(build: Build, params: Sequence[nn.Parameter], numbers: Numbers | None) -> int:
