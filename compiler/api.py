@@ -187,10 +187,9 @@ def compile(
             max_grad_norm=max_grad_norm,
             profiler=make_profiler(profile, precision),
             cuda_graphs=cuda_graphs,
+            step_bytes_of=_step_bytes(spec, Precision.of(precision).is_pure, machine.devices[0].kind),
             **_optimizer_facts(spec, model, kind),
         )
-        kinds = {DEVICE: machine.devices[0].kind, DRAM: "cpu"}
-        options = dataclasses.replace(options, step_bytes_of=_step_bytes(spec, options, kinds))
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
@@ -342,9 +341,9 @@ def _optimizer_facts(optimizer: OptimizerSpec, model: nn.Module, own: torch.dtyp
     }
 
 
-def _step_bytes(optimizer: OptimizerSpec, options: Options, kinds: Mapping[str, str]) -> StepBytes:
-    """What a step takes in a memory, whose parameters lie on a device of this kind."""
-    rounds = Precision.of(options.precision).is_pure and not options.optimizer_rounds
+def _step_bytes(optimizer: OptimizerSpec, is_pure: bool, device_kind: str) -> StepBytes:
+    """What a step takes in a memory, where devices are of this kind."""
+    kinds, rounds = {DEVICE: device_kind, DRAM: "cpu"}, is_pure and not optimizer.rounds
 
     @functools.cache
     def found(rows: tuple[tuple[str, tuple[int, ...], str], ...], memory: str) -> int:

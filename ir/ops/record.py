@@ -7,6 +7,7 @@ ops by name. The signature of `infer` is the op's signature. All three runtimes 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,20 +140,10 @@ class Op:
     workspace_in_arena: bool = False
     paper: str = ""
     signature: inspect.Signature = field(init=False)
-    _places: tuple[str, ...] = field(init=False, repr=False)  # operands by position
-    _rest: str = field(init=False, repr=False)  # the name of all further operands, "" where there are none
-    _names: frozenset[str] = field(init=False, repr=False)
-    _defaults: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         own = inspect.signature(self.infer)
-        parameters = list(own.parameters.values())[1:]
-        object.__setattr__(self, "signature", own.replace(parameters=parameters))
-        object.__setattr__(self, "_places", tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD))
-        object.__setattr__(self, "_rest", next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), ""))
-        object.__setattr__(self, "_names", frozenset(p.name for p in parameters))
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        object.__setattr__(self, "_defaults", {self._rest: (), **defaults} if self._rest else defaults)
+        object.__setattr__(self, "signature", own.replace(parameters=list(own.parameters.values())[1:]))
         object.__setattr__(self, "__name__", self.name)
         object.__setattr__(self, "__qualname__", self.name)
         object.__setattr__(self, "__module__", __package__)  # where a graph finds it
@@ -172,15 +163,24 @@ class Op:
         """Whether the op is a backward, or one half of it."""
         return self.takes_kept or self.gives_gradients
 
+    @functools.cached_property
+    def _operands(self) -> tuple[list[str], str, dict[str, Any]]:
+        """The names of operands by position, that of all further ones ("" if there are none), and the defaults."""
+        parameters = self.signature.parameters.values()
+        places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        return places, rest, {rest: (), **defaults} if rest else defaults
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Operands and fields by name, in the signature's order, defaults filled in. Raises `TypeError` where they are
         not the signature's."""
-        places, rest = self._places, self._rest
-        found = self._defaults | dict(zip(places, args)) | kwargs
+        places, rest, defaults = self._operands
+        found = defaults | dict(zip(places, args)) | kwargs
         if rest:
             found[rest] = args[len(places) :]
         twice = rest in kwargs or any(name in kwargs for name in places[: len(args)])
-        if twice or found.keys() != self._names or (len(args) > len(places) and not rest):
+        if twice or found.keys() != self.signature.parameters.keys() or (len(args) > len(places) and not rest):
             self.signature.bind(*args, **kwargs)  # says what is wrong
         return {name: found[name] for name in self.signature.parameters}
 

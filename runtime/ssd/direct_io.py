@@ -174,8 +174,8 @@ _TRIAL = "import liburing; ring = liburing.Ring(); liburing.io_uring_queue_init(
 
 
 @functools.cache
-def wheel_dies() -> str:
-    """The signal that ends a process which makes a ring, in words; empty if none does.
+def why_no_ring() -> str:
+    """Why this process may not try to make a ring; empty if it may.
 
     The wheel of 2026.3 was built for processors with AVX-512, and kills its process on all others. So another process
     tries it. What else goes wrong there is told, by its exception, where a ring is made.
@@ -199,8 +199,8 @@ class Ring:
 
     def __init__(self, depth: int):
         self._uring: Any = importlib.import_module("liburing")
-        if wheel_dies():
-            raise OSError(wheel_dies())
+        if why_no_ring():
+            raise OSError(why_no_ring())
         self._ring = self._uring.Ring()
         self._uring.io_uring_queue_init(depth, self._ring)
         self._open = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -164,6 +163,7 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
         arrived = copy.issue(lambda: place.copy_(host, non_blocking=True), [], Label(2))
         total = compute.issue(lambda: found.append(place.sum()), [arrived], Label(3))
     assert not total.done  # issuing did not wait for the sleeping copy stream
+    origins = copy.steps[-1], compute.steps[-1]
     follow((copy, compute))
     for stream in (copy, compute):
         stream.date_step()
@@ -171,7 +171,8 @@ def test_cuda_streams_wait_on_the_device_only(notices, board) -> None:
         assert finish(stream, notices) is stream
     assert float(found[0]) == pytest.approx(float(host.sum()), rel=1e-4)
     (_, _, copied_s), (_, summed_s, _) = copy.spans[0], compute.spans[0]
-    # Each stream counts from an event of its own, which emulated delays, and a busy machine, put off. The copy waits
-    # for a sleep that is longer than that.
-    put_off_s = 1e-2 if "FAKECUDA_TORCH" in os.environ else 1e-4
-    assert copied_s <= summed_s + put_off_s
+    assert arrived.end.elapsed_time(total.end) >= 0.0
+    # Each stream counts from an event of its own, which emulated delays, and a busy machine, put off.
+    first, second = origins
+    put_off_s = first.origin.elapsed_time(second.origin) / 1e3 - (second.origin_s - first.origin_s)
+    assert copied_s <= summed_s + 1e-4 + abs(put_off_s)

@@ -4,7 +4,6 @@ counted."""
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 
 import pytest
@@ -87,9 +86,9 @@ def test_groups_are_stepped_one_after_the_other() -> None:
     assert_counted(found_bytes(spec), max(each))
 
 
-def test_large_parameters_are_counted_without_memory_and_in_little_time() -> None:
+def test_many_large_parameters_are_counted_without_memory_by_one_trial() -> None:
     large = [(f"layer{index}", (16384, 65536), torch.float32) for index in range(200)]
     spec = OptimizerSpec("torch.optim:Adadelta", json.loads('{"lr": 0.123}'))
-    began = time.perf_counter()
+    before = temporaries._found.cache_info().misses
     assert step_bytes(spec, large, "cuda") == 2 * 4 * 16384 * 65536  # of one parameter, which is more than a portion
-    assert time.perf_counter() - began < 5
+    assert temporaries._found.cache_info().misses == before + 1

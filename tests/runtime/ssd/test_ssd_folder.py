@@ -207,7 +207,7 @@ def test_without_the_wheel_threads_are_taken_and_the_reason_is_kept(
 def test_a_wheel_that_kills_its_process_is_tried_in_another(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one that was built for AVX-512 does on processors without."""
     monkeypatch.setattr(direct_io, "_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    direct_io.wheel_dies.cache_clear()
+    direct_io.why_no_ring.cache_clear()
     try:
         folder = SsdFolder([disk], "gpu0")
         assert folder.engine == "threads"
@@ -216,7 +216,7 @@ def test_a_wheel_that_kills_its_process_is_tried_in_another(disk: Path, monkeypa
         with pytest.raises(HardwareError, match=r'dies on this processor.*Ask for "threads"'):
             SsdFolder([disk], "gpu0", engine="io_uring")
     finally:
-        direct_io.wheel_dies.cache_clear()
+        direct_io.why_no_ring.cache_clear()
 
 
 def test_a_kernel_that_forbids_rings_or_answers_wrongly_is_found_out(
