@@ -22,7 +22,7 @@ from ...ir.errors import PassError, PlanError
 from ..base import Pass
 from ..draft import Draft
 from .blocks import Block, compute_dtype, node_inputs, node_outputs, shared_nodes, storage_root, structural_hash
-from .costs import measure_blocks
+from .measured import measure_blocks
 from .operators import main_node, operator_groups, operator_name
 from .opgraph import OpGraph, is_mode_switch
 

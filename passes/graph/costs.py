@@ -1,11 +1,11 @@
-"""What one block costs: each distinct block hash is run once, forward and backward, on fake tensors.
+"""What one block costs: it is run, forward and backward, on fake tensors.
 
-In: blocks of the op graph. Out: the same blocks with a `BlockCost`. No weight is materialised. FLOPs come from torch's
-own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks from the births and deaths of storages.
-For plans on CUDA, attention and dropout are counted as CUDA's kernels behave (`kernels/attention.py`); dropout saves
-one byte per element; peaks have what operators hold while they run (`workspace/table.py`), and the gaps that large
-tensors leave in the allocator's memory. Fake tensors do not show the workspace that oneDNN's recurrent layers keep on
-CPU.
+In: a block of the op graph. Out: its `BlockCost`, which `measured.py` keeps for equal blocks. No weight is
+materialised. FLOPs come from torch's own registry; saved bytes from `saved_tensors_hooks`, each storage once; peaks
+from the births and deaths of storages. For plans on CUDA, attention and dropout are counted as CUDA's kernels behave
+(`kernels/attention.py`); dropout saves one byte per element; peaks have what operators hold while they run
+(`workspace/table.py`), and the gaps that large tensors leave in the allocator's memory. Fake tensors do not show the
+workspace that oneDNN's recurrent layers keep on CPU.
 """
 
 from __future__ import annotations
@@ -38,17 +38,6 @@ from .opgraph import OpGraph
 from .workspace.table import workspace_bytes
 
 _End = tuple[GradientEdge, torch.Size, torch.dtype]  # where a gradient enters backward
-
-
-def measure_blocks(
-    graph: OpGraph, blocks: list[Block], device_kind: str = "cpu", gaps_bytes: int | None = None
-) -> list[Block]:
-    """The blocks with their costs; blocks of equal hash are measured once. `gaps_bytes`: see `measure`."""
-    known: dict[str, BlockCost] = {}
-    for block in blocks:
-        if block.hash not in known:
-            known[block.hash] = measure(graph, block, device_kind, gaps_bytes=gaps_bytes)
-    return [block.with_cost(known[block.hash]) for block in blocks]
 
 
 def measure(

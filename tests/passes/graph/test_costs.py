@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,11 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph import costs
-from penstock.passes.graph.blocks import Block, BlockCost
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
-from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.alike import with_alike_slow
-from penstock.tests.passes.running import apply, chain, draft_of, traced
+from penstock.tests.passes.running import apply, draft_of, traced
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
 
@@ -117,19 +113,6 @@ def test_experts_in_groups_cost_their_rows() -> None:
     rows, width, inner = 2 * 8 * 2, 32, 64
     assert layer.cost.forward_flops > 2 * rows * (width * 2 * inner + inner * width)
     assert layer.cost.backward_flops == pytest.approx(2 * layer.cost.forward_flops, rel=0.2)
-
-
-def test_blocks_of_one_hash_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, real = [], costs.measure
-
-    def measure(graph: OpGraph, block: Block, device_kind: str, **more: Any) -> BlockCost:
-        done.append(block.hash)
-        return real(graph, block, device_kind, **more)
-
-    monkeypatch.setattr(costs, "measure", measure)
-    draft = draft_of(chain(depth=6))
-    Coarsen().rewrite(draft, Coarsen().plan(draft))
-    assert len(done) == len(set(done)) == 3 < len(draft.blocks)
 
 
 def test_a_weight_that_two_blocks_share_keeps_a_part_of_its_gradient_alive() -> None:
