@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..ir.machine.hardware import Hardware
 from ..ir.program import Drain, Program, computed_again, drain_of
 from ..runtime.processes.local import runs_in_script
-from ..runtime.simulate import Timeline, simulate, simulate_steps
+from ..runtime.simulate import Timeline, simulate_steps
 
 
 def drain_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> Drain | None:
@@ -19,5 +19,4 @@ def drain_here(programs: Sequence[Program], hardware: Hardware, precision: str) 
 
 def simulate_here(programs: Sequence[Program], hardware: Hardware, precision: str) -> Timeline:
     """A step from rest, with the `steady_s` of steps one right after another, as a job of this process runs them."""
-    alone = simulate(programs, hardware, precision=precision)
-    return simulate_steps(programs, hardware, alone, drain_here(programs, hardware, precision), precision=precision)
+    return simulate_steps(programs, hardware, drain_here(programs, hardware, precision), precision=precision)

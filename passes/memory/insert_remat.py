@@ -81,7 +81,9 @@ def stages_to_rematerialise(
             return profile_swapped(trial, {s.name: {} for s in specs}).peak_bytes[ops.DEVICE] <= budget_bytes
         return profile_memory(trial).peak_bytes[ops.DEVICE] + states <= budget_bytes
 
-    count = bisect.bisect_left(range(len(by_size) + 1), True, key=fits)
+    if fits(0):  # mostly so where a stage stays
+        return []
+    count = bisect.bisect_left(range(len(by_size) + 1), True, lo=1, key=fits)
     if count <= len(by_size):
         return by_size[:count]
     return _for_swapping(program, specs, budget_bytes)

@@ -51,28 +51,29 @@ def simulate(
     Raises VerifyError when messages do not match or devices wait for each other in a ring, HardwareError when a device
     has no rate for the precision.
     """
-    case, hardware, engine = _run(programs, hardware, precision, written_out, start)
-    return _timeline(case, hardware, engine.order, engine)
+    simulation = _Simulation(programs, hardware, precision, written_out)
+    return _timeline(simulation, simulation.run(start))
 
 
 def simulate_steps(
     programs: Sequence[Program],
     hardware: Hardware,
-    alone: Timeline,
     drain: Drain | None,
     *,
     precision: str = "fp32",
     written_out: int = WRITTEN_OUT,
 ) -> Timeline:
-    """What `simulate` gave for the same arguments (`alone`), with `steady_s`: the time of a step where a script makes
-    step after step.
+    """What `simulate` gives for the same arguments, with `steady_s`: the time of a step where a script makes step after
+    step.
 
     The devices begin the next step as soon as they have the loss, behind what is left of this one, except where steps
     are drained (`drain`); see `DeviceSession.begin_step`.
     """
+    simulation = _Simulation(programs, hardware, precision, written_out)
+    alone = _timeline(simulation, simulation.run())
     if drain is not None:
         return replace(alone, steady_s=alone.from_rest_s)
-    _, _, engine = _run(programs, hardware, precision, written_out, steps=SETTLED)
+    engine = simulation.run(steps=SETTLED)
     ends_s = [0.0] * SETTLED
     for index, end_s in engine.ended_s.items():
         step = index // engine.order.per_step
@@ -82,29 +83,27 @@ def simulate_steps(
     return replace(alone, steady_s=steady_s, link_busy=link_busy)
 
 
-def _run(
-    programs: Sequence[Program],
-    hardware: Hardware,
-    precision: str,
-    written_out: int,
-    start: Sequence[float] | None = None,
-    steps: int = 1,
-) -> tuple[Case, Hardware, _Engine]:
-    """The devices that are written out, as a case with their part of the machine, after these steps."""
-    interface, whole = programs[0].interface, hardware
-    programs, hardware = shown(programs, whole, written_out)
-    fleet = None if hardware is whole else WholeMachine(whole, interface)
-    case = Case(programs, hardware)
-    for rule in (check_devices, check_messages, check_collectives):
-        rule(case)
-    order = build_order(programs, case.memories, steps)
-    _wait_for_calls(order, programs)
-    engine = _Engine(order, CostModel(hardware, precision, fleet))
-    engine.run(start)
-    if len(engine.ended_s) < len(order.tasks):
-        check_deadlock(case)
-        raise AssertionError("the simulation stopped, but no ring of waits was found")
-    return case, hardware, engine
+class _Simulation:
+    """The devices that are written out, as a case with their part of the machine."""
+
+    def __init__(self, programs: Sequence[Program], hardware: Hardware, precision: str, written_out: int):
+        written, self.hardware = shown(programs, hardware, written_out)
+        fleet = None if self.hardware is hardware else WholeMachine(hardware, programs[0].interface)
+        self.model = CostModel(self.hardware, precision, fleet)
+        self.case = Case(written, self.hardware)
+        for rule in (check_devices, check_messages, check_collectives):
+            rule(self.case)
+
+    def run(self, start: Sequence[float] | None = None, steps: int = 1) -> _Engine:
+        """Simulate these steps."""
+        order = build_order(self.case.programs, self.case.memories, steps)
+        _wait_for_calls(order, self.case.programs)
+        engine = _Engine(order, self.model)
+        engine.run(start)
+        if len(engine.ended_s) < len(order.tasks):
+            check_deadlock(self.case)
+            raise AssertionError("the simulation stopped, but no ring of waits was found")
+        return engine
 
 
 def _wait_for_calls(order: Order, programs: Sequence[Program]) -> None:
@@ -174,7 +173,8 @@ class _Engine:
                 self.begin(follower, now_s, offsets)
 
 
-def _timeline(case: Case, hardware: Hardware, order: Order, engine: _Engine) -> Timeline:
+def _timeline(simulation: _Simulation, engine: _Engine) -> Timeline:
+    case, hardware, order = simulation.case, simulation.hardware, engine.order
     names = [device.name for device in hardware.devices[: len(case.programs)]]
     spans, peak_bytes = [], {name: case.profiles[device].peak_bytes[ops.DEVICE] for device, name in enumerate(names)}
     for program in case.programs:

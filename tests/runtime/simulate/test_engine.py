@@ -30,7 +30,7 @@ from penstock.ir.program import (
 from penstock.ir.verify.case import Case
 from penstock.runtime.simulate import CostModel, Span, Timeline, simulate, simulate_steps
 from penstock.runtime.simulate.costs import OWN_CALLS
-from penstock.runtime.simulate.engine import _Engine, _run
+from penstock.runtime.simulate.engine import _Engine, _Simulation
 from penstock.runtime.simulate.priority import turn_of
 from penstock.tests.ir.program.handmade import linear_stages, pipeline
 
@@ -305,9 +305,10 @@ def test_several_steps_keep_to_the_memory_and_to_what_links_carry(data: st.DataO
         alone = simulate(programs, hardware)
     except VerifyError:
         with pytest.raises(VerifyError):  # several steps have a ring of waits exactly if one has
-            _run(programs, hardware, "fp32", len(programs), steps=3)
+            _Simulation(programs, hardware, "fp32", len(programs)).run(steps=3)
         return
-    case, _, engine = _run(programs, hardware, "fp32", len(programs), steps=3)
+    simulation = _Simulation(programs, hardware, "fp32", len(programs))
+    case, engine = simulation.case, simulation.run(steps=3)
     busiest_s = max(share * alone.step_s for share in alone.link_busy.values())
     assert max(engine.ended_s.values()) >= 3 * busiest_s * (1 - 1e-6)
     for program, rows in zip(programs, held_over_steps(programs, case, engine), strict=True):
@@ -340,17 +341,17 @@ def test_the_next_step_begins_behind_the_updates_that_it_needs() -> None:
     programs = pipeline(1, 4, 2, width=WIDTH, rows=256, flops=1e9)
     alone = simulate(programs, machine(1))
     updating_s = alone.busy_share[0, ops.CPU] * alone.step_s
-    after = simulate_steps(programs, machine(1), alone, drain_of(programs, "fp32"))
+    after = simulate_steps(programs, machine(1), drain_of(programs, "fp32"))
     assert after.spans == alone.spans
     assert updating_s < after.step_s < alone.step_s * 0.999
-    assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), alone, Drain.UNDO).step_s
+    assert alone.step_s == alone.from_rest_s == simulate_steps(programs, machine(1), Drain.UNDO).step_s
 
 
 def test_steps_of_a_device_without_stages() -> None:
     """It only takes part in the norm, with no gradients of its own."""
     programs = pipeline(2, 1, 2, clip=True)
     alone = simulate(programs, machine(2))
-    assert 0 < simulate_steps(programs, machine(2), alone, None).step_s <= alone.step_s
+    assert 0 < simulate_steps(programs, machine(2), None).step_s <= alone.step_s
 
 
 def test_steps_that_may_be_undone_or_scale_their_loss_are_drained() -> None:
