@@ -25,10 +25,10 @@ def empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     "name",
     [
         "gpt2",
-        "llama",
+        pytest.param("llama", marks=pytest.mark.slow),
         pytest.param("bert", marks=pytest.mark.slow),
         pytest.param("t5", marks=pytest.mark.slow),
-        "vit",
+        pytest.param("vit", marks=pytest.mark.slow),
         "in_place",
         "lstm",
     ],

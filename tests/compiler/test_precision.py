@@ -93,7 +93,7 @@ PLACES = {
     "two hops": (4, 2, 1, DEVICE, "schedule-1f1b"),
 }
 
-SELDOM = ("one device", "weights in DRAM")
+SELDOM = ("one device", "weights in DRAM", "two devices", "two hops")
 
 
 def placed(model: nn.Module, batch: Any, precision: str, place: str, **options: Any) -> penstock.Job:

@@ -21,6 +21,7 @@ from penstock.ir.documents import Unreadable
 from penstock.ir.errors import VerifyError
 from penstock.ir.program import Interface
 from penstock.runtime.optimizer.stage_optimizer import OptimizerSpec
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.fleet_matrix import SGD, in_process, with_counts
 
 MICRO_BATCHES, SEED = 4, 3
@@ -170,8 +171,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("devices", "strategy"), PLANS.values(), ids=list(PLANS))
-def test_losses_gradients_and_weights_are_those_of_the_module_itself(devices: int, strategy: str) -> None:
+MOST_TELLING = ("inside of blocks", "activations on SSD", "split backwards", "shards")
+
+
+@pytest.mark.parametrize("plan", slow_but(MOST_TELLING, PLANS))
+def test_losses_gradients_and_weights_are_those_of_the_module_itself(plan: str) -> None:
+    devices, strategy = PLANS[plan]
     model, batch = model_and_batch()
     job = job_of(model, batch, devices, strategy)
     machine, batch = in_process(job, model, seed=SEED), with_counts(job, batch)
@@ -191,7 +196,7 @@ LAID_OUT |= {"kept classes in DRAM": (1, OFFLOADED), "sent to devices": (4, CUT.
 
 
 @pytest.mark.parametrize(("devices", "strategy"), LAID_OUT.values(), ids=list(LAID_OUT))
-@pytest.mark.parametrize("kind", [Turned, Images])
+@pytest.mark.parametrize("kind", [Turned, pytest.param(Images, marks=pytest.mark.slow)])
 def test_masks_do_not_depend_on_where_a_value_that_is_not_contiguous_is_cut(
     kind: type[nn.Module], devices: int, strategy: str
 ) -> None:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from alike import with_alike_slow
+from alike import KINDS, slow_but, with_alike_slow
 from torch import nn
 from zoo import SEQUENCE, handwritten_zoo, token_batch, transformers_zoo, without_cache, zoo
 
@@ -65,7 +65,7 @@ def test_outputs_and_evaluation_equal_eager(name):
         assert torch.equal(found[output], expected[output]), output
 
 
-FAST_DYNAMIC = {"gpt2", "vit", "mlp", "in_place", "lstm"}
+FAST_DYNAMIC = {"gpt2", "in_place", "lstm"}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def _grow(value, longer):
     return torch.cat([value, value[:, : value.shape[1] // 2]], 1) if is_sequence else value
 
 
-@pytest.mark.parametrize("name", with_alike_slow(ALL))
+@pytest.mark.parametrize("name", slow_but(KINDS, ALL))
 def test_bf16_autocast(name):
     model, twin, batch = both(name)
     opgraph = trace(model, batch, tracer="recorder", autocast=torch.bfloat16)
@@ -116,7 +116,7 @@ def test_traced_without_autocast_it_still_runs_under_it(name):
         assert torch.equal(opgraph.module(**batch)["loss"], twin(**batch)["loss"])
 
 
-@pytest.mark.parametrize("name", with_alike_slow(ALL))
+@pytest.mark.parametrize("name", slow_but(KINDS, ALL))
 def test_meta_model_gives_the_same_graph(name):
     model, batch = zoo()[name]()
     real = trace(model, batch, tracer="recorder")

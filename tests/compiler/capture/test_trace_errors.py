@@ -11,6 +11,7 @@ from zoo import token_batch, zoo
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import CaptureError
+from penstock.tests.alike import KINDS, slow_but
 
 
 class Model(nn.Module):
@@ -168,7 +169,7 @@ def state(model):
     return modules, dict(config.__dict__) if config is not None else None
 
 
-@pytest.mark.parametrize("name", sorted(zoo()))
+@pytest.mark.parametrize("name", slow_but(KINDS, sorted(zoo())))
 def test_the_model_is_given_back_as_it_was(name):
     model, batch = zoo()[name]()
     model.eval()

@@ -15,6 +15,7 @@ from penstock.compiler.check.check import CheckReport, check
 from penstock.compiler.job.job import Job
 from penstock.compiler.loss.rules import captured
 from penstock.passes.graph.opgraph import OpGraph
+from penstock.tests.alike import slow_but
 from penstock.tests.zoo import zoo
 
 HARDWARE = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
@@ -80,7 +81,7 @@ def test_an_optimizer_without_states_is_probed_all_the_same() -> None:
     assert checked("mlp", dropout=0.0, optimizer=partial(torch.optim.SGD, lr=0.1)).passed
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", slow_but(("fp16",), ["bf16", "fp16"]))
 def test_low_precision(precision: str) -> None:
     report = checked("mlp", dropout=0.0, precision=precision, max_grad_norm=1.0)
     assert report.passed

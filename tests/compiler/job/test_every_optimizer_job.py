@@ -14,6 +14,7 @@ from penstock.ir import ops
 from penstock.ir.program import Program, work_of
 from penstock.runtime.measure.temporaries import step_bytes
 from penstock.runtime.optimizer.spec import OptimizerSpec
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import zoo_case
 from penstock.tests.compiler.job.every_optimizer_job import (
     STRATEGIES,
@@ -117,7 +118,10 @@ def test_states_of_a_model_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["device", "dram"])
-@pytest.mark.parametrize("name", ["AdamW-foreach", "NAdam-loop", "AdamW-fused", "Muon and AdamW"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(("AdamW-fused", "Muon and AdamW"), ["AdamW-foreach", "NAdam-loop", "AdamW-fused", "Muon and AdamW"]),
+)
 def test_what_a_step_takes_is_in_the_account(name: str, where: str) -> None:
     model, batch = zoo_case("gpt2")
     case = CASES[name]

@@ -76,7 +76,7 @@ def assert_equals_eager(job: penstock.Job, clip: float | None) -> None:
     torch.testing.assert_close(found, dict(by_eager(made(), clip)), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_one_device_runs_hooks_as_eager_does(micro_batches: int, clip: float | None) -> None:
     job = compiled(made(), 1, clip, micro_batches=micro_batches)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 
 # Stages in a chain add up in eager's order: bit for bit. Where a tensor or a tied weight feeds several stages, its
@@ -53,7 +54,12 @@ def assert_trains_like(job: Job, eager: Eager, batch: Any, tolerance: float, ste
 @pytest.mark.parametrize("memory", [RESIDENT, SWAPPED])
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "bert", pytest.param("wide_resnet", marks=pytest.mark.slow)],
+    [
+        "gpt2",
+        pytest.param("t5", marks=pytest.mark.slow),
+        pytest.param("bert", marks=pytest.mark.slow),
+        pytest.param("wide_resnet", marks=pytest.mark.slow),
+    ],
 )
 def test_one_device(name: str, memory: str) -> None:
     job, model, batch = compiled(name, 1, memory)
@@ -139,7 +145,7 @@ def named_error(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(output, batch["target"])
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize("form", slow_but(("dict",), ["tuple", "dict"]))
 def test_sequential_with_a_loss_function(form: str) -> None:
     """Of the batch, forward gets what it takes; the rest is for the loss."""
     torch.manual_seed(0)

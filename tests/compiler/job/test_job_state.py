@@ -106,10 +106,12 @@ RESUMED: dict[str, dict[str, Any]] = {
     "weights in DRAM": {"strategy": FOUR, "memory": "250kB"},
     "two devices": {"strategy": TWO, "num_devices": 2},
 }
+SELDOM_RESUMED = {"weights in DRAM": [pytest.mark.slow], "two devices": [pytest.mark.slow, pytest.mark.multi]}
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(h, marks=[pytest.mark.slow, pytest.mark.multi] if h == "two devices" else []) for h in RESUMED]
+    "how",
+    ["the same", "another partition", *(pytest.param(how, marks=marks) for how, marks in SELDOM_RESUMED.items())],
 )
 def test_resume_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
     """Losses, weights, optimizer, schedule, dropout, the script's generators and its place in the data.

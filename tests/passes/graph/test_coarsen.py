@@ -12,7 +12,7 @@ from penstock.ir.errors import PassError, PlanError
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.draft import Draft
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
-from penstock.tests.alike import with_alike_slow
+from penstock.tests.alike import KINDS, slow_but
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import (
     all_passes,
@@ -49,7 +49,7 @@ def test_blocks_of_models(name: str, golden: Golden) -> None:
     golden(text_of_blocks(blocks_of(name)), name.replace("_", "-"))
 
 
-@pytest.mark.parametrize("name", with_alike_slow(zoo()))
+@pytest.mark.parametrize("name", slow_but(KINDS, zoo()))
 def test_every_node_is_in_one_block_or_shared(name: str) -> None:
     """Blocks are runs of the recorded order, so that they depend on earlier ones only."""
     draft = blocks_of(name)

@@ -11,7 +11,7 @@ from penstock.compiler.capture.trace import trace
 from penstock.ir.machine.hardware import Hardware
 from penstock.passes.graph import costs
 from penstock.passes.graph.coarsen import Coarsen, find_blocks
-from penstock.tests.alike import with_alike_slow
+from penstock.tests.alike import slow_but, with_alike_slow
 from penstock.tests.passes.running import apply, draft_of, traced
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
@@ -20,7 +20,7 @@ from penstock.tests.zoo import mixtral, zoo
 KNOWN = [name for name in zoo() if name != "lstm"]
 
 
-@pytest.mark.parametrize("stages", [2, 0], ids=["two", "most"])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 0], ids=["two", "most"])
 @pytest.mark.parametrize("name", with_alike_slow(KNOWN))
 def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None:
     """To the byte: storages once, without inputs, parameters and buffers, and views of them."""
@@ -31,7 +31,7 @@ def test_saved_bytes_are_those_of_the_real_stage(name: str, stages: int) -> None
         assert spec.kept_bytes == runner.kept_bytes, spec.title
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
+@pytest.mark.parametrize("name", slow_but(("gpt2", "t5"), ["gpt2", "llama", "bert", "t5", "vit"]))
 def test_saved_bytes_of_fused_attention(name: str) -> None:
     """Without dropout, CPUs fuse attention as well: other kernels, which save other things."""
     graph, batches = traced(name, dropout=0.0)
@@ -79,7 +79,7 @@ def test_flops_add_up_to_the_whole_models(name: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", slow_but(("gpt2",), ["gpt2", "llama", "bert"]))
 def test_saved_bytes_under_autocast(name: str) -> None:
     """Parameters in bf16, as a bf16 plan holds them."""
     model, batch = zoo()[name]()

@@ -20,6 +20,7 @@ from penstock.passes.memory.insert_fetch import InsertFetch
 from penstock.passes.memory.insert_remat import InsertRemat
 from penstock.passes.optimizer.insert_optimizer import InsertOptimizer
 from penstock.passes.schedule.schedule_zero_bubble import ScheduleZeroBubble
+from penstock.tests.alike import slow_but
 from penstock.tests.passes.running import all_passes, apply, assert_trains_like_eager, draft_of, to_schedule, traced
 
 MOBIUS = STRATEGIES["mobius"]
@@ -51,9 +52,7 @@ def assert_trains_as_without_it(name: str, passes: list[Pass]) -> None:
     assert all(torch.equal(plain[key], again[key]) for key in plain)
 
 
-@pytest.mark.parametrize(
-    "pipeline", ["kept", "swapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero bubble", "moved"))]
-)
+@pytest.mark.parametrize("pipeline", slow_but(("swapped",), ("kept", "swapped", "zero bubble", "moved")))
 def test_training_is_bit_for_bit_that_without_it(pipeline: str) -> None:
     assert_trains_as_without_it("gpt2", PIPELINES[pipeline])
 

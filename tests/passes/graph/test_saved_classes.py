@@ -26,6 +26,7 @@ from penstock.passes.stage_time import TurnSeconds
 from penstock.runtime.stage.draws import micro_batch_seed
 from penstock.runtime.stage.kept import Kept
 from penstock.runtime.stage.runner import StageRunner
+from penstock.tests.alike import slow_but
 from penstock.tests.passes.running import SEED, Batch, Eager, all_passes, apply, draft_of, traced, traced_model
 from penstock.tests.passes.stage_runs import Peak, assert_close, one_device, stages_of
 from penstock.tests.zoo import mixtral, zoo
@@ -103,7 +104,15 @@ def fresh(draft: Draft, batch: Batch, precision: str = "fp32") -> Stages:
 
 @pytest.mark.parametrize(
     "name, choose",
-    [*((name, choose) for name in FAMILIES for choose in (everything, some)), ("gpt2", nothing), ("bert", nothing)],
+    [
+        *((name, some) for name in FAMILIES),
+        *(
+            pytest.param(name, everything, marks=[pytest.mark.slow] * (name not in ("gpt2", "wide_resnet")))
+            for name in FAMILIES
+        ),
+        ("gpt2", nothing),
+        pytest.param("bert", nothing, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_gradients_and_buffers_are_those_of_eager(name: str, choose: Choice) -> None:
     graph, batches = traced(name)
@@ -178,7 +187,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", IN_BF16)
+@pytest.mark.parametrize("name", slow_but(("gpt2", "t5"), IN_BF16))
 def test_under_autocast_as_when_all_is_kept(name: str) -> None:
     graph, batches = traced_in(name, "bf16")
     draft = one_device(graph, 2)

@@ -158,7 +158,7 @@ def trained(draft: Draft, batches: list[Batch], precision: str) -> tuple[list[to
 
 NORMED = [name for name, options in CASES.items() if "max_grad_norm" in options or name == "fp16"]
 EVERY = [*((name, "exact") for name in CASES), *((name, "speculative") for name in NORMED)]
-QUICK = [("bf16", "exact"), ("clipped", "exact"), ("clipped in bf16", "speculative"), ("fp16", "speculative")]
+QUICK = [("clipped", "exact"), ("clipped in bf16", "speculative"), ("fp16", "speculative")]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,19 @@ def eager(optimizer: object, scheduler: object, steps: int) -> tuple[dict[str, n
     return params, optim.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=name_of)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=list(EVERY_OPTIMIZER))
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        pytest.param(
+            optimizer,
+            scheduler,
+            id=f"{name}-{name_of(scheduler)}",
+            marks=[pytest.mark.slow] * (scheduler is not SCHEDULERS[1] and optimizer is not OPTIMIZERS[0]),
+        )
+        for scheduler in SCHEDULERS
+        for name, optimizer in EVERY_OPTIMIZER.items()
+    ],
+)
 def test_two_stages_step_like_one_optimizer_also_after_a_resume(optimizer: object, scheduler: object) -> None:
     want, lr = eager(optimizer, scheduler, steps=6)
     spec = OptimizerSpec.from_callable(optimizer, scheduler)

@@ -165,7 +165,10 @@ def assert_adapters_load(directory: Path, model: Any, base: nn.Module) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_dora": True}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"use_dora": True}],
+)
 def test_adapters_are_written_as_peft_reads_them(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = llama()

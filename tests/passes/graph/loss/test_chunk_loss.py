@@ -20,6 +20,7 @@ from penstock.compiler.strategies import PIPELINE
 from penstock.ir.errors import PassError, WorkerError
 from penstock.ir.precision import Precision
 from penstock.passes.graph.loss.chunk_loss import ChunkLoss
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, zoo_case
 from penstock.tests.passes.running import all_passes, apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, stages_of
@@ -71,7 +72,7 @@ def assert_trains_like_eager(model: nn.Module, batch: Any, tolerance: float = 2e
         assert set(job.evaluate(batch, outputs=False)) == {"loss"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "t5"))])
+@pytest.mark.parametrize("name", slow_but(("gpt2",), ("gpt2", "opt", "qwen3", "t5")))
 def test_transformers_train_and_evaluate_like_eager(name: str) -> None:
     model, batch = zoo_case(name)
     assert_trains_like_eager(model, batch, 4e-6)

@@ -19,6 +19,7 @@ from penstock.passes.decisions import KeyWindow, MaskForm
 from penstock.passes.graph.masks import visible
 from penstock.passes.graph.masks.drop_masks import DropMasks, masked_calls
 from penstock.passes.graph.opgraph import OpGraph
+from penstock.tests.alike import slow_but
 from penstock.tests.golden_text import Golden
 from penstock.tests.passes.running import Eager, all_passes, apply, draft_of, joined, reference
 from penstock.tests.zoo import VOCABULARY, zoo
@@ -260,9 +261,7 @@ def without_padding(name: str, **options: Any) -> tuple[nn.Module, list[dict[str
 TOLERANCE = 2e-6
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "mixtral"))]
-)
+@pytest.mark.parametrize("name", slow_but(("mistral",), ("mistral", "t5", "llama", "qwen3", "mixtral")))
 def test_models_train_like_eager(name: str) -> None:
     model, batches = without_padding(name)
     graph = trace(model, batches[0])

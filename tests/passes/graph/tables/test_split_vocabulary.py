@@ -17,6 +17,7 @@ import penstock
 from penstock.compiler.job.job import Job
 from penstock.compiler.strategies import STRATEGIES
 from penstock.ir.errors import DoesNotFit, PassError, PenstockError
+from penstock.tests.alike import slow_but
 from penstock.tests.compiler.eager_baseline import MICRO_BATCHES, SGD, Eager, assert_close, assert_same_states, zoo_case
 
 BALANCED = STRATEGIES["balanced"]
@@ -82,7 +83,7 @@ def test_an_embedding_in_parts_is_bit_for_bit_the_whole_one(parts: int) -> None:
     assert_trains_like_eager(job, batch)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "balanced", "mobius"])
+@pytest.mark.parametrize("strategy", slow_but(("auto", "mobius"), ["auto", "balanced", "mobius"]))
 def test_a_table_that_no_device_holds_is_trained(strategy: str) -> None:
     """256 KiB of rows on a device of 300 kB, which needs three times as much for the whole table."""
     model, batch = tagger()
@@ -116,7 +117,13 @@ def masked_model(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.slow)]
+    "name",
+    [
+        "gpt2",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("t5", marks=pytest.mark.slow),
+        pytest.param("bert", marks=pytest.mark.slow),
+    ],
 )
 def test_heads_in_parts_equal_eager(name: str) -> None:
     """Tied and untied, shared by encoder and decoder with a scale, with a bias that is a parameter by two names."""
