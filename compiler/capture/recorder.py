@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...ir.errors import CaptureError
 from ...passes.graph.kernels.stand_ins import SHAPE_RULES
 from ...passes.graph.opgraph import CHECKS
+from ...runtime.forced_eager import forced_eager
 from .calls import (
     SPARSE,
     RecordedCall,
@@ -134,8 +135,8 @@ class Recorder(GraphWriter):
             (torch.autocast, "__exit__", on_exit),
             *autocast_aliases(self.held.model, torch.autocast),
         ]
-        eager = torch.compiler.set_stance("force_eager")  # functions that the model compiled are traced through
-        with eager, replaced(*changes), self.fake_mode, EachFunction(self.on_function):
+        # Functions that the model compiled are traced through.
+        with forced_eager(), replaced(*changes), self.fake_mode, EachFunction(self.on_function):
             yield
 
     def on_function(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

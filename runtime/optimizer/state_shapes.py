@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import PlanError
+from ..forced_eager import forced_eager
 from .leaves import row_leaves
 
 Shape = tuple[int, ...]
@@ -66,7 +67,7 @@ class Numbers(TorchDispatchMode):
 
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
     """One step, in which what is compiled runs as it is written: a trial must not wait for a compiler."""
-    with torch.compiler.set_stance("force_eager"):
+    with forced_eager():
         optimizer.step()
 
 
