@@ -24,8 +24,8 @@ ORDER = {
     "ir": ("errors", "documents", "units", "precision", "machine", "ops", "calls", "program", "verify"),
     "runtime": (
         "accelerator", "modules", "chunked_loss", "part_loss", "functions", "forced_eager", "model_names", "scratch",
-        "nodes", "team", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate", "measure",
-        "processes",
+        "nodes", "team", "source", "simulate", "ssd", "state", "optimizer", "stage", "reference", "device", "emulate",
+        "measure", "processes",
     ),
     "passes": (
         "decisions", "draft", "base", "alike", "phases", "stage_time", "receive_earlier", "graph", "mapping",
