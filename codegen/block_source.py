@@ -54,7 +54,7 @@ class BlockLibrary:
         """The class of a call: a known one if the text is the same. `dtypes`: of parameters, by dotted name."""
         inputs = {node: f"in{i}" for i, node in enumerate(call.inputs)}
         body = Body(call.nodes, inputs, call.outputs, self.imports, call.path)
-        types = [describe(n.meta.get("val")) for n in call.inputs]
+        types = [describe(n) for n in call.inputs]
         lines = [*_init_lines(root, call, dtypes), *body.lines]
         kind = _type_name(call)
         text = "\n".join([kind, *block(lines, 0), str(body.returned), str(types)])
@@ -95,7 +95,7 @@ class BlockLibrary:
                 name = f"{wanted}_{number}"
             names[node] = name
         body = Body(call.nodes, names, call.outputs, self.imports, call.path)
-        types = ", ".join(describe(n.meta.get("val")) for n in call.inputs)
+        types = ", ".join(filter(None, map(describe, call.inputs)))
         lines = [
             f"class {found.name}(Scope):  # {self._comment(found)}",
             "    def __init__(self):",

@@ -117,7 +117,7 @@ class Body:
     # --- statements
 
     def _node(self, node: fx.Node) -> None:
-        types = describe(node.meta.get("val"))
+        types = describe(node)
         args: tuple[Any, ...] = node.args
         if node.meta.get("random"):
             self._emit("", _call_text("draw_at", ["self", *self._place(node)]))
@@ -321,16 +321,20 @@ def _bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def describe(value: Any) -> str:
-    """The type of a value for a comment: `f32[2, 512, 768]`."""
+def describe(node: fx.Node) -> str:
+    """The type of a node's value for a comment: `f32[2, 512, 768]`, or `f32[2, sequence, 768]`."""
+    return _described(node.meta.get("val"), node.meta.get("shown"))
+
+
+def _described(value: Any, shape: Sequence[str] | None = None) -> str:
     if isinstance(value, torch.Tensor):
-        return type_text(value.shape, value.dtype)
+        return type_text(value.shape if shape is None else shape, value.dtype)
     if isinstance(value, (tuple, list)):
-        texts = [describe(v) for v in value if isinstance(v, torch.Tensor)]
+        texts = [_described(v) for v in value if isinstance(v, torch.Tensor)]
         return f"{len(texts)} x {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else ", ".join(texts)
     return ""
 
 
 def describe_all(nodes: Sequence[fx.Node]) -> str:
     """The types of several values, for a comment."""
-    return ", ".join(describe(n.meta.get("val")) for n in nodes)
+    return ", ".join(map(describe, nodes))

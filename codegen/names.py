@@ -58,6 +58,8 @@ def usable(name: str) -> str:
 
 def op_name(node: fx.Node) -> str:
     """A name after what the node does."""
+    if "size" in node.meta:
+        return usable(str(node.meta["size"]))
     if node.op in ("call_module", "get_attr"):
         return module_name(str(node.target), str(node.meta.get("module_type", "")))
     if node.op == "placeholder":

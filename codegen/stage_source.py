@@ -80,7 +80,7 @@ class StageSource:
     def source(self) -> str:
         """The class's source. Needs the library's classes to be named."""
         arguments = [self.body.first_names[node] for node in self.inputs]
-        types = ", ".join(f"{describe(n.meta.get('val'))}" for n in self.inputs)
+        types = ", ".join(map(describe, self.inputs))
         results = [o.name for o in (*self.spec.outputs, *self.spec.extra_outputs)]
         returned = ", ".join(self.body.returned) or "()"  # nothing reads a layer whose result is not used
         returned = f"({returned},)" if len(self.outputs) == 1 else returned

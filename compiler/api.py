@@ -37,21 +37,24 @@ from .arguments import (
     check_compilable,
     check_compile_stages,
     check_cuda_graphs,
+    check_dynamic,
     check_graphable,
     check_timeout,
     check_types,
     count_of,
     warn_of_mode,
 )
+from .capture.dynamic import DynamicDims
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
+from .dynamic_shapes import DynamicShapes, any_count
 from .folder import Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
 from .job.job import Job
 from .job.preflight import plain_directories
 from .job.together import planned_once
-from .loss.rules import captured, refuse_item_count
+from .loss.rules import counted, refuse_item_count, traced
 from .own_copy import beside_own_copy
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
@@ -98,6 +101,7 @@ def compile(
     ssd_verify: bool = False,
     compile_stages: bool = False,
     cuda_graphs: bool = False,
+    dynamic_shapes: Any = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Job:
     """Plan the training of `model` on `hardware` and print the program of every device.
@@ -137,6 +141,9 @@ def compile(
         once for all its blocks. Where that is not possible, a warning names the class and why it runs eagerly.
     cuda_graphs: launch forward and backward of a stage as one each, from graphs captured before the first step. Only
         stages that stay on their GPU, with memory for each micro-batch in flight; `explain` names the others.
+    dynamic_shapes: which sizes of the batch differ from step to step, in torch.export's form, each a `Dim` with a max,
+        for which memory is planned; a `Dim` by itself is the sequence of a tokenizer's batch, a pair its rows and its
+        sequence. `step` then takes any batch in these ranges, or a list of micro-batches.
     timeout_s: after how many seconds without a sign of life a device, or a rank of torchrun, counts as lost. With local
         workers a step may last longer, but none of its instructions.
 
@@ -155,6 +162,11 @@ def compile(
     if not TorchrunDriver.is_present():  # where the ranks' copies are counted together
         machine = beside_own_copy(machine, model)
     shape = BatchShape.of(model, example_inputs)
+    dynamic = None if dynamic_shapes is None else DynamicShapes.of(model, example_inputs, dynamic_shapes)
+    if dynamic is not None:
+        shape = dynamic.largest(shape)
+        example_inputs = dynamic.example(model, example_inputs, shape)
+        check_dynamic(cuda_graphs, compile_stages)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
         check_agrees(
@@ -193,7 +205,7 @@ def compile(
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
-        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user)
+        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, dynamic)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         if compile_stages and asked is None and decided is None:
             wishes.require = check_compilable
@@ -295,15 +307,22 @@ def _capturer(
     options: Options,
     kind: str,
     by_user: bool,
-) -> functools._lru_cache_wrapper[OpGraph]:
-    """A function from a number of micro-batches to the op graph of one micro-batch; it traces each number once."""
+    dynamic: DynamicShapes | None,
+) -> Graphs:
+    """A function from a number of micro-batches to the op graph of one micro-batch. Each number is traced once, or all
+    of them together where sizes are dynamic."""
     types = Precision.of(options.precision)
+
+    def trace(num_micro_batches: int, dims: DynamicDims | None = None) -> OpGraph:
+        inputs = micro_batch_spec(example_inputs, num_micro_batches)
+        with unmarked(model):
+            return traced(model, inputs, loss_fn, by_user, types, kind, dims)
+
+    at = (lambda count: trace(count)) if dynamic is None else any_count(trace, dynamic, model, example_inputs)
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:
-        inputs = micro_batch_spec(example_inputs, num_micro_batches)
-        with unmarked(model):
-            graph = captured(model, inputs, loss_fn=loss_fn, by_user=by_user, precision=types, device_kind=kind)
+        graph = counted(at(num_micro_batches), by_user)
         graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
         graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
         return graph

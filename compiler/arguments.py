@@ -109,6 +109,15 @@ def check_cuda_graphs(cuda_graphs: object, compile_stages: bool, machine: Hardwa
         )
 
 
+def check_dynamic(cuda_graphs: bool, compile_stages: bool) -> None:
+    """Raise `PlanError` for what needs fixed sizes, beside dynamic ones."""
+    for name, asked in (("cuda_graphs", cuda_graphs), ("compile_stages", compile_stages)):
+        if asked:
+            raise PlanError(
+                f"{name}=True with dynamic_shapes: what it makes is for one size of each tensor. Leave one of them out"
+            )
+
+
 def check_graphable(programs: Sequence[Program]) -> None:
     """Raise `PlanError` for programs of which CUDA graphs can be made of no stage."""
     if any(node.target is ops.backward_input for program in programs for node in program.ops()):

@@ -60,24 +60,17 @@ class _Step(nn.Module):
 def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
     """Capture one training step through torch.export. Raises CaptureError with the user's source line."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    inputs = fake_inputs(model, example_inputs, fake_mode, dynamic=False)
+    inputs = fake_inputs(model, example_inputs, fake_mode, None)
     with borrowed(model, fake_mode, options) as held:
         step = _Step(model, options)
-        training = _export(step, inputs, options.dynamic)
+        training = _export(step, inputs)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)
-        if not options.dynamic:
-            translation.run(fake_mode)
+        translation.run(fake_mode)
         held.restart()
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:
-            eval_error = _evaluation(step, inputs, options.dynamic, translation)
-    symbols: dict[str, Any] = {}
-    if options.dynamic:
-        for fake in translation.inputs.values():
-            for name, size in zip("bs", fake.shape):
-                if isinstance(size, torch.SymInt):
-                    symbols.setdefault(name, size)
+            eval_error = _evaluation(step, inputs, translation)
     return OpGraph(
         module=build_module(model, translation.graph, translation.constants),
         inputs=translation.inputs,
@@ -87,12 +80,11 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
         tracer="export",
         missing_buffers=missing_buffers(model),
         constants=translation.constants,
-        symbols=symbols,
         param_dtype=options.param_dtype,
     )
 
 
-def _export(step: _Step, inputs: TraceInputs, dynamic: bool) -> torch.export.ExportedProgram:
+def _export(step: _Step, inputs: TraceInputs) -> torch.export.ExportedProgram:
     def on_apply(kind: type, *args: Any) -> Any:
         if kind is CheckpointFunction:
             return args[0](*args[2:])
@@ -108,8 +100,7 @@ def _export(step: _Step, inputs: TraceInputs, dynamic: bool) -> torch.export.Exp
             torch.enable_grad(),
         ):
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # we restore them
-            shapes = _dynamic_shapes(inputs) if dynamic else None
-            return _plain_calls(torch.export.export(step, (inputs.batch,), dynamic_shapes=shapes, strict=False))
+            return _plain_calls(torch.export.export(step, (inputs.batch,), strict=False))
     except CaptureError:
         raise
     except Exception as error:
@@ -123,18 +114,6 @@ def _plain_calls(program: torch.export.ExportedProgram) -> torch.export.Exported
     transforms = torch._functorch.predispatch.__name__
     is_transformed = any(getattr(node.target, "__module__", "") == transforms for node in program.graph.nodes)
     return program.run_decompositions({}) if is_transformed else program
-
-
-def _dynamic_shapes(inputs: TraceInputs) -> dict[str, Any]:
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            is_sequence = value.dim() == 3 or (value.dim() == 2 and not value.is_floating_point())
-            return {dim: torch.export.Dim.AUTO for dim in range(min(value.dim(), 2 if is_sequence else 1))}
-        if isinstance(value, dict):
-            return {key: of(item) for key, item in value.items()}
-        return type(value)(of(item) for item in value) if isinstance(value, (tuple, list)) else None
-
-    return {"batch": of(inputs.batch)}
 
 
 class _Translation:
@@ -336,12 +315,12 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
             yield from _nodes(item)
 
 
-def _evaluation(step: _Step, inputs: TraceInputs, dynamic: bool, training: _Translation) -> str | None:
+def _evaluation(step: _Step, inputs: TraceInputs, training: _Translation) -> str | None:
     """Export again in evaluation mode and compare call by call; note arguments that differ."""
     step.eval()
     try:
         other = _Translation(training.held, inputs, training.names)
-        other.translate(_export(step, inputs, dynamic))
+        other.translate(_export(step, inputs))
     except CaptureError as error:
         return f"evaluation mode cannot be captured: {error}"
     twin = {b: a for a, b in zip(training.graph.nodes, other.graph.nodes) if a.op in ("placeholder", "get_attr")}

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ...ir.errors import CaptureError
 from .constants import ConstantNames
+from .dynamic import DynamicDims
 from .python_state import GlobalDraws
 
 LossFn = Callable[[Any, Any], Any]
@@ -31,7 +32,7 @@ class TraceOptions:
     """The options of `trace`, whose docstring describes them."""
 
     loss_fn: LossFn | None = None
-    dynamic: bool = False
+    dynamic: DynamicDims | None = None
     autocast: torch.dtype | None = None
     device_kind: str = "cpu"
     param_dtype: torch.dtype | None = None

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils._pytree import tree_map
 
 from ...ir.errors import CaptureError
 from ...passes.graph.loss_terms import NUM_ITEMS
+from .dynamic import DynamicDims, TracedSizes
 
 
 @dataclass
@@ -55,8 +54,10 @@ def takes_item_count(model: nn.Module) -> bool:
     return any(p.kind == p.VAR_KEYWORD for p in parameters.values()) and accepts is not False
 
 
-def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: bool) -> TraceInputs:
-    """Make the fake batch. With `dynamic`, dim 0 is the symbol b; dim 1 of token ids, masks and 3-d floats is s.
+def fake_inputs(
+    model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode, dynamic: DynamicDims | None
+) -> TraceInputs:
+    """Make the fake batch, with symbols for the sizes that are `dynamic`.
 
     Raises CaptureError for a batch without tensors, or names that collide once made legal.
     """
@@ -80,9 +81,9 @@ def fake_inputs(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode
 class _Faker:
     """Turns each leaf of the batch into a fake tensor and names it."""
 
-    def __init__(self, fake_mode: FakeTensorMode, dynamic: bool, made: TraceInputs):
-        self.fake_mode, self.dynamic, self.made = fake_mode, dynamic, made
-        self.sizes: dict[tuple[int, int], Any] = {}  # (dim, size) -> symbol
+    def __init__(self, fake_mode: FakeTensorMode, dynamic: DynamicDims | None, made: TraceInputs):
+        self.fake_mode, self.made = fake_mode, made
+        self.sizes = None if dynamic is None else TracedSizes(dynamic, fake_mode, made.symbols)
 
     def convert(self, name: str, value: Any) -> Any:
         if is_spec(value) or is_tensor_like(value):
@@ -98,9 +99,9 @@ class _Faker:
             raise CaptureError(f"two inputs are both called {name!r} once made legal Python names: rename one")
         shape = value["shape"] if is_spec(value) else value.shape
         dtype = _dtype(name, value.get("dtype", "float32") if is_spec(value) else value.dtype)
-        sizes = self._symbolic(tuple(shape), dtype) if self.dynamic else tuple(shape)
+        sizes = tuple(shape) if self.sizes is None else self.sizes.shape(name, tuple(shape))
         with self.fake_mode:
-            if isinstance(value, torch.Tensor) and not self.dynamic and value.layout == torch.strided:
+            if isinstance(value, torch.Tensor) and self.sizes is None and value.layout == torch.strided:
                 fake = torch.empty_strided(sizes, value.stride(), dtype=dtype, device="cpu")
             else:
                 fake = torch.empty(sizes, dtype=dtype, device="cpu")
@@ -108,28 +109,6 @@ class _Faker:
             fake.requires_grad_()
         self.made.tensors[name] = fake
         return fake
-
-    def _symbolic(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """Replace dim 0, and dim 1 where it looks like a sequence, by the symbol of that size."""
-        tokens = not dtype.is_floating_point
-        is_sequence = len(shape) == 3 or (len(shape) >= 2 and tokens)
-        return tuple(
-            self._symbol(dim, size) if size > 1 and (dim == 0 or (dim == 1 and is_sequence)) else size
-            for dim, size in enumerate(shape)
-        )
-
-    def _symbol(self, dim: int, size: int) -> Any:
-        if (dim, size) not in self.sizes:
-            stem = "bs"[dim]
-            count = sum(other == dim for other, _ in self.sizes)
-            name = stem if count == 0 else f"{stem}{count + 1}"
-            shape_env = self.fake_mode.shape_env
-            assert shape_env is not None, "dynamic inputs need a shape environment"
-            source = ConstantSource(f"size_{name}")
-            symbol = shape_env.create_symbol(size, source, DimDynamic.DYNAMIC)
-            made = shape_env.create_symintnode(symbol, hint=size, source=source)
-            self.sizes[dim, size] = self.made.symbols[name] = made
-        return self.sizes[dim, size]
 
 
 def rebuilt(like: Any, items: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
 from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
+from .dynamic import DynamicDims, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
@@ -46,7 +47,7 @@ def trace(
     *,
     loss_fn: LossFn | None = None,
     tracer: str = "auto",
-    dynamic: bool = False,
+    dynamic: DynamicDims | None = None,
     autocast: torch.dtype | None = None,
     device_kind: str = "cpu",
     param_dtype: torch.dtype | None = None,
@@ -60,7 +61,7 @@ def trace(
     example_inputs: dict, tuple or tensor; each leaf a tensor (real, fake or meta) or {"shape": [...], "dtype": "..."}.
     loss_fn: `loss_fn(output, batch) -> scalar`; default: output.loss, output["loss"], or the output itself if scalar.
     tracer: "recorder", "export", or "auto": the recorder, then torch.export if the recorder cannot represent a call.
-    dynamic: batch and sequence size stay symbolic, so that the graph runs at another (b, s).
+    dynamic: which sizes of the batch stay symbolic, so that the graph runs at others.
     autocast: trace as under `torch.autocast(dtype=autocast)`, for a graph that will run under it. A graph traced
         without autocast may run under it, too, but a dtype that the model reads and casts back to stays as traced.
     device_kind: "cpu" or "cuda", where the graph will run: each has its own rules of autocast.
@@ -151,13 +152,15 @@ def _refuse_written_constants(graph: OpGraph) -> None:
 def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
     if options.autocast is not None:
         raise CaptureError("torch.export bakes the dtypes of autocast into its graph: trace without autocast")
+    if options.dynamic is not None:
+        raise CaptureError("what torch.export captures here has fixed sizes: leave dynamic_shapes out")
     from .export_tracer import export_trace  # torch.export takes a second to import and is rarely needed
 
     return export_trace(model, example_inputs, options)
 
 
 def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv() if options.dynamic else None)
+    fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else ShapeEnv())
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
     if options.count_items:
         inputs.add_item_count(fake_mode)
@@ -174,7 +177,8 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         eval_error = "it was not asked for" if options.training else None
         if options.evaluation:
             eval_error = _align(recorder, inputs, options.loss_fn, nodes, unused)
-    _check_symbols(inputs)
+    if options.dynamic is not None:
+        require_any_size(inputs.symbols, options.dynamic.ranges)
     _remove(recorder.graph, removable)
     constants = {name: tensor.detach() for name, tensor in recorder.constants.items()}
     return OpGraph(
@@ -195,7 +199,7 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
 @contextmanager
 def _dispatch(options: TraceOptions) -> Iterator[None]:
     """Trace under autocast and, for symbolic sizes, torch's Python dispatcher: else some operators fix sizes."""
-    python = enable_python_dispatcher() if options.dynamic else nullcontext()
+    python = nullcontext() if options.dynamic is None else enable_python_dispatcher()
     with python, autocast_as(options.device_kind, options.autocast):
         yield
 
@@ -297,12 +301,3 @@ def _store_reassigned_buffers(recorder: Recorder) -> None:
             )
         recorder.write_back(name, fake, new)
 
-
-def _check_symbols(inputs: TraceInputs) -> None:
-    for name, size in inputs.symbols.items():
-        fixed = size.node.shape_env.replacements.get(size.node._expr)
-        if fixed is not None and not fixed.free_symbols:
-            raise CaptureError(
-                f"size {name} was fixed to {fixed} by the model (a comparison or reshape with a number): "
-                "trace it without dynamic=True, or remove the dependence on that size"
-            )

@@ -19,9 +19,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
+from ...passes.graph.size_nodes import SizeNodes
 from .guard import Borrowed
 from .lines import SourceLines
-from .symbols import SizeNodes
 from .values import KnownValues
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -126,7 +126,7 @@ class GraphWriter:
 
     def _size_node(self, value: torch.SymInt | torch.SymFloat) -> Any:
         try:
-            return self.sizes.node(value)
+            return self.sizes.node(value.node.expr)
         except NotImplementedError as error:
             raise Unrecordable(f"{self.lines.where()}\n  {error}") from error
 
@@ -186,7 +186,9 @@ class GraphWriter:
 
     def learn_sizes(self, fake: torch.Tensor) -> None:
         """Make size nodes for an input's symbolic dims."""
-        self.sizes.learn(self.node_of[id(fake)], fake)
+        for dim, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                self.sizes.learn(size.node.expr, self.node_of[id(fake)], dim, size)
 
     def write_back(self, name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
         """Copy a value into a buffer at the end of the step."""

@@ -15,6 +15,7 @@ from ...ir.errors import PlanError
 from ...ir.precision import FP32, Precision
 from ...passes.graph.loss_terms import NUM_ITEMS
 from ...passes.graph.opgraph import OpGraph
+from ..capture.dynamic import DynamicDims
 from ..capture.guard import LossFn
 from ..capture.inputs import takes_item_count
 from ..capture.trace import trace_in
@@ -36,8 +37,27 @@ def captured(
 
     by_user: the user gives `loss_weight`, which replaces what would be counted. Raises `CaptureError` as `trace` does.
     """
+    return counted(traced(model, example_inputs, loss_fn, by_user, precision, device_kind), by_user)
+
+
+def traced(
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFn | None,
+    by_user: bool,
+    precision: Precision,
+    device_kind: str,
+    dynamic: DynamicDims | None = None,
+) -> OpGraph:
+    """The op graph of these inputs, with the loss as the model makes it."""
     count = not by_user and takes_item_count(model)
-    graph = trace_in(precision, model, example_inputs, loss_fn=loss_fn, count_items=count, device_kind=device_kind)
+    return trace_in(
+        precision, model, example_inputs, loss_fn=loss_fn, count_items=count, device_kind=device_kind, dynamic=dynamic
+    )
+
+
+def counted(graph: OpGraph, by_user: bool) -> OpGraph:
+    """The graph with the loss rewritten, so that the mean over micro-batches is that of the whole batch."""
     require_gradient(graph)
     return weigh_loss(graph) if by_user else count_terms(graph)
 

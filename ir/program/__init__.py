@@ -58,6 +58,7 @@ from .program import (
     values_of,
     work_of,
 )
+from .sizes import SIZES, SizeRange, Sizes, value_of, wrong_expression
 from .stage import (
     HOOK_PORTION_ELEMENTS,
     PAGE,
@@ -76,6 +77,7 @@ __all__ = [
     "ON_DEVICE",
     "PAGE",
     "SHORT_DTYPES",
+    "SIZES",
     "WORLD",
     "WRITTEN_OUT",
     "Account",
@@ -94,6 +96,8 @@ __all__ = [
     "RowPart",
     "SavedSpec",
     "Segment",
+    "SizeRange",
+    "Sizes",
     "StageGraphs",
     "StageHome",
     "StageSpec",
@@ -150,9 +154,11 @@ __all__ = [
     "slice_of",
     "takes_place",
     "ungraphed",
+    "value_of",
     "values_of",
     "whole_link",
     "whole_params",
     "work_of",
+    "wrong_expression",
     "wrong_parts",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS, TILED_ELEMENTS
 from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
+from .sizes import SizeRange
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,7 +45,8 @@ class Interface:
     masters are updated in fp32, a portion at once, and the result is rounded stochastically.
     `tiles`: a host updates parameters in tiles. `temporaries` has, by the memory in which a stage is updated, and by
     stage and shard as `states`, the bytes that the optimizer's own step takes while it runs; a memory that is not there
-    has none. `cuda_graphs`: stages run from these where `graphs.py` says so.
+    has none. `cuda_graphs`: stages run from these where `graphs.py` says so. `sizes`: what the named sizes of a
+    micro-batch may be; the input `SIZES` then has those of each micro-batch, in this order.
     """
 
     stages: dict[str, StageSpec]
@@ -62,6 +64,7 @@ class Interface:
     tiles: bool = False
     temporaries: dict[str, dict[str, int]] = field(default_factory=dict)
     cuda_graphs: bool = False
+    sizes: dict[str, SizeRange] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from ..machine.call_mix import NO_CALLS, CallMix
 from .flat import Segment, segments_of
 from .hooks import HookCall
+from .sizes import Sizes, value_of
 
 HOOK_PORTION_ELEMENTS = 1 << 18  # of a gradient, on which a hook works at once
 PAGE = 4096  # data in DRAM or on SSD begins at a multiple of it, so that disks read and write it in place
@@ -24,6 +25,8 @@ class TensorSpec:
 
     `order`: its dimensions from the outermost in memory to the innermost, empty where they lie as they are numbered. A
     stage gets its inputs laid out so, as torch on a CPU draws random numbers in the order of memory.
+    `dims`: for each dimension the expression of named sizes that it is, or "" where it never changes; empty where none
+    does. `shape` has the most that each may be.
     """
 
     name: str
@@ -31,10 +34,17 @@ class TensorSpec:
     dtype: str  # torch's name, e.g. "float32"
     requires_grad: bool = False
     order: tuple[int, ...] = ()
+    dims: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
+
+    def shape_at(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape in a micro-batch of these sizes."""
+        if not self.dims:
+            return self.shape
+        return tuple(value_of(dim, sizes) if dim else size for dim, size in zip(self.dims, self.shape, strict=True))
 
 
 @dataclass(frozen=True)

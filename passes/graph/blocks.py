@@ -18,6 +18,7 @@ from ...ir.machine.call_mix import NO_CALLS, CallMix
 from ...ir.program import ParamSpec
 from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
+from .sizes import shown
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,9 @@ def structural_hash(graph: OpGraph, name: str, nodes: tuple[fx.Node, ...], input
     for i, node in enumerate(nodes):
         number[node] = f"v{i}"
         target = _target(graph, name, node)
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n]))
-        evaluation = fx.node.map_arg(
-            (node.meta.get("eval_args"), node.meta.get("eval_kwargs")), lambda n: _Name(number.get(n, "?"))
-        )
+        args = shown(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n])))
+        in_evaluation = (node.meta.get("eval_args"), node.meta.get("eval_kwargs"))
+        evaluation = shown(fx.node.map_arg(in_evaluation, lambda n: _Name(number.get(n, "?"))))
         flags = (node.meta.get("no_grad"), node.meta.get("autocast"), node.meta.get("random"))
         path = _local(name, node.meta.get("module_path", ""))
         text.append(f"v{i} {node.op} {target} {args} {evaluation} {flags} {path} {_signature(node.meta.get('val'))}")

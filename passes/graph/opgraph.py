@@ -19,6 +19,7 @@ Node meta (every node but the output node has each of the first ten):
 | `random` | draws from the random generator in training mode |
 | `draw` | with `random`: its number among the draws of its `module_path`, from 0, in recorded order |
 | `updates_buffers` | names of the model's buffers that it writes: BatchNorm statistics, in-place counters (if any) |
+| `dims` | the shape of a tensor, with names (`sizes.NamedSize`); empty or missing where no size has one |
 | `eval_args`, `eval_kwargs` | the arguments in evaluation mode, present only where they differ |
 
 Gradient and autocast switches stay in the graph as nodes, so that running `OpGraph.module` is exactly the user's
@@ -36,7 +37,7 @@ import torch
 from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ...ir.program import HookCall, RowPart
+from ...ir.program import HookCall, RowPart, SizeRange
 from .loss_terms import LossRules
 
 MODE_SWITCHES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
@@ -97,7 +98,8 @@ class OpGraph:
     hooks: dict[str, tuple[HookCall, ...]] = field(default_factory=dict)  # parameter -> what its gradient hooks do
     notes: tuple[str, ...] = ()  # where the graph differs from the model on purpose, for people
     pointwise_again: bool = False  # whether backward computes pointwise results again instead of finding them saved
-    symbols: dict[str, Any] = field(default_factory=dict)  # dynamic: "b", "s", ("s2", ...) -> SymInt
+    symbols: dict[str, Any] = field(default_factory=dict)  # sizes that are not fixed, by name -> SymInt
+    sizes: dict[str, SizeRange] = field(default_factory=dict)  # named sizes, of which `dims` are made
     loss: LossRules = field(default_factory=LossRules)  # its terms, and what is counted over the whole batch
     parts: dict[str, PartParam] = field(default_factory=dict)  # get_attr target -> rows of a parameter
 

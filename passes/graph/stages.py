@@ -21,6 +21,7 @@ from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_
 from .boundaries import cast, narrowed
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
+from .sizes import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 from .split_costs import split_costs
 from .stage_costs import cast_bytes, stage_costs
 
@@ -184,7 +185,8 @@ class _Builder:
         read = [a for n in own for a in n.all_input_nodes]
         outside = self.cut.shared_closure([*read, *results.values(), *self.cut.checks[self.index]])
         boundary = self._in_order({a for a in read if self.home.get(a, self.index) != self.index})
-        batch = [n for n in self._in_order(outside) if n.op == "placeholder"]
+        loaded = [n for n in outside if n.op == "placeholder"]
+        batch = self._with_sizes(boundary, loaded, [*own, *outside])
         body = self._in_order({*own, *(n for n in outside if n.op != "placeholder")})
         sent = [n for n in own if any(self.home.get(user, self.index) > self.index for user in n.users)]
         loss = results.pop("loss", None)
@@ -193,6 +195,15 @@ class _Builder:
         return PlannedStage(
             self._spec(boundary, batch, outputs, results, loss, body), module, tuple(self.cut.partition[self.index])
         )
+
+    def _with_sizes(self, boundary: list[fx.Node], batch: list[fx.Node], body: list[fx.Node]) -> list[fx.Node]:
+        """The inputs of the batch that are loaded, with one for each size that the stage needs and no other input
+        has."""
+        needed = set[str]().union(*(names_in((n.args, n.kwargs, n.meta.get("eval_args"))) for n in body))
+        more = []
+        for name in sorted(needed - sized_inputs([*boundary, *batch])):
+            more.append(next(n for n in self.graph.nodes if n.op == "placeholder" and name in sized_inputs([n])))
+        return self._in_order({*batch, *more})
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.cut.order.__getitem__)
@@ -224,6 +235,8 @@ class _Builder:
             copy.meta["mutates"] = tuple(copies[n] for n in node.meta.get("mutates", ()) if n in copies)
             copy.meta["alias_of"] = copies.get(node.meta.get("alias_of"))  # type: ignore[arg-type]
         graph.output(tuple(self._sent(graph, copies[n], n, n in sent) for n in outputs))
+        compute_sizes(graph)
+        show_sizes(graph)
         return build_module(self.graph.model, graph, self.graph.unregistered)
 
     def _sent(self, graph: fx.Graph, copy: fx.Node, node: fx.Node, is_sent: bool) -> fx.Node:
@@ -360,7 +373,8 @@ def _tensor(node: fx.Node, requires_grad: bool | None = None, name: str = "") ->
             "not a tensor; keep its producer and its reader in one stage"
         )
     grad = value.requires_grad if requires_grad is None else requires_grad
-    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad, _order(value))
+    dims = dims_of(node)
+    return TensorSpec(name or node.name, tuple(value.shape), _name(value.dtype), grad, _order(value), dims)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:

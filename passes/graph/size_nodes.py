@@ -1,6 +1,6 @@
-"""Symbolic sizes to graph nodes: an argument such as `2*s` is computed in the graph from sizes of placeholders.
+"""Sizes to graph nodes: a number such as `2*sequence` is computed in the graph from the sizes of its inputs.
 
-In: a `SymInt` met in an op's arguments, under dynamic tracing. Out: the fx node that computes it.
+In: an expression of sizes. Out: the fx node that computes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 from torch.utils._sympy import functions as sizes
 
@@ -34,23 +33,19 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SizeNodes:
-    """Nodes for size expressions, each made once. `make(target, args, value)` adds one call_function or size node."""
+    """Nodes for size expressions, each made once. `make(op, target, args, value)` adds a node."""
 
     def __init__(self, make: Callable[[str, Any, tuple, Any], fx.Node]):
         self.make = make
         self.known: dict[sympy.Basic, fx.Node] = {}
 
-    def learn(self, placeholder: fx.Node, value: torch.Tensor) -> None:
-        """Make size nodes for the symbolic dims of a placeholder, and remember them."""
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr not in self.known:
-                self.known[size.node.expr] = self.make("call_method", "size", (placeholder, dim), size)
+    def learn(self, symbol: sympy.Basic, tensor: fx.Node, dim: int, value: Any) -> None:
+        """Let a symbol be the size of a dimension of a tensor, unless it is known."""
+        if symbol not in self.known:
+            self.known[symbol] = self.make("call_method", "size", (tensor, dim), value)
 
-    def node(self, value: torch.SymInt | torch.SymFloat) -> fx.Node | int | float:
-        """The node, or plain number, that equals a symbolic value."""
-        return self._lower(value.node.expr)
-
-    def _lower(self, expr: sympy.Basic) -> fx.Node | int | float:
+    def node(self, expr: sympy.Basic) -> fx.Node | int | float:
+        """The node, or plain number, that equals an expression. Raises `NotImplementedError` for one that has none."""
         if isinstance(expr, sympy.Integer):
             return int(expr)
         if isinstance(expr, (sympy.Rational, sympy.Float)):
@@ -59,7 +54,7 @@ class SizeNodes:
             function = next((f for kind, f in _FUNCTIONS.items() if isinstance(expr, kind)), None)
             if function is None:
                 raise NotImplementedError(f"the size expression {expr} ({type(expr).__name__}) has no graph form")
-            args = [self._lower(arg) for arg in expr.args]
+            args = [self.node(arg) for arg in expr.args]
             if function in (float, int):
                 return self._add(expr, function, tuple(args))
             total: Any = args[0]

@@ -1,0 +1,73 @@
+"""Named sizes: dimensions that differ from micro-batch to micro-batch, and what other dimensions are made of them.
+
+A plan counts with the most that each may be. What a micro-batch has, its inputs say; every other dimension is an
+expression of these, as text that is Python: `sequence`, `2*sequence + 1`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+SIZES = "micro_batch_sizes"  # the input of a program that has the sizes of each micro-batch
+Sizes = Mapping[str, int]
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS = {"max": max, "min": min}
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """What a named size may be in a micro-batch, both ends included."""
+
+    least: int
+    most: int
+
+    def __contains__(self, size: int) -> bool:
+        return self.least <= size <= self.most
+
+
+def value_of(expression: str, sizes: Sizes) -> int:
+    """The value of an expression for these sizes. Raises `KeyError` for a name that has none."""
+    return _value(_parsed(expression), sizes)
+
+
+def wrong_expression(expression: str, names: Collection[str]) -> str:
+    """Why this text is no expression of these names; "" if it is one."""
+    try:
+        _value(_parsed(expression), dict.fromkeys(names, 1))
+    except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):
+        return "is no expression of sizes"
+    except KeyError as error:
+        return f"names {error.args[0]!r:.60}, which is no size"
+    except ZeroDivisionError:
+        return ""
+    return ""
+
+
+@functools.cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
+def _value(node: ast.expr, sizes: Sizes) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, sizes)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return int(_FUNCTIONS[name](*(_value(arg, sizes) for arg in args)))
+    raise ValueError(f"{ast.unparse(node)} is no expression of sizes")
