@@ -44,10 +44,11 @@ from .arguments import (
     count_of,
     warn_of_mode,
 )
+from .batch_sizes import BatchSizes
 from .capture.dynamic import DynamicDims
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
-from .dynamic_shapes import DynamicShapes, any_count
+from .dynamic_shapes import any_count, described, largest, read_dynamic_shapes
 from .folder import Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
@@ -162,10 +163,10 @@ def compile(
     if not TorchrunDriver.is_present():  # where the ranks' copies are counted together
         machine = beside_own_copy(machine, model)
     shape = BatchShape.of(model, example_inputs)
-    dynamic = None if dynamic_shapes is None else DynamicShapes.of(model, example_inputs, dynamic_shapes)
-    if dynamic is not None:
-        shape = dynamic.largest(shape)
-        example_inputs = dynamic.example(model, example_inputs, shape)
+    sizes = None if dynamic_shapes is None else read_dynamic_shapes(model, example_inputs, dynamic_shapes)
+    if sizes is not None:
+        shape = largest(sizes, shape)
+        example_inputs = described(model, example_inputs, shape)
         check_dynamic(cuda_graphs, compile_stages)
     decided = Plan.from_any(plan) if plan is not None else None
     if decided is not None:
@@ -205,7 +206,7 @@ def compile(
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
-        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, dynamic)
+        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes)
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         if compile_stages and asked is None and decided is None:
             wishes.require = check_compilable
@@ -238,6 +239,7 @@ def compile(
         loss=best.draft.graph.loss.terms,
         counts=best.draft.graph.loss.rules,
         rows=facts,
+        sizes=sizes,
     )
     folder = _folder(model, best, made, machine, settings)
     capture.cache_clear()
@@ -307,7 +309,8 @@ def _capturer(
     options: Options,
     kind: str,
     by_user: bool,
-    dynamic: DynamicShapes | None,
+    shape: BatchShape,
+    sizes: BatchSizes | None,
 ) -> Graphs:
     """A function from a number of micro-batches to the op graph of one micro-batch. Each number is traced once, or all
     of them together where sizes are dynamic."""
@@ -318,7 +321,7 @@ def _capturer(
         with unmarked(model):
             return traced(model, inputs, loss_fn, by_user, types, kind, dims)
 
-    at = (lambda count: trace(count)) if dynamic is None else any_count(trace, dynamic, model, example_inputs)
+    at = (lambda count: trace(count)) if sizes is None else any_count(trace, sizes, shape)
 
     @functools.cache
     def capture(num_micro_batches: int) -> OpGraph:

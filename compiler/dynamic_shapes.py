@@ -1,7 +1,7 @@
 """`dynamic_shapes=`: which sizes of a batch differ from step to step, and how large each may be.
 
-In: what the user says, in torch.export's own form or its shorthand, and an example batch. Out: `DynamicShapes`: names,
-ranges, and the batch with the most of each, for which memory is planned.
+In: what the user says, in torch.export's own form or its shorthand, and an example batch. Out: `BatchSizes`, the batch
+with the most of each size, for which memory is planned, and one trace for all sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 from ..ir.errors import PlanError
 from ..ir.program import SizeRange
 from ..passes.graph.opgraph import OpGraph
-from ..passes.graph.sizes import at_sizes
+from ..passes.graph.sizes.named import at_sizes
+from .batch_sizes import BatchSizes
 from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
 from .job.batch import BatchShape, flatten
@@ -32,64 +32,75 @@ _FORMS = (
 )
 
 
-@dataclass(frozen=True)
-class DynamicShapes:
-    """`ranges`: of a whole batch, by name; `rows`: the name of its number of rows, "" where that is fixed. `dims`: for
-    each dimension of each input its size's name, "" where it is fixed."""
+def read_dynamic_shapes(model: nn.Module, example_inputs: Any, given: Any) -> BatchSizes:
+    """Raises `PlanError` naming what of `given` is no such description, or does not fit the example."""
+    reader = _Reader(BatchShape.of(model, example_inputs))
+    if isinstance(given, torch.export.Dim) or _is_pair(given):
+        reader.read_shorthand(given)
+    else:
+        reader.read(model, example_inputs, given)
+    if not reader.ranges:
+        raise PlanError(f"dynamic_shapes={given!r} leaves every size fixed; {_FORMS}")
+    return reader.made()
 
-    ranges: dict[str, SizeRange]
-    rows: str
-    dims: dict[str, tuple[str, ...]]
 
-    @staticmethod
-    def of(model: nn.Module, example_inputs: Any, given: Any) -> DynamicShapes:
-        """Raises `PlanError` naming what of `given` is no such description, or does not fit the example."""
-        shape = BatchShape.of(model, example_inputs)
-        reader = _Reader(shape)
-        if isinstance(given, torch.export.Dim) or _is_pair(given):
-            reader.read_shorthand(given)
-        else:
-            reader.read(model, example_inputs, given)
-        if not reader.ranges:
-            raise PlanError(f"dynamic_shapes={given!r} leaves every size fixed; {_FORMS}")
-        return reader.made()
+def largest(sizes: BatchSizes, shape: BatchShape) -> BatchShape:
+    """The batch with the most of each size."""
+    size = sizes.ranges[sizes.rows].most if sizes.rows else shape.size
+    leaves = {}
+    for name, (own, dtype) in shape.leaves.items():
+        first = own[0] // shape.size * size
+        rest = (sizes.ranges[dim].most if dim else n for dim, n in zip(sizes.dims[name][1:], own[1:]))
+        leaves[name] = (first, *rest), dtype
+    return BatchShape(leaves, size, shape.flags)
 
-    def largest(self, shape: BatchShape) -> BatchShape:
-        """The batch with the most of each size."""
-        size = self.ranges[self.rows].most if self.rows else shape.size
-        leaves = {}
-        for name, (own, dtype) in shape.leaves.items():
-            first = own[0] // shape.size * size
-            rest = (self.ranges[dim].most if dim else n for dim, n in zip(self.dims[name][1:], own[1:]))
-            leaves[name] = (first, *rest), dtype
-        return BatchShape(leaves, size, shape.flags)
 
-    def example(self, model: nn.Module, example_inputs: Any, shape: BatchShape) -> Any:
-        """The same nest, with each tensor as the description of the largest."""
-        leaves = iter([shape.leaves[name] for name in flatten(model, example_inputs)[0]])
-        return _described(example_inputs, lambda: next(leaves))
+def described(model: nn.Module, example_inputs: Any, shape: BatchShape) -> Any:
+    """The same nest, with the description of each tensor of a batch of this shape."""
+    leaves = iter([shape.leaves[name] for name in flatten(model, example_inputs)[0]])
+    return _described(example_inputs, lambda: next(leaves))
 
-    def traced(self, shape: BatchShape) -> DynamicDims:
-        """What is symbolic in a trace of the largest batch: also its number of rows, of which micro-batches have less.
-        """
-        rows, ranges = self.rows or ROWS, {name: of for name, of in self.ranges.items() if name != self.rows}
-        ranges[rows] = SizeRange(1, max(shape.size, 1))
-        dims: dict[str, tuple[tuple[str, int] | None, ...]] = {}
-        for name, own in self.dims.items():
-            first = (rows, shape.leaves[name][0][0] // shape.size) if shape.size > 1 else None
-            dims[name] = (first, *((dim, 1) if dim else None for dim in own[1:]))
-        return DynamicDims(ranges, dims)
 
-    def sizes(self, shape: BatchShape, micro_batches: int) -> dict[str, int]:
-        """The most of each size of a micro-batch, also where it has no name."""
-        return {**{n: of.most for n, of in self.ranges.items()}, self.rows or ROWS: shape.size // micro_batches}
+def _traced(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
+    """What is symbolic in a trace of the largest batch: also its number of rows, of which micro-batches have less."""
+    rows, ranges = sizes.rows or ROWS, {name: of for name, of in sizes.ranges.items() if name != sizes.rows}
+    ranges[rows] = SizeRange(1, max(shape.size, 1))
+    dims: dict[str, tuple[tuple[str, int] | None, ...]] = {}
+    for name, own in sizes.dims.items():
+        first = (rows, shape.leaves[name][0][0] // shape.size) if shape.size > 1 else None
+        dims[name] = (first, *((dim, 1) if dim else None for dim in own[1:]))
+    return DynamicDims(ranges, dims)
 
-    def micro_batch(self, micro_batches: int) -> dict[str, SizeRange]:
-        """What each named size of a micro-batch may be."""
-        found = dict(self.ranges)
-        if self.rows:
-            found[self.rows] = SizeRange(1, max(self.ranges[self.rows].most // micro_batches, 1))
-        return found
+
+def any_count(
+    trace: Callable[[int, DynamicDims | None], OpGraph], sizes: BatchSizes, shape: BatchShape
+) -> Callable[[int], OpGraph]:
+    """A function from a number of micro-batches to their graph, of one trace for all numbers. A model that does
+    something else for other numbers of rows is traced for each."""
+
+    @functools.cache
+    def whole() -> OpGraph | None:
+        try:
+            return trace(1, _traced(sizes, shape))
+        except SizeBranch as branch:
+            if branch.size != ROWS or sizes.rows:
+                raise
+            return None
+
+    def at(count: int) -> OpGraph:
+        graph = whole()
+        if graph is None:
+            dims = _traced(sizes, shape)
+            graph = trace(count, DynamicDims(dims.ranges, {name: (None, *own[1:]) for name, own in dims.dims.items()}))
+        most = {name: of.most for name, of in sizes.ranges.items()} | {sizes.rows or ROWS: shape.size // count}
+        ranges = sizes.micro_batch(count)
+        return at_sizes(
+            graph,
+            {name: size for name, size in most.items() if name in graph.symbols},
+            {name: of for name, of in ranges.items() if name in graph.symbols},
+        )
+
+    return at
 
 
 def _is_pair(given: Any) -> bool:
@@ -104,11 +115,12 @@ class _Reader:
         self.rows = ""
         self.dims = {name: [""] * len(own) for name, (own, _) in shape.leaves.items()}
 
-    def made(self) -> DynamicShapes:
+    def made(self) -> BatchSizes:
         if self.rows:
             for dims in self.dims.values():
                 dims[0] = self.rows
-        return DynamicShapes(self.ranges, self.rows, {name: tuple(dims) for name, dims in self.dims.items()})
+        found = {name: tuple(dims) for name, dims in self.dims.items()}
+        return BatchSizes(ranges=self.ranges, rows=self.rows, dims=found)
 
     def read_shorthand(self, given: Any) -> None:
         rows, sequence, *more = given if isinstance(given, tuple) and len(given) > 1 else (None, given)
@@ -231,31 +243,3 @@ def _described(value: Any, take: Any) -> Any:
         return rebuilt(value, [_described(item, take) for item in value])
     return value
 
-
-def any_count(
-    trace: Callable[[int, DynamicDims | None], OpGraph], dynamic: DynamicShapes, model: nn.Module, example_inputs: Any
-) -> Callable[[int], OpGraph]:
-    """A function from a number of micro-batches to their graph, of one trace for all numbers. A model that does
-    something else for other numbers of rows is traced for each."""
-    shape = BatchShape.of(model, example_inputs)
-
-    @functools.cache
-    def whole() -> OpGraph | None:
-        try:
-            return trace(1, dynamic.traced(shape))
-        except SizeBranch as branch:
-            if branch.size != (dynamic.rows or ROWS) or dynamic.rows:
-                raise
-            return None
-
-    def at(count: int) -> OpGraph:
-        graph = whole()
-        if graph is None:
-            dims = dynamic.traced(shape)
-            fixed = {name: (None, *own[1:]) for name, own in dims.dims.items()}
-            graph = trace(count, DynamicDims(dims.ranges, fixed))
-        sizes = {name: size for name, size in dynamic.sizes(shape, count).items() if name in graph.symbols}
-        ranges = {name: of for name, of in dynamic.micro_batch(count).items() if name in graph.symbols}
-        return at_sizes(graph, sizes, ranges)
-
-    return at

@@ -32,6 +32,7 @@ from ..passes.graph.loss_terms import CountRules, LossRules, LossTerm
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
 from ..runtime.device.file import CONSTANTS_FILE, INTERFACE_FILE, device_file_name, read_constants
 from ..runtime.state.tensor_file import write_tensors
+from .batch_sizes import BatchSizes
 from .plan import Plan, PrecisionName
 
 
@@ -66,6 +67,7 @@ class Settings(BaseModel):
     loss: list[LossTerm] = []
     counts: CountRules = CountRules()
     rows: RowFacts = MEAN_OVER_ROWS  # how the loss depends on the rows of a batch
+    sizes: BatchSizes | None = None  # those that differ from step to step; `batch` then has the most of each
 
 
 @dataclass

@@ -32,8 +32,9 @@ ORDER = {
         "partition", "partition_mip", "partition_mixed", "sharding", "optimizer", "memory", "schedule",
     ),
     "compiler": (
-        "garbage", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models", "capture",
-        "changed_params", "coupling", "loss", "profile", "search", "report", "job", "arguments", "load", "check", "api",
+        "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",
+        "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job", "dynamic_shapes",
+        "arguments", "load", "check", "api",
     ),
 }  # fmt: skip
 MOST_FILES = 18  # in one folder

@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
-from ...passes.graph.size_nodes import SizeNodes
+from ...passes.graph.sizes.nodes import SizeNodes
 from .guard import Borrowed
 from .lines import SourceLines
 from .values import KnownValues

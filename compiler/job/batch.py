@@ -76,9 +76,26 @@ class BatchShape:
 
         Raises `BatchError` for other names, shapes, dtypes or flags than compiled, and what `plain_tensor` refuses.
         """
+        found = self.tensors(model, batch, self.leaves if needed is None else needed)
+        own = {name: value.shape[0] if value.dim() else 0 for name, value in found.items()}
+        is_part = part_size is not None and all(own[name] == self.entries(name, part_size) for name in found)
+        rows = part_size if is_part and part_size is not None else self.size
+        for name, value in found.items():
+            (_, *rest), dtype = self.leaves[name]
+            size = self.entries(name, rows)
+            if tuple(value.shape) != (size, *rest):
+                raise BatchError(
+                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
+                    + self._advice(name, [*value.shape[1:]] == rest, part_size)
+                )
+        return found
+
+    def tensors(self, model: nn.Module, batch: Any, needed: Collection[str]) -> dict[str, torch.Tensor]:
+        """The batch's tensors by name, of any shape. Raises `BatchError` where one that is `needed` is missing, for
+        other names, dtypes or flags than compiled, and what `plain_tensor` refuses."""
         found, flags = flatten(model, batch)
         found = {name: plain_tensor(name, value) for name, value in found.items()}
-        missing = [name for name in (self.leaves if needed is None else needed) if name not in found]
+        missing = [name for name in needed if name not in found]
         if missing:
             raise BatchError(f"batch lacks {', '.join(missing)}; it has {', '.join(found) or 'no tensor'}")
         unknown = [name for name in found if name not in self.leaves]
@@ -86,21 +103,12 @@ class BatchShape:
             raise BatchError(
                 f"batch has {', '.join(unknown)}, which was not compiled; expected {', '.join(self.leaves)}"
             )
-        own = {name: value.shape[0] if value.dim() else 0 for name, value in found.items()}
-        is_part = part_size is not None and all(own[name] == self.entries(name, part_size) for name in found)
-        rows = part_size if is_part and part_size is not None else self.size
         for name, value in found.items():
-            (_, *rest), dtype = self.leaves[name]
+            dtype = self.leaves[name][1]
             if value.dtype != dtype:
                 raise BatchError(
                     f"batch[{name!r}] has dtype {value.dtype}, compiled for {dtype}: convert it (batch[{name!r}]"
                     f".to({dtype})), or compile again for the new dtype"
-                )
-            size = self.entries(name, rows)
-            if tuple(value.shape) != (size, *rest):
-                raise BatchError(
-                    f"batch[{name!r}] is {value.dtype}{list(value.shape)}, compiled for {dtype}{[size, *rest]}; "
-                    + self._advice(name, [*value.shape[1:]] == rest, part_size)
                 )
         for name in sorted(self.flags.keys() | flags.keys()):
             now, then = (given.get(name, "absent") for given in (flags, self.flags))

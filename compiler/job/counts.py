@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ...runtime.device.file import StageClass, open_stages
 from ...runtime.source.trust import Trust
 
 LossWeight = Callable[[Any], Any]
+T = TypeVar("T")
 Counts = list[list[float]]  # of consecutive micro-batches, what is counted in each
 
 
@@ -135,7 +136,7 @@ def part_of(batch: Any, micro_batch: int, count: int) -> Any:
 
 
 def rows_of(batch: Any, rows: range, size: int) -> Any:
-    """These rows of every tensor of a batch of `size` rows."""
+    """These of the `size` rows of every tensor of a batch."""
 
     def taken(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or len(leaf) % size:
@@ -146,13 +147,15 @@ def rows_of(batch: Any, rows: range, size: int) -> Any:
     return tree_map(taken, batch)
 
 
-def of_all_lanes(rows: Sequence[Counts | None], interface: Interface) -> Counts:
-    """The counts of all micro-batches, of what every rank has counted in its lane. Raises `BatchError` where no rank of
-    a lane has counted."""
-    found: Counts = []
+def of_all_lanes(
+    rows: Sequence[list[T] | None], interface: Interface, what: str = "what the loss counts"
+) -> list[T]:
+    """What is known of all micro-batches, of what every rank says of its lane. Raises `BatchError` where no rank of a
+    lane knows."""
+    found: list[T] = []
     for lane in interface.lanes or (tuple(range(interface.num_devices)),):
         given = next((rows[device] for device in lane if rows[device] is not None), None)
         if given is None:
-            raise BatchError(f"none of ranks {', '.join(map(str, lane))} was given what the loss counts")
+            raise BatchError(f"none of ranks {', '.join(map(str, lane))} was given {what}")
         found += given
     return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError
 from ...ir.program import Interface, place_of
+from .any_size import AnySizes, MicroBatch, is_listed, joined
 from .batch import BatchShape
 from .sampler import RankSampler, lane_rows
 
@@ -23,9 +24,17 @@ SAMPLER = "sampler"  # its key in a checkpoint's data
 
 class Feed:
     """The batches of one process. `device`: the device that a rank of torchrun runs; None for a process that hands over
-    whole batches for all devices."""
+    whole batches for all devices. `any_sizes`: where sizes differ from step to step; `shape` is then the largest."""
 
-    def __init__(self, model: nn.Module, shape: BatchShape, interface: Interface, device: int | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: BatchShape,
+        interface: Interface,
+        device: int | None,
+        any_sizes: AnySizes | None = None,
+    ):
+        self.any_sizes = any_sizes
         self.model, self.shape, self.interface, self.device = model, shape, interface, device
         self.lanes = max(1, len(interface.lanes))
         self.part_size = shape.size // self.lanes
@@ -49,13 +58,9 @@ class Feed:
 
         Raises `BatchError` for another batch than was compiled, or another kind than before.
         """
-        if batch is None and self.device is not None and not needed:
+        if self._is_absent(batch, needed):
             return {}, ""
-        if batch is None:
-            raise BatchError(
-                f"batch is None, but {', '.join(needed or self.shape.leaves)} are loaded here; only ranks that load "
-                "nothing may go without"
-            )
+        batch = joined(batch) if is_listed(batch, self.shape) else batch
         if self.device is None:
             leaves = self.shape.check(self.model, batch)
         else:
@@ -65,13 +70,41 @@ class Feed:
         name, value = next(iter(leaves.items()))
         size = len(value) * self.shape.size // self.shape.entries(name, self.shape.size)
         kind = WHOLE if size == self.shape.size else PART
+        self._require_kind(function, kind, size)
+        return leaves, kind
+
+    def cut(self, function: str, batch: Any, needed: Collection[str]) -> tuple[list[MicroBatch], str]:
+        """As `read`, for a batch whose sizes may differ from step to step: its micro-batches, and its kind."""
+        assert self.any_sizes is not None
+        if self._is_absent(batch, needed):
+            return [], ""
+        needed = self.shape.leaves if self.device is None else needed
+        of_lane, rows = self.interface.micro_batches, self.any_sizes.rows(batch, needed)
+        is_part = rows <= self.part_size if self.any_sizes.sizes.rows else rows == self.part_size
+        if is_listed(batch, self.shape):
+            is_part = len(batch) == of_lane
+        kind = PART if self.device is not None and self.lanes > 1 and is_part else WHOLE
+        if self.any_sizes.sizes.rows:  # a whole batch that is short looks like a part
+            kind = self._kinds.get(function, kind)
+        self._require_kind(function, kind, rows)
+        return self.any_sizes.cut(batch, of_lane * (1 if kind == PART else self.lanes), needed), kind
+
+    def _is_absent(self, batch: Any, needed: Collection[str]) -> bool:
+        """Whether there is no batch, and none is needed. Raises `BatchError` where one is."""
+        if batch is None and (self.device is None or needed):
+            raise BatchError(
+                f"batch is None, but {', '.join(needed or self.shape.leaves)} are loaded here; only ranks that load "
+                "nothing may go without"
+            )
+        return batch is None
+
+    def _require_kind(self, function: str, kind: str, size: int) -> None:
         before = self._kinds.get(function, kind)
         if kind != before:
             raise BatchError(
                 f"batch has {size} rows, {kind}, and until now it was {before}: a last batch that is too short is to "
                 f"be dropped or filled up to {self.shape.size if before == WHOLE else self.part_size} rows"
             )
-        return leaves, kind
 
     def keep_to(self, function: str, kind: str) -> None:
         """Require that all later batches of a function are of this kind."""

@@ -39,6 +39,7 @@ from ..report.graphs import graphs_text
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
+from .any_size import AnySizes
 from .batch import BatchShape, number_of_rows
 from .counts import BatchCounts, LossWeight
 from .feed import Feed
@@ -131,7 +132,7 @@ class Job:
         leaves = {name: (shape, getattr(torch, dtype)) for name, shape, dtype in folder.settings.batch}
         shape = BatchShape(leaves, number_of_rows([dims[0] for dims, _ in leaves.values()]), folder.settings.flags)
         device = own_device() if TorchrunDriver.is_present() else None
-        self._feed = Feed(model, shape, folder.interface, device)
+        self._feed = Feed(model, shape, folder.interface, device, _any_sizes(model, shape, folder))
         self._inputs = StepInputs(self._feed, folder, self._counter)
         self._taken = Taken(model, folder.interface)
         self.loss_weight = loss_weight
@@ -592,5 +593,17 @@ def _at_least_fp32(value: Tensor) -> Tensor:
     return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _joined(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).mean(0) if values[0].dim() == 0 else torch.cat(values)
+def _joined(values: list[Tensor]) -> Any:
+    """One tensor of those of all micro-batches; a list, where their lengths differ."""
+    if values[0].dim() == 0:
+        return torch.stack(values).mean(0)
+    return torch.cat(values) if len({value.shape[1:] for value in values}) == 1 else values
+
+
+def _any_sizes(model: nn.Module, shape: BatchShape, folder: Folder) -> AnySizes | None:
+    settings = folder.settings
+    if settings.sizes is None:
+        return None
+    alike = [term for term in settings.loss if term.kind not in ("counted", "weighted")]
+    uneven = f"the loss of {alike[0].source or 'the model'} is a mean to which each adds alike" if alike else ""
+    return AnySizes(model, shape, settings.sizes, folder.interface.total_micro_batches, uneven)

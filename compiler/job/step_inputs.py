@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...ir.errors import BatchError
-from ...ir.program import place_of
+from ...ir.program import SIZES, place_of
 from ...runtime.processes.driver import Driver
 from ...runtime.state.weights import WeightSource, stage_buffers
 from ..folder import Folder
 from .counts import BatchCounts, Counts, counts_spec, of_all_lanes, rows_of
 from .feed import PART, WHOLE, Feed
 from .state import whole_state
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one process was given for a step: the tensors that its devices load, the kind of its batch, and of each
+    micro-batch what it counts and its sizes; None where it cannot say."""
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    kind: str = ""
+    counts: Counts | None = None
+    sizes: list[list[int]] | None = None
 
 
 class StepInputs:
@@ -34,26 +47,54 @@ class StepInputs:
         """The inputs of a step. `driver`: where each rank hands over a batch; then all ranks raise if one batch is
         wrong, or if their calls differ."""
         if driver is None:
-            leaves, kind = self.feed.read(function, batch, ())
-            return self._loaded(leaves) | self._divisors(function, [self._counted(batch, leaves, kind)], kind)
-        refused = None
+            given = self._read(function, batch, ())
+            return self._inputs(function, given, [given.counts], [given.sizes])
+        refused, given = None, Given()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
-        leaves, counts = {}, None
-        kind = ""
         try:
-            leaves, kind = self.feed.read(function, batch, self.needed(driver.inputs.get(function, ())))
-            counts = self._counted(batch, leaves, kind)
+            given = self._read(function, batch, self.needed(driver.inputs.get(function, ())))
         except BatchError as error:
             refused = error
-        rows = driver.agree_on_batch(call, kind, refused, counts)
-        self.feed.keep_to(function, kind)
-        return self._loaded(leaves) | self._divisors(function, rows, kind)
+        rows = driver.agree_on_batch(call, given.kind, refused, [given.counts, given.sizes])
+        self.feed.keep_to(function, given.kind)
+        return self._inputs(function, given, [counts for counts, _ in rows], [sizes for _, sizes in rows])
+
+    def _read(self, function: str, batch: Any, needed: Collection[str]) -> Given:
+        """Raises `BatchError` for a batch that the programs do not take."""
+        if self.feed.any_sizes is None:
+            leaves, kind = self.feed.read(function, batch, needed)
+            return Given(leaves, kind, self._counted(batch, leaves, kind))
+        parts, kind = self.feed.cut(function, batch, needed)
+        if not kind:
+            return Given()
+        leaves = self.feed.any_sizes.placed(parts)
+        sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
+        if kind == WHOLE and self.feed.device is not None:
+            first = place_of(self.interface, self.feed.device)[0] * self.interface.micro_batches
+            parts = parts[first : first + self.interface.micro_batches]
+            sizes = sizes[first : first + self.interface.micro_batches]
+        counts = None
+        if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
+            counts = [row for part in parts for row in self.counter().of(part.batch, part.leaves, 1)]
+        return Given(leaves, kind, counts, sizes)
+
+    def _inputs(
+        self,
+        function: str,
+        given: Given,
+        counts: Sequence[Counts | None],
+        sizes: Sequence[list[list[int]] | None],
+    ) -> dict[str, Tensor]:
+        """What the devices load. `counts` and `sizes`: what every process has said of them."""
+        kind = given.kind
+        return self._loaded(given.leaves) | self._divisors(function, counts, kind) | self._sizes(sizes, kind)
 
     def needed(self, loaded: Collection[str]) -> list[str]:
         """The inputs of the user's batch that a process needs whose devices load these: what counts is no input, but
         needs some to be counted."""
-        own = set(loaded).difference(self.rules.names)
-        if own == set(loaded):
+        loaded = set(loaded) - {SIZES}
+        own = loaded.difference(self.rules.names)
+        if own == loaded:
             return sorted(own)
         return sorted(own.union(self.rules.inputs) or self.feed.shape.leaves)
 
@@ -88,12 +129,22 @@ class StepInputs:
         counts = rows[0] if self.feed.device is None else of_all_lanes(rows, self.interface)
         assert counts is not None
         each_own = self.interface.asynchronous and function == "step"
-        found = self.counter().inputs(counts, each_own=each_own)
+        return self._part_of(self.counter().inputs(counts, each_own=each_own), kind)
+
+    def _sizes(self, rows: Sequence[list[list[int]] | None], kind: str) -> dict[str, Tensor]:
+        """The sizes of the micro-batches, as many as belong to this kind of batch, where these differ."""
+        if self.feed.any_sizes is None:
+            return {}
+        found = rows[0] if self.feed.device is None else of_all_lanes(rows, self.interface, "a batch")
+        return self._part_of({SIZES: torch.tensor(found, dtype=torch.int64)}, kind)
+
+    def _part_of(self, inputs: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+        """As many entries, one for each micro-batch, as belong to this kind of batch."""
         if kind != PART:
-            return found
+            return inputs
         assert self.feed.device is not None
         first = place_of(self.interface, self.feed.device)[0] * self.interface.micro_batches
-        return {name: value[first : first + self.interface.micro_batches] for name, value in found.items()}
+        return {name: value[first : first + self.interface.micro_batches] for name, value in inputs.items()}
 
 
 def counted_buffers(folder: Folder, driver: Driver, find_source: Callable[[], WeightSource]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from .flat import Segment
 from .graphs import StageGraphs, graph_bytes, graphed, none_graphed, ungraphed
 from .hooks import Earlier, HookCall, elementwise
 from .host_order import add_host_waits
-from .interface import Interface, shard_key
+from .interface import Interface, shard_key, sizes_spec
 from .lanes import (
     WORLD,
     WRITTEN_OUT,
@@ -58,7 +58,7 @@ from .program import (
     values_of,
     work_of,
 )
-from .sizes import SIZES, SizeRange, Sizes, value_of, wrong_expression
+from .sizes import SIZES, SizeRange, Sizes, found_sizes, sizes_of, value_of, wrong_expression
 from .stage import (
     HOOK_PORTION_ELEMENTS,
     PAGE,
@@ -120,6 +120,7 @@ __all__ = [
     "elementwise",
     "excerpt",
     "find_cycle",
+    "found_sizes",
     "graph_bytes",
     "graphed",
     "group_name",
@@ -151,6 +152,8 @@ __all__ = [
     "result_index",
     "shard_key",
     "shown",
+    "sizes_of",
+    "sizes_spec",
     "slice_of",
     "takes_place",
     "ungraphed",

@@ -20,7 +20,7 @@ from ..precision import MASTER_BYTES, ROUNDED_ELEMENTS, TILED_ELEMENTS
 from .flat import Segment
 from .hooks import wrong_calls
 from .parts import wrong_parts
-from .sizes import SizeRange
+from .sizes import SIZES, SizeRange, wrong_expression
 from .stage import PAGE, STATE_ROOM, ParamSpec, StageSpec, TensorSpec, aligned
 
 PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -225,10 +225,17 @@ def _contradictions(interface: Interface) -> Iterator[str]:
         rows: list[TensorSpec | ParamSpec] = [*spec.inputs, *spec.outputs, *spec.extra_outputs]
         rows += [*spec.params, *spec.buffers]
         yield from (f"stage {name}: {found}" for found in _wrong_rows(rows))
+        yield from (f"stage {name}: {found}" for found in _wrong_sizes(interface, rows))
         numbers = (value for value in vars(spec).values() if isinstance(value, int | float))
         if not all(0 <= number < math.inf for number in numbers):
             yield f"stage {name} has a cost below 0 or without end"
     yield from (f"the batch's {found}" for found in _wrong_rows(interface.batch.values()))
+    yield from (f"the batch's {found}" for found in _wrong_sizes(interface, interface.batch.values()))
+    for label, of in interface.sizes.items():
+        if not label.isidentifier() or not 0 < of.least <= of.most:
+            yield f"its size {label!r:.60} is {of.least} to {of.most}"
+    if interface.sizes and interface.batch.get(SIZES) != sizes_spec(interface.sizes):
+        yield f"its batch has no {SIZES} of {len(interface.sizes)} sizes"
     for spec in interface.stages.values():
         for param in spec.params:
             calls = (*wrong_calls(param.hook), *wrong_calls(param.change))
@@ -254,6 +261,23 @@ def _contradictions(interface: Interface) -> Iterator[str]:
             yield f"it counts what steps take in {memory!r:.60}, or of other stages than it has"
         if min(found.values(), default=0) < 0:
             yield "it counts less than nothing that a step takes"
+
+
+def sizes_spec(ranges: Mapping[str, SizeRange]) -> TensorSpec:
+    """The input that has the sizes of each micro-batch."""
+    return TensorSpec(SIZES, (1, len(ranges)), "int64")
+
+
+def _wrong_sizes(interface: Interface, rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:
+    most = {name: of.most for name, of in interface.sizes.items()}
+    for row in rows:
+        if not isinstance(row, TensorSpec) or not row.dims:
+            continue
+        wrong = [found for dim in row.dims if dim and (found := wrong_expression(dim, most))]
+        if wrong or len(row.dims) != len(row.shape):
+            yield f"{row.name!r:.60} has a dimension that {wrong[0] if wrong else 'is not in its shape'}"
+        elif row.shape_at(most) != row.shape:
+            yield f"{row.name!r:.60} is {list(row.shape)} at most, but its dimensions make {list(row.shape_at(most))}"
 
 
 def _wrong_rows(rows: Iterable[TensorSpec | ParamSpec]) -> Iterator[str]:

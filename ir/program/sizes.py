@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 SIZES = "micro_batch_sizes"  # the input of a program that has the sizes of each micro-batch
 Sizes = Mapping[str, int]
@@ -51,6 +53,16 @@ def wrong_expression(expression: str, names: Collection[str]) -> str:
     except ZeroDivisionError:
         return ""
     return ""
+
+
+def sizes_of(ranges: Collection[str], batch: Mapping[str, Tensor]) -> list[Sizes]:
+    """The sizes of each micro-batch of a batch, in whose inputs they are; nothing where no size has a name."""
+    return [dict(zip(ranges, row, strict=True)) for row in batch[SIZES].tolist()] if ranges else []
+
+
+def found_sizes(inputs: Iterable[tuple[Collection[str], Collection[int]]]) -> Sizes:
+    """The named sizes that are dimensions of these inputs (`TensorSpec.dims` and shape)."""
+    return {dim: size for dims, shape in inputs for dim, size in zip(dims, shape) if dim.isidentifier()}
 
 
 @functools.cache

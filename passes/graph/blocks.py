@@ -18,7 +18,7 @@ from ...ir.machine.call_mix import NO_CALLS, CallMix
 from ...ir.program import ParamSpec
 from ..stage_time import TurnSeconds
 from .opgraph import OpGraph, is_mode_switch, value_tensors
-from .sizes import shown
+from .sizes.named import shown
 
 
 @dataclass(frozen=True)

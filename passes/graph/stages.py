@@ -21,7 +21,7 @@ from .blocks import Block, compute_dtype, gradient_dtype, shared_nodes, storage_
 from .boundaries import cast, narrowed
 from .opgraph import OpGraph, build_module, is_check, value_tensors
 from .saved_classes import saved_classes
-from .sizes import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
+from .sizes.named import compute_sizes, dims_of, names_in, show_sizes, sized_inputs
 from .split_costs import split_costs
 from .stage_costs import cast_bytes, stage_costs
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from ...ir.ops import DEVICE, DRAM
 from ...ir.precision import Precision
-from ...ir.program import SIZES, Interface, ParamSpec, TensorSpec, shard_key
+from ...ir.program import SIZES, Interface, ParamSpec, shard_key, sizes_spec
 from ..base import Pass, require_own
 from ..draft import Draft
 from .emitter import Emitter
@@ -61,7 +61,7 @@ def interface_of(draft: Draft) -> Interface:
     batch = {i.name: i for stage in draft.stages for i in stage.spec.inputs if i.name in draft.graph.inputs}
     sizes = draft.graph.sizes
     if sizes:
-        batch[SIZES] = TensorSpec(SIZES, (1, len(sizes)), "int64")
+        batch[SIZES] = sizes_spec(sizes)
     precision = Precision.of(draft.options.precision)
     return Interface(
         stages={stage.spec.name: stage.spec for stage in draft.stages},

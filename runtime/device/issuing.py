@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...ir import ops
 from ...ir.errors import BudgetExceeded
+from ...ir.program import Sizes
 from ..optimizer.gradients import Grads
 from ..stage.kept import Kept
 from .named_streams import Streams
@@ -157,6 +158,7 @@ class Issuing:
         self._cursor = 0
         self._is_quiet = streams.is_quiet
         self._seeds: dict[int, int] = {}  # per micro-batch
+        self.sizes: Sequence[Sizes] = ()  # the same, where they differ
         # On a CPU device memory is given back when nobody holds it, whatever thread did.
         self.loans: Loans | None = None
         if streams.spec.kind == "cuda":

@@ -43,9 +43,10 @@ class Messages(Issuing):
         src = issue.peer
         stage, _, output = like.partition(".")
         spec, link, throttled = self.interface.stages[stage].output(output), self._link(), self.pacing.throttled
+        shape = spec.shape if issue.sized_as is None or not spec.dims else spec.shape_at(self.sizes[issue.sized_as])
 
         def run() -> list[Any]:
-            into = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+            into = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self.device)
             if throttled:
                 link.meet_sender(src, tag)
             link.recv(into, src, tag)

@@ -16,6 +16,7 @@ from ...ir.calls import op_of
 from ...ir.program import (
     ON_DEVICE,
     PAGE,
+    SIZES,
     Memory,
     Persistent,
     Program,
@@ -56,6 +57,7 @@ class Issue:
     moved_bytes: int
     route: tuple[str, str]  # source, target
     micro_batch: int | None
+    sized_as: int | None  # the micro-batch whose sizes an arriving value has
     pieces: tuple[tuple[int, int, int], ...]  # of fetched weights: offset in the arena, first and last + 1 parameter
     place: int | None  # of a value that is read, offloaded, written or scattered: its offset in its arena
     place_bytes: int  # in host memories whole pages
@@ -94,11 +96,12 @@ class Issues:
     streams: set[str] = field(default_factory=set)
     counted: tuple[dict[str, int], dict[str, int]] | None = None  # of a run, per memory: bytes before it, and its peak
     forwards: tuple[int, ...] = ()  # per stage and micro-batch the first forward
+    has_sizes: bool = False  # the sizes of micro-batches differ
 
     @property
     def batch_names(self) -> list[str]:
-        """The inputs of the batch that this device loads."""
-        return sorted({op.tag for op in self.ops if op.op == "load"})
+        """The inputs of the batch that this device reads."""
+        return sorted({op.tag for op in self.ops if op.op == "load"} | ({SIZES} if self.has_sizes else set()))
 
 
 def plan_issues(
@@ -115,7 +118,7 @@ def plan_issues(
     offsets = {node: offset for arena in arenas for node, offset in arena.offsets.items()}
     staging = {node: offset for arena in arenas for node, offset in arena.staging.items()}
     lines = line_numbers(program)
-    plan = Issues([], profile.arenas, profile.persistent, homes_of(program))
+    plan = Issues([], profile.arenas, profile.persistent, homes_of(program), has_sizes=bool(program.interface.sizes))
     index_of: dict[fx.Node, int] = {}
     for node in program.ops():
         work = work_of(program, node)
@@ -170,6 +173,7 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         moved_bytes=work.moved_bytes,
         route=(work.source, work.target),
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+        sized_as=_micro_batch_of_users(node) if node.target is ops.recv else None,
         pieces=(),
         place=None,
         place_bytes=0,
@@ -183,6 +187,16 @@ def _issue(index: int, node: fx.Node, work: ops.Work, line: int, stream: str) ->
         and any(user.target is ops.backward and made[-1] in donated(user) for user in made[-1].users),
         stages=[v.meta["type"].stage for v in (*read, *made) if v.meta["type"].stage],
     )
+
+
+def _micro_batch_of_users(node: fx.Node) -> int | None:
+    """The micro-batch that the first computation with a value belongs to."""
+    for user in node.users:
+        found = user.kwargs.get("micro_batch")
+        number = found if isinstance(found, int) else _micro_batch_of_users(user)
+        if number is not None:
+            return number
+    return None
 
 
 def _pieces(program: Program, node: fx.Node, offsets: dict[fx.Node, int]) -> tuple[tuple[int, int, int], ...]:

@@ -25,6 +25,7 @@ from ...ir.program import (
     largest_values,
     none_graphed,
     place_of,
+    sizes_of,
     ungraphed,
 )
 from ...ir.units import format_bytes
@@ -299,6 +300,7 @@ class DeviceSession:
         self.state.memory.grow(ops.DEVICE, plan.arenas[ops.DEVICE])
         behind = None if before is None else before.runtime
         runtime = self.runtime_kind(self.state, plan, self.streams, self.pacing, self.link, behind)
+        runtime.sizes = sizes_of(self.setup.interface.sizes, batch)
         for account in self.state.memory.accounts.values():
             account.peak_bytes = account.live_bytes
         if before is None:

@@ -33,18 +33,18 @@ class Transfers(Issuing):
     """The ops `load` to `free`."""
 
     def load(self, batch: Mapping[str, Tensor], name: str, *, micro_batch: int) -> Handle:
-        issue = self._next("load")
-        rows = self.interface.batch[name].shape[0]
+        issue, spec = self._next("load"), self.interface.batch[name]
+        rows, part = spec.shape[0], spec.part_at(self.sizes[micro_batch]) if spec.dims else ...
         if self.device.type == "cpu":  # a view: it takes no memory and need not wait
             first, last = micro_batch * rows, (micro_batch + 1) * rows  # `batch` holds the rows of this lane
-            return Handle(Box(None, batch[name][first:last].cpu()))
+            return Handle(Box(None, batch[name][first:last][part].cpu()))
 
         def run() -> list[Any]:
             pinned = self.pinned.get(name)
             if pinned is None:  # all rows at once: page-locked memory is dear to ask for
                 whole = batch[name] if batch[name].is_cuda else batch[name].pin_memory()
                 pinned = self.pinned[name] = whole.split(rows)
-            return [pinned[micro_batch].to(self.device, copy=True, non_blocking=True)]
+            return [pinned[micro_batch].to(self.device, copy=True, non_blocking=True)[part]]
 
         return self._launch(issue, [], run)[0]
 
@@ -167,6 +167,8 @@ class Transfers(Issuing):
             tensors = {name: places[name].copy_(grad, non_blocking=True) for name, grad in given.tensors.items()}
             return Grads(tensors, given.factor)
         if isinstance(given, Kept):
+            if self.sizes:  # which the places follow
+                return given.copied_to(flat)
             return given.copied_into(arena.once((id(issue), place), lambda: given.places_in(flat)))
         return flat[: given.nbytes].view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...ir import ops
 from ...ir.errors import PenstockError, PlanError, WorkerError
 from ...ir.machine.hardware import Hardware
-from ...ir.program import Program, place_of
+from ...ir.program import SIZES, Program, place_of
 from ..device.session import DeviceSession, StepResult
 from ..scratch import Keeper
 from ..simulate import Span, Timeline
@@ -91,7 +91,8 @@ class Driver:
         for programs in self._own_programs():
             for function, program in programs.items():
                 names.setdefault(function, set()).update(loaded_names(program))
-        return {function: sorted(found) for function, found in names.items()}
+        sizes = {SIZES} if self.setup.interface.sizes else set[str]()
+        return {function: sorted(found | sizes) for function, found in names.items()}
 
     def _own_programs(self) -> list[dict[str, Program]]:
         """The programs that the devices of this process run, by name."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import BatchError, PlanError, VerifyError
 from ...ir.ops import apart, shared_params
-from ...ir.program import Interface, StageSpec, aligned
+from ...ir.program import Interface, StageSpec, aligned, sizes_of
 from ..optimizer.extrapolate import extrapolate
 from ..optimizer.gradients import Grads, LossScale, clip_factor, must_redo, speculative_factor, sum_of_squares
 from ..optimizer.hooks import change_params, run_hooks
@@ -175,6 +175,9 @@ class ReferenceRuntime:
             raise BatchError(f"the batch lacks {name!r}; it has {', '.join(batch) or 'nothing'}")
         rows, rest = divmod(batch[name].shape[0], count)
         part = batch[name][micro_batch * rows : (micro_batch + 1) * rows]
+        if spec.dims and part.shape == spec.shape:
+            sizes = sizes_of(self.world.interface.sizes, batch)[micro_batch]
+            return part[spec.part_at(sizes)].detach()
         found = (tuple(part.shape), str(part.dtype).removeprefix("torch."))
         if rest or found != (spec.shape, spec.dtype):
             whole = [spec.shape[0] * count, *spec.shape[1:]]
@@ -284,7 +287,8 @@ class ReferenceRuntime:
         value = box.popleft()
         stage, _, output = like.partition(".")
         spec = self.world.interface.stages[stage].output(output)
-        if (tuple(value.shape), str(value.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
+        fits = len(spec.dims) == value.dim() or tuple(value.shape) == spec.shape
+        if not fits or str(value.dtype) != f"torch.{spec.dtype}":
             raise VerifyError(f"{tag!r} brings {value.dtype}{list(value.shape)}, not a {like}", device=self.device)
         return value
 

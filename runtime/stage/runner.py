@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tenso
 
 from ...ir.errors import VerifyError
 from ...ir.precision import Precision
-from ...ir.program import StageGraphs, StageSpec, TensorSpec
+from ...ir.program import StageGraphs, StageSpec, TensorSpec, found_sizes
 from ..modules import Stage
 from ..optimizer.hooks import change_params
 from .block_trial import BlockTrial, fake_run
@@ -59,7 +59,9 @@ class StageRunner:
         self.device = torch.device(device)
         self.precision = Precision.of(precision)
         self.weights_move = weights_move
-        self.kept_bytes: int | None = None  # measured once, on the first micro-batch
+        self.has_sizes = any(row.dims for row in spec.inputs)  # these differ from micro-batch to micro-batch
+        # Measured once, on the first micro-batch; where sizes differ, it is what the largest keeps.
+        self.kept_bytes: int | None = spec.kept_bytes if self.has_sizes else None
         self.graphs: GraphedStage | None = None  # what runs in place of forward and backward
         self.classes = SavedClasses(spec)
         if isinstance(module, Stage):
@@ -175,7 +177,7 @@ class StageRunner:
         keeping = self.classes.keeping(keep) if not isinstance(keep, bool) and keep else None
         outputs, leaves = self._run(inputs, seed, keep is True, keeping, first)
         if first:
-            self._check_outputs(outputs)
+            self._check_outputs(inputs, outputs)
             self._changing = [name for name, b in self.buffers().items() if not torch.equal(b, before[name])]
         kept = None
         if keeping is not None:
@@ -462,13 +464,14 @@ class StageRunner:
                     f"{self.spec.name} changes its input {want.name!r} in place; cut the model before its producer"
                 )
 
-    def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         name = self.spec.name
         if len(outputs) != len(self.spec.outputs):
             raise VerifyError(f"{name} gives {len(outputs)} outputs, its interface has {len(self.spec.outputs)}")
+        sizes = found_sizes((row.dims, x.shape) for row, x in zip(self.spec.inputs, inputs))
         for output, want in zip(outputs, self.spec.outputs):
             found = (tuple(output.shape), str(output.dtype).removeprefix("torch."))
-            if found != (want.shape, want.dtype):
+            if found != (want.shape_at(sizes), want.dtype):
                 raise VerifyError(
                     f"output {want.name!r} of {name} is {found[1]}{list(found[0])}, "
                     f"its interface says {want.dtype}{list(want.shape)}"

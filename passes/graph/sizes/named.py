@@ -16,10 +16,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
-from ...ir.errors import PassError
-from ...ir.program import SizeRange, Sizes
-from .opgraph import OpGraph, build_module
-from .size_nodes import SizeNodes
+from ....ir.errors import PassError
+from ....ir.program import SizeRange, Sizes
+from ..opgraph import OpGraph, build_module
+from .nodes import SizeNodes
 
 
 class NamedSize(int):

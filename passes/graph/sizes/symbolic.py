@@ -23,11 +23,11 @@ import sympy
 import torch
 from torch import fx
 
-from ...ir.errors import PassError
-from .blocks import Block, BlockCost
-from .coarsen import find_blocks
-from .costs import measure
-from .opgraph import OpGraph, value_tensors
+from ....ir.errors import PassError
+from ..blocks import Block, BlockCost
+from ..coarsen import find_blocks
+from ..costs import measure
+from ..opgraph import OpGraph, value_tensors
 
 B, S = sympy.symbols("b s", positive=True, integer=True)
 SYMBOLS = {"b": B, "s": S}

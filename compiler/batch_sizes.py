@@ -1,0 +1,24 @@
+"""The sizes of a batch that differ from step to step, by name."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from ..ir.program import SizeRange
+
+
+class BatchSizes(BaseModel):
+    """`ranges`: of a whole batch, by name; `rows`: the name of its number of rows, "" where that is fixed. `dims`: for
+    each dimension of each input its size's name, "" where it is fixed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    ranges: dict[str, SizeRange]
+    rows: str
+    dims: dict[str, tuple[str, ...]]
+
+    def micro_batch(self, micro_batches: int) -> dict[str, SizeRange]:
+        """What each size of a micro-batch may be."""
+        found = dict(self.ranges)
+        if self.rows:
+            found[self.rows] = SizeRange(1, max(self.ranges[self.rows].most // micro_batches, 1))
+        return found
