@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 
-from ..ir.errors import PlanError
+from ..ir.errors import CaptureError, PlanError
 from ..ir.program import SizeRange
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.sizes.named import at_sizes
@@ -86,6 +86,11 @@ def any_count(
             if branch.size != ROWS or sizes.rows:
                 raise
             return None
+        except CaptureError as error:
+            left = _left_fixed(sizes, shape)
+            if not left:
+                raise
+            raise CaptureError(f"{error}\n  {left}") from error.__cause__
 
     def at(count: int) -> OpGraph:
         graph = whole()
@@ -101,6 +106,19 @@ def any_count(
         )
 
     return at
+
+
+def _left_fixed(sizes: BatchSizes, shape: BatchShape) -> str:
+    """Words for dimensions that are as large as one with a name, and have none."""
+    for name, of in sizes.ranges.items():
+        for other, (own, _) in shape.leaves.items():
+            for dim, size in enumerate(own):
+                if dim and size == of.most and not sizes.dims[other][dim]:
+                    return (
+                        f"dynamic_shapes leaves dimension {dim} of {other!r} at {size}, the most of {name}: give it the "
+                        f"same torch.export.Dim if it is the same size"
+                    )
+    return ""
 
 
 def _is_pair(given: Any) -> bool:

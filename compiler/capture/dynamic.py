@@ -74,7 +74,7 @@ def require_any_size(symbols: Mapping[str, Any], ranges: Mapping[str, SizeRange]
     if not symbols:
         return
     shape_env: ShapeEnv = next(iter(symbols.values())).node.shape_env
-    own = {size.node.expr: name for name, size in symbols.items()}
+    own = {size.node._expr: name for name, size in symbols.items()}  # `expr` is what it was found equal to
     for symbol, name in own.items():
         fixed = shape_env.replacements.get(symbol)
         if fixed is not None:

@@ -119,7 +119,7 @@ def _captured(model: nn.Module, example_inputs: Any, options: TraceOptions, trac
     except CaptureError as error:
         if tracer == "recorder":
             raise
-        if not isinstance(error, Unrecordable):
+        if not isinstance(error, Unrecordable) or options.dynamic is not None:
             raise refused(error) from error.__cause__
         reason = error
     try:

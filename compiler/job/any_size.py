@@ -81,7 +81,12 @@ class AnySizes:
                     f"micro_batches={len(batch) * self.micro_batches // count} for so many"
                 )
             return [self._micro_batch(each, self.rows(each, needed), needed) for each in batch]
-        rows = self.rows(batch, needed)
+        rows, most = self.rows(batch, needed), self.shape.size * count // self.micro_batches
+        if not self.sizes.rows and rows != most:
+            raise BatchError(
+                f"the batch has {rows} rows, compiled for {most}; fill it up, or give the first dimension a name in "
+                "dynamic_shapes, too"
+            )
         each, more = divmod(rows, count)
         if not each:
             raise BatchError(f"the batch has {rows} rows for {count} micro-batches, each of which needs one or more")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from alike import KINDS, slow_but, with_alike_slow
 from torch import nn
+from usual_dims import usual_dims
 from zoo import SEQUENCE, handwritten_zoo, token_batch, transformers_zoo, without_cache, zoo
 
 from penstock.compiler.capture.trace import trace
@@ -73,7 +74,7 @@ FAST_DYNAMIC = {"gpt2", "in_place", "lstm"}
 )  # fmt: skip
 def test_another_batch_and_sequence(name):
     model, twin, batch = both(name)
-    opgraph = trace(model, batch, tracer="recorder", dynamic=True)
+    opgraph = trace(model, batch, tracer="recorder", dynamic=usual_dims(batch))
     assert "b" in opgraph.symbols
     other = {key: _grow(value, "s" in opgraph.symbols) for key, value in batch.items()}
     assert_same(step(opgraph.module, model, other), step(twin, twin, other))

@@ -1,0 +1,179 @@
+"""One program for every length: training equals eager PyTorch on the same batches, whatever their lengths and rows."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+from zoo import without_cache, zoo
+
+import penstock
+from penstock.ir import ops
+from penstock.ir.errors import BatchError, CaptureError, PlanError
+from penstock.tests.compiler.job.any_length.eager import CLOSE, SGD, Eager, assert_same_weights, tokens
+
+SEQUENCE = Dim("sequence", min=4, max=48)
+ROWS = Dim("rows", max=4)
+ONE_LENGTH = [tokens(4, 32), tokens(4, 48, 1), tokens(4, 7, 2)]
+MANY_LENGTHS = [[tokens(2, 5), tokens(2, 48, 1)], [tokens(2, 31, 2), tokens(2, 4, 3, ignored=0)]]
+FEWER_ROWS = [tokens(3, 20, 4), [tokens(1, 9, 5), tokens(2, 17, 6)], tokens(2, 48, 7)]
+
+
+def compiled(name: str, devices: int = 1, memory: str = "64MB", **options: Any) -> tuple[penstock.Job, Eager]:
+    model = without_cache(zoo()[name](dropout=0.0)[0])
+    twin = Eager(model)
+    arguments = {"example_inputs": tokens(4, 32), "optimizer": SGD, "micro_batches": 2, "strategy": "mobius"}
+    hardware = penstock.Hardware.cpu(devices, memory=memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return penstock.compile(model, hardware, **{"dynamic_shapes": SEQUENCE, **arguments, **options}), twin
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "memory"),
+    [
+        ("llama", 1, "64MB"),
+        ("llama", 2, "64MB"),
+        ("gpt2", 1, "730kB"),  # weights come from DRAM, forward runs again
+        pytest.param("gpt2", 2, "64MB", marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, "64MB", marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, "64MB", marks=pytest.mark.slow),
+        pytest.param("opt", 1, "64MB", marks=pytest.mark.slow),
+        pytest.param("mistral", 1, "64MB", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_steps_of_any_length_equal_eager(name: str, devices: int, memory: str) -> None:
+    job, twin = compiled(name, devices, memory, dynamic_shapes=(ROWS, SEQUENCE))
+    swaps = any(node.target is ops.fetch for program in job.programs for node in program.ops())
+    assert swaps == (memory != "64MB")
+    with job:
+        for batch in [*ONE_LENGTH, *MANY_LENGTHS, *FEWER_ROWS]:
+            torch.testing.assert_close(job.step(batch), twin.step(batch), **CLOSE)
+        for batch in (tokens(4, 11), tokens(3, 48)):
+            found = job.evaluate(batch)
+            torch.testing.assert_close(found.loss, twin.loss(batch), **CLOSE)
+            assert found.logits.shape[:2] == batch["input_ids"].shape
+        job.sync()
+    assert_same_weights(job.model, twin.model)
+
+
+def test_the_printed_code_says_sequence_and_the_plan_is_for_the_most() -> None:
+    job, _ = compiled("llama")
+    code = job.code()
+    assert "sequence = input_ids.size(1)" in code and "f32[2, sequence, 32]" in code
+    assert "32, sequence" not in code.replace("[2, sequence, 32]", "")
+    stage = job.programs[0].interface.stages["stage0"]
+    assert stage.inputs[0].shape == (2, 48) and stage.inputs[0].dims == ("", "sequence")
+    fixed, _ = compiled("llama", dynamic_shapes=None, example_inputs=tokens(4, 48))
+    longest, most = fixed.simulate().peak_bytes["cpu0"], job.simulate().peak_bytes["cpu0"]
+    assert longest <= most < 1.01 * longest  # a trace with symbols has a copy more
+
+
+def test_written_files_take_any_length_too(tmp_path: Any) -> None:
+    job, twin = compiled("llama")
+    job.write(tmp_path)
+    again = penstock.load(tmp_path, job.model)
+    with again:
+        for batch in [*ONE_LENGTH[:2], MANY_LENGTHS[0]]:
+            torch.testing.assert_close(again.step(batch), twin.step(batch), **CLOSE)
+
+
+def test_one_trace_serves_all_numbers_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.compiler.capture import trace as tracing
+
+    traces: list[Any] = []
+    record = tracing._record
+    monkeypatch.setattr(tracing, "_record", lambda *args: traces.append(args) or record(*args))
+    job, twin = compiled("llama", micro_batches="auto", strategy="auto", dynamic_shapes=(ROWS, SEQUENCE))
+    assert len(traces) == 1
+    with job:
+        torch.testing.assert_close(job.step(tokens(4, 20)), twin.step(tokens(4, 20)), **CLOSE)
+
+
+@functools.cache
+def shared() -> tuple[penstock.Job, Eager]:
+    return compiled("llama")
+
+
+class Means(torch.nn.Module):
+    """A loss that is a mean over all that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_rows_that_micro_batches_cannot_share_need_a_loss_that_counts() -> None:
+    x = torch.randn(4, 6, 4)
+    job = penstock.compile(
+        Means(), "laptop-16gb", example_inputs={"x": x}, micro_batches=2, dynamic_shapes={"x": {0: ROWS}}
+    )
+    with pytest.raises(BatchError, match=r"has 3 rows, which 2 micro-batches cannot share evenly.*hand over 2 rows"):
+        job.step({"x": x[:3]})
+    with pytest.raises(BatchError, match="1 rows for 2 micro-batches"):
+        job.step({"x": x[:1]})
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (tokens(4, 49), r"sequence is 49 in a micro-batch, compiled for 4 to 48; cut it to 48, or compile with .*max=49"),
+        (tokens(4, 3), r"sequence is 3 in a micro-batch, compiled for 4 to 48; pad it to 4"),
+        ([tokens(2, 8)] * 3, "a list of 3 micro-batches, and 2 make a step; compile with micro_batches=3"),
+        ([tokens(2, 8), tokens(2, 50)], "sequence is 50"),
+        (tokens(3, 8), "has 3 rows, compiled for 4; fill it up, or give the first dimension a name"),
+        ({**tokens(4, 8), "labels": tokens(4, 9)["labels"]}, "sequence is 9, and 8 in batch"),
+        ({**tokens(4, 8), "labels": tokens(3, 8)["labels"]}, "4 rows and batch"),
+    ],
+)  # fmt: skip
+def test_batches_that_no_program_takes_are_named_before_anything_runs(batch: Any, words: str) -> None:
+    job, _ = shared()
+    with pytest.raises(BatchError, match=words):
+        job.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (Dim("sequence"), r"sequence has no max, for which memory is planned.*max=\.\.\."),
+        (Dim("sequence", max=16), "sequence is 1 to 16, and the example has 32"),
+        ({"input_id": {1: SEQUENCE}}, r"'input_id'\]: the batch has input_ids.*nearest: 'input_ids'"),
+        ({"input_ids": {2: SEQUENCE}}, "names dimension 2; 'input_ids' has 2"),
+        ({"input_ids": {1: Dim.AUTO}}, "it is a torch.export.Dim with a name and a max"),
+        ({"input_ids": {1: 31}}, "None, or the example's size, 32"),
+        ({"input_ids": None}, "leaves every size fixed"),
+        ("sequence", "allowed are torch.export's form"),
+        ((ROWS, SEQUENCE, SEQUENCE), "3 dimensions for every input"),
+    ],
+)  # fmt: skip
+def test_dynamic_shapes_that_say_nothing_usable_are_named(shapes: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        compiled("gpt2", dynamic_shapes=shapes)
+
+
+def test_inputs_of_one_model_that_share_a_length_must_all_be_named() -> None:
+    """The mask and the labels have the length of the ids."""
+    with pytest.raises(CaptureError, match="leaves dimension 1 of 'attention_mask' at 48, the most of sequence"):
+        compiled("llama", dynamic_shapes={"input_ids": {1: SEQUENCE}}, example_inputs=tokens(4, 48))
+
+
+@pytest.mark.parametrize("name", ["cuda_graphs", "compile_stages"])
+def test_what_needs_fixed_sizes_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}=True with dynamic_shapes" if name != "cuda_graphs" else "cuda_graphs"):
+        compiled("gpt2", **{name: True})
+
+
+def test_a_list_of_micro_batches_of_one_length_needs_no_dynamic_shapes() -> None:
+    job, twin = compiled("gpt2", dynamic_shapes=None)
+    with job:
+        found = job.step([tokens(2, 32), tokens(2, 32, 1)])
+        torch.testing.assert_close(found, twin.step([tokens(2, 32), tokens(2, 32, 1)]), **CLOSE)
+        with pytest.raises(BatchError, match="compile with dynamic_shapes for micro-batches of different lengths"):
+            job.step([tokens(2, 32), tokens(2, 30)])
