@@ -17,7 +17,7 @@ from ..ir.errors import DoesNotFit, PassError, PlanError
 from ..ir.machine.hardware import Hardware
 from ..ir.ops import DEVICE, DRAM
 from ..ir.precision import BoundaryDtype, GradientDtype, Precision
-from ..ir.program import HookCall, Interface
+from ..ir.program import HookCall, Interface, Sizes, StageSpec
 from ..passes.draft import Draft, Options, StepBytes
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.rows.facts import MEAN_OVER_ROWS, RowFacts
@@ -48,7 +48,7 @@ from .batch_sizes import BatchSizes
 from .capture.dynamic import DynamicDims
 from .changed_params import require_lasting
 from .coupling import coupled_miss, find_facts, scaled_loss
-from .dynamic_shapes import any_count, described, largest, read_dynamic_shapes
+from .dynamic_shapes import GraphAt, any_count, described, largest, read_dynamic_shapes
 from .folder import Folder, Settings, print_counts, print_files
 from .garbage import rare_collections
 from .job.batch import BatchShape, micro_batch_spec
@@ -206,7 +206,8 @@ def compile(
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
-        capture = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes)
+        capture_at = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes)
+        capture = capture_at()
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s)
         if compile_stages and asked is None and decided is None:
             wishes.require = check_compilable
@@ -252,6 +253,13 @@ def compile(
         find_graph.cache_clear()
         return found
 
+    def stages_at(other: Sizes) -> Mapping[str, StageSpec]:
+        with torch.device("cpu"), rare_collections():
+            plain = dataclasses.replace(wishes.options, profiler=None)
+            decided = dataclasses.replace(wishes, options=plain, decided=made, dump=None)
+            graphs = functools.cache(lambda count: scaled_loss(capture_at(other)(count), facts, count))
+            return search(graphs, machine, decided).best.draft.programs[0].interface.stages
+
     _tell(shape, best.draft.graph.notes)
     return Job(
         model,
@@ -260,6 +268,7 @@ def compile(
         ties=ties_of(model),
         records=best.records,
         help_finder=helps,
+        stages_at=stages_at if sizes is not None else None,
         trust=OWN,
         loss_weight=loss_weight,
     )
@@ -311,9 +320,9 @@ def _capturer(
     by_user: bool,
     shape: BatchShape,
     sizes: BatchSizes | None,
-) -> Graphs:
-    """A function from a number of micro-batches to the op graph of one micro-batch. Each number is traced once, or all
-    of them together where sizes are dynamic."""
+) -> Callable[..., Graphs]:
+    """What makes functions from a number of micro-batches to the op graph of one micro-batch, the largest or one of
+    given sizes. Each number is traced once, or all of them together where sizes are dynamic."""
     types = Precision.of(options.precision)
 
     def trace(num_micro_batches: int, dims: DynamicDims | None = None) -> OpGraph:
@@ -321,16 +330,19 @@ def _capturer(
         with unmarked(model):
             return traced(model, inputs, loss_fn, by_user, types, kind, dims)
 
-    at = (lambda count: trace(count)) if sizes is None else any_count(trace, sizes, shape)
+    at: GraphAt = (lambda count, other: trace(count)) if sizes is None else any_count(trace, sizes, shape)
 
-    @functools.cache
-    def capture(num_micro_batches: int) -> OpGraph:
-        graph = counted(at(num_micro_batches), by_user)
-        graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
-        graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
-        return graph
+    def capture_at(other: Sizes | None = None) -> Graphs:
+        @functools.cache
+        def capture(num_micro_batches: int) -> OpGraph:
+            graph = counted(at(num_micro_batches, other), by_user)
+            graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
+            graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
+            return graph
 
-    return capture
+        return capture
+
+    return capture_at
 
 
 def _stepped_dtype(precision: str, rounds: bool) -> torch.dtype | None:

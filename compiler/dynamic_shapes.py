@@ -16,7 +16,7 @@ from torch import nn
 from torch.export.dynamic_shapes import _DerivedDim, _DimHint, _DimHintType
 
 from ..ir.errors import CaptureError, PlanError
-from ..ir.program import SizeRange
+from ..ir.program import SizeRange, Sizes
 from ..passes.graph.opgraph import OpGraph
 from ..passes.graph.sizes.named import at_sizes
 from .batch_sizes import BatchSizes
@@ -24,6 +24,7 @@ from .capture.dynamic import DynamicDims, SizeBranch
 from .capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
 from .job.batch import BatchShape, flatten
 
+GraphAt = Callable[[int, Sizes | None], OpGraph]  # number of micro-batches, sizes -> op graph of one micro-batch
 ROWS = "rows"  # of a micro-batch, where the user gives its size no name
 _FORMS = (
     'allowed are torch.export\'s form, such as {"input_ids": {1: torch.export.Dim("sequence", max=2048)}}, and its '
@@ -74,9 +75,9 @@ def _traced(sizes: BatchSizes, shape: BatchShape) -> DynamicDims:
 
 def any_count(
     trace: Callable[[int, DynamicDims | None], OpGraph], sizes: BatchSizes, shape: BatchShape
-) -> Callable[[int], OpGraph]:
-    """A function from a number of micro-batches to their graph, of one trace for all numbers. A model that does
-    something else for other numbers of rows is traced for each."""
+) -> GraphAt:
+    """A function from a number of micro-batches to the graph of the largest, or of one with other sizes, of one trace
+    for all of them. A model that does something else for other numbers of rows is traced for each."""
 
     @functools.cache
     def whole() -> OpGraph | None:
@@ -92,12 +93,13 @@ def any_count(
                 raise
             raise CaptureError(f"{error}\n  {left}") from error.__cause__
 
-    def at(count: int) -> OpGraph:
+    def at(count: int, other: Sizes | None = None) -> OpGraph:
         graph = whole()
         if graph is None:
             dims = _traced(sizes, shape)
             graph = trace(count, DynamicDims(dims.ranges, {name: (None, *own[1:]) for name, own in dims.dims.items()}))
         most = {name: of.most for name, of in sizes.ranges.items()} | {sizes.rows or ROWS: shape.size // count}
+        most |= other or {}
         ranges = sizes.micro_batch(count)
         return at_sizes(
             graph,
@@ -115,8 +117,8 @@ def _left_fixed(sizes: BatchSizes, shape: BatchShape) -> str:
             for dim, size in enumerate(own):
                 if dim and size == of.most and not sizes.dims[other][dim]:
                     return (
-                        f"dynamic_shapes leaves dimension {dim} of {other!r} at {size}, the most of {name}: give it the "
-                        f"same torch.export.Dim if it is the same size"
+                        f"dynamic_shapes leaves dimension {dim} of {other!r} at {size}, the most of {name}: give it "
+                        "the same torch.export.Dim if it is the same size"
                     )
     return ""
 

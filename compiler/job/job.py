@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import HardwareError, NonFiniteLoss, PenstockError, PlanError, WorkerError
 from ...ir.program import Program, place_of
+from ...passes.graph.sizes.symbolic import StagesAt
 from ...runtime import scratch
 from ...runtime.device.file import device_file_name
 from ...runtime.optimizer.stage_optimizer import OptimizerSpec
@@ -36,6 +37,7 @@ from ..pipeline import PassRecord
 from ..report.compiled import compiled_text, find_blocks
 from ..report.explain import explain
 from ..report.graphs import graphs_text
+from ..report.lengths import StepsOfAnySize, Throughput
 from ..search.what_helps import Help
 from ..stale import Unsynced, mark, tell_if_marked, unmark, unmarked
 from ..steps import simulate_here
@@ -111,6 +113,7 @@ class Job:
         directory: str | Path | None = None,
         trust: Trust = ONLY_VERIFIED,
         loss_weight: LossWeight | None = None,
+        stages_at: StagesAt | None = None,
     ):
         self.model, self.folder, self.programs = model, folder, list(programs)
         self.plan, self.hardware = folder.plan, folder.hardware
@@ -136,6 +139,9 @@ class Job:
         self._inputs = StepInputs(self._feed, folder, self._counter)
         self._taken = Taken(model, folder.interface)
         self.loss_weight = loss_weight
+        self._any_size: StepsOfAnySize | None = None
+        if (sizes := folder.settings.sizes) is not None:
+            self._any_size = StepsOfAnySize(self.programs, self.hardware, self.plan.precision, sizes, stages_at)
 
     # --- what it is
 
@@ -152,6 +158,8 @@ class Job:
             self.plan, self.programs, self.hardware, self._records, self._helps, known.loss, known.rows, spec
         )
         page = f"{page}\n\n{self._compiled_text()}" if known.compile_stages else page
+        if self._any_size is not None and self._any_size.stages_at is not None:
+            page = f"{page}\n\n{self._any_size.table()}"
         return f"{page}\n\n{graphs_text(self.programs, self._ungraphed)}" if self._has_graphs else page
 
     @property
@@ -164,9 +172,26 @@ class Job:
             blocks = find_blocks(directory, self.folder.interface, self.trust)
         return compiled_text(blocks, self._eager_blocks)
 
-    def simulate(self) -> Timeline:
-        """One step on the described hardware, without running anything. Its `step_s` is of one step among many."""
+    def simulate(self, **sizes: int) -> Timeline:
+        """One step on the described hardware, without running anything. Its `step_s` is of one step among many.
+
+        `sizes`: those of each micro-batch, by the names in `dynamic_shapes`, as in `simulate(sequence=512)`; by default
+        the most of each. Raises `PlanError` for a size that the plan does not have.
+        """
+        if self._any_size is not None:
+            return self._any_size.simulate(sizes)
+        if sizes:
+            raise PlanError(f"simulate({', '.join(sizes)}=...): the job was compiled without dynamic_shapes")
         return simulate_here(self.programs, self.hardware, self.plan.precision)
+
+    def throughput(self, lengths: Iterable[Any]) -> Throughput:
+        """Tokens a second, simulated, over batches of these lengths, or over the batches of a loader.
+
+        Raises `PlanError` for a job without one length in `dynamic_shapes`, or a length beyond its range.
+        """
+        if self._any_size is None:
+            raise PlanError("throughput: the job was compiled without dynamic_shapes, all its batches have one length")
+        return self._any_size.throughput(lengths)
 
     def rehearse(self, time_scale: float = 1.0) -> Timeline:
         """One step in real time, in the processes that would run it, with waits in place of computation and transfers.

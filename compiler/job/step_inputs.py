@@ -25,7 +25,7 @@ from .state import whole_state
 
 
 @dataclass(frozen=True)
-class Given:
+class ReadBatch:
     """What one process was given for a step: the tensors that its devices load, the kind of its batch, and of each
     micro-batch what it counts and its sizes; None where it cannot say."""
 
@@ -49,7 +49,7 @@ class StepInputs:
         if driver is None:
             given = self._read(function, batch, ())
             return self._inputs(function, given, [given.counts], [given.sizes])
-        refused, given = None, Given()
+        refused, given = None, ReadBatch()
         self.counter()  # all ranks, whether or not their batches are accepted: it may ask the others
         try:
             given = self._read(function, batch, self.needed(driver.inputs.get(function, ())))
@@ -59,14 +59,14 @@ class StepInputs:
         self.feed.keep_to(function, given.kind)
         return self._inputs(function, given, [counts for counts, _ in rows], [sizes for _, sizes in rows])
 
-    def _read(self, function: str, batch: Any, needed: Collection[str]) -> Given:
+    def _read(self, function: str, batch: Any, needed: Collection[str]) -> ReadBatch:
         """Raises `BatchError` for a batch that the programs do not take."""
         if self.feed.any_sizes is None:
             leaves, kind = self.feed.read(function, batch, needed)
-            return Given(leaves, kind, self._counted(batch, leaves, kind))
+            return ReadBatch(leaves, kind, self._counted(batch, leaves, kind))
         parts, kind = self.feed.cut(function, batch, needed)
         if not kind:
-            return Given()
+            return ReadBatch()
         leaves = self.feed.any_sizes.placed(parts)
         sizes = [[part.sizes[name] for name in self.interface.sizes] for part in parts]
         if kind == WHOLE and self.feed.device is not None:
@@ -76,12 +76,12 @@ class StepInputs:
         counts = None
         if self.rules.divisors and leaves.keys() >= set(self.rules.inputs):
             counts = [row for part in parts for row in self.counter().of(part.batch, part.leaves, 1)]
-        return Given(leaves, kind, counts, sizes)
+        return ReadBatch(leaves, kind, counts, sizes)
 
     def _inputs(
         self,
         function: str,
-        given: Given,
+        given: ReadBatch,
         counts: Sequence[Counts | None],
         sizes: Sequence[list[list[int]] | None],
     ) -> dict[str, Tensor]:

@@ -46,6 +46,10 @@ class TensorSpec:
             return self.shape
         return tuple(value_of(dim, sizes) if dim else size for dim, size in zip(self.dims, self.shape, strict=True))
 
+    def at(self, sizes: Sizes) -> TensorSpec:
+        """The tensor in a micro-batch of these sizes."""
+        return replace(self, shape=self.shape_at(sizes))
+
     def part_at(self, sizes: Sizes) -> tuple[slice, ...]:
         """Where a value of these sizes is in a tensor of the largest shape."""
         return tuple(map(slice, self.shape_at(sizes)))

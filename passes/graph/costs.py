@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,18 +44,16 @@ def measure(
     graph: OpGraph,
     block: Block,
     device_kind: str = "cpu",
-    sizes: Mapping[str, int] | None = None,
     gaps_bytes: int | None = None,
 ) -> BlockCost:
     """Run the block forward with gradients, backward, and forward without gradients, on fake tensors.
 
-    `sizes`: for a graph with symbolic sizes, the number to put in for each symbol ("b", "s"). `gaps_bytes`: the gaps
-    in the allocator's memory for which there is room in any case; None: for all. The allocator takes more memory where
-    each of its gaps is smaller than the tensor that it has to place, so gaps of about the largest tensor are left, and
-    what of that has no room counts in the peaks.
+    `gaps_bytes`: the gaps in the allocator's memory for which there is room in any case; None: for all. The allocator
+    takes more memory where each of its gaps is smaller than the tensor that it has to place, so gaps of about the
+    largest tensor are left, and what of that has no room counts in the peaks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = _BlockRun(graph, block, mode, device_kind, sizes or {})
+    run = _BlockRun(graph, block, mode, device_kind)
     with mode, torch.random.fork_rng(devices=[]), autocast_as(device_kind, graph.autocast), _attention_of(device_kind):
         run.make_inputs()
         forward, ends, saved, saved_inputs, saved_outputs = run.forward()
@@ -112,9 +110,8 @@ def _costly_calls(forward: Sequence[_Costly], light: Sequence[_Costly]) -> tuple
 class _BlockRun:
     """One block on fake inputs and fake parameters of its own."""
 
-    def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str, sizes: Mapping[str, int]):
+    def __init__(self, graph: OpGraph, block: Block, mode: FakeTensorMode, device_kind: str):
         self.graph, self.block, self.mode, self.cuda = graph, block, mode, device_kind == "cuda"
-        self.sizes = {graph.symbols[name].node.expr: size for name, size in sizes.items()}
         self.tensors: dict[int, torch.Tensor] = {}  # real or meta tensor's id -> fake
         self.inputs: dict[fx.Node, Any] = {}
         self.now = 0  # the number of the node that runs
@@ -123,8 +120,7 @@ class _BlockRun:
         if id(tensor) not in self.tensors:
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             dtype = compute_dtype(self.graph, tensor) if is_parameter else tensor.dtype
-            shape, stride = ([self.number(n) for n in ns] for ns in (tensor.shape, tensor.stride()))
-            made = torch.empty_strided(shape, stride, dtype=dtype)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             wants = tensor.requires_grad if requires_grad is None else requires_grad
             if wants and made.is_floating_point():
                 made.requires_grad_()
@@ -134,15 +130,11 @@ class _BlockRun:
             self.tensors[id(tensor)] = made
         return self.tensors[id(tensor)]
 
-    def number(self, size: Any) -> Any:
-        """A size, symbolic or not, as a number."""
-        return int(size.node.expr.subs(self.sizes)) if isinstance(size, torch.SymInt) else size
-
     def make_inputs(self) -> None:
         for node in self.block.inputs:
             value = node.meta.get("val")
             self.inputs[node] = fx.node.map_aggregate(
-                value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else self.number(v)
+                value, lambda v: self.fake(v) if isinstance(v, torch.Tensor) else v
             )
         for node in self.block.nodes:  # parameters exist before the block runs
             for parameter in self.graph.node_parameters(node).values():

@@ -31,7 +31,7 @@ def measure_blocks(
 
 
 def _cost(graph: OpGraph, block: Block, device_kind: str, gaps_bytes: int | None) -> BlockCost:
-    if graph.symbols or not all(_is_ours(node) for node in block.nodes):
+    if not all(_is_ours(node) for node in block.nodes):
         return measure(graph, block, device_kind, gaps_bytes=gaps_bytes)
     key = (block.hash, device_kind, gaps_bytes, graph.param_dtype, graph.autocast, _tensors(graph, block), _settings())
     if key not in _KNOWN:

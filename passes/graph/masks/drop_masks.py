@@ -87,7 +87,7 @@ def _proven(graph: OpGraph, calls: dict[str, fx.Node]) -> dict[str, MaskForm]:
     """The forms of the masks for which there is a proof."""
     known: dict[fx.Node, Intervals | None] = {}
     found: dict[str, MaskForm] = {}
-    for place, node in calls.items() if not graph.symbols else ():
+    for place, node in calls.items():
         given = _given(node.args, node.kwargs)
         mask = given["attn_mask"]
         if (

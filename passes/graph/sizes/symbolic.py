@@ -1,139 +1,127 @@
-"""Costs of blocks as expressions in batch `b` and sequence `s`.
+"""Costs of stages as expressions of named sizes.
 
-In: an op graph traced with dynamic sizes. Out: per distinct block hash its FLOPs, traffic, saved bytes, parameter bytes
-and boundary bytes as sympy polynomials, also in the meta of the block's nodes: "block", "block_hash" and "block_cost".
-
-Each distinct block is measured on plain numbers, as `costs` does for any plan, at a few sizes put in for the symbols,
-and the polynomial through these points (degree 1 in b, 2 in s: attention is quadratic) is proved at one more point.
-Running blocks on symbolic fake tensors instead would give the same where it works, but every comparison in a kernel's
-shape rule may fix a symbol or fail, in a way that changes from release to release. Boundaries need no measuring: they
-follow from the symbolic shapes of the values. Peaks of memory are maxima of polynomials, not polynomials, so they are
-left out.
-
-No pass decides by these expressions yet: they are for plans that hold for every batch and sequence.
+In: the stages of a plan at a few sizes. Out: for each cost a polynomial through these, of degree 1 in rows and 2 in
+every other size (attention is quadratic in its length), proved at one more point; and from these the stages at any
+sizes. Running blocks on symbolic fake tensors instead would give the same where it works, but every comparison in a
+kernel's shape rule may fix a symbol or fail, in a way that changes from release to release. Peaks of memory are maxima
+of polynomials, not polynomials: they stay those of the largest sizes, for which memory is planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import sympy
-import torch
-from torch import fx
 
-from ....ir.errors import PassError
-from ..blocks import Block, BlockCost
-from ..coarsen import find_blocks
-from ..costs import measure
-from ..opgraph import OpGraph, value_tensors
+from ....ir.program import SizeRange, Sizes, StageSpec
+from .named import symbol
 
-B, S = sympy.symbols("b s", positive=True, integer=True)
-SYMBOLS = {"b": B, "s": S}
-DEGREE = {"b": 1, "s": 2}
-QUANTITIES = ("forward_flops", "backward_flops", "forward_traffic_bytes", "backward_traffic_bytes", "kept_bytes")
+SUMS = ("forward_flops", "backward_flops", "forward_traffic_bytes", "backward_traffic_bytes", "kept_bytes")
+CALLS = ("forward_mix", "backward_mix", "saved")  # the calls behind these sums, by which a device's rates are found
+TOLERANCE = 0.01  # how far a polynomial may be from what was measured
+StagesAt = Callable[[Sizes], Mapping[str, StageSpec]]
 
 
-@dataclass(frozen=True)
-class SymbolicCost:
-    """Polynomials in `B` and `S` with rational coefficients; see `BlockCost` for what each counts."""
+class StageExpressions:
+    """The costs of a plan's stages for any sizes in these ranges. `rows`: the name of the number of rows, or ""."""
 
-    forward_flops: sympy.Expr
-    backward_flops: sympy.Expr
-    forward_traffic_bytes: sympy.Expr
-    backward_traffic_bytes: sympy.Expr
-    kept_bytes: sympy.Expr
-    param_bytes: sympy.Integer
-    input_bytes: sympy.Expr  # bytes of the values that the block takes from other blocks, each once
-    output_bytes: sympy.Expr  # bytes of the values that the block gives to other blocks
+    def __init__(self, stages_at: StagesAt, ranges: Mapping[str, SizeRange], rows: str = ""):
+        self.stages_at, self.names = stages_at, list(ranges)
+        self.points = [_points(of, 1 if name == rows else 2) for name, of in ranges.items()]
+        grid = [dict(zip(self.names, at)) for at in itertools.product(*(fitted for fitted, _ in self.points))]
+        proof = dict(zip(self.names, (proof for _, proof in self.points)))
+        self.powers = list(itertools.product(*(range(len(fitted)) for fitted, _ in self.points)))
+        basis = sympy.Matrix([[_term(list(at.values()), power) for power in self.powers] for at in grid])
+        self.solve = basis.inv()
+        measured = [stages_at(at) for at in grid]
+        proved = stages_at(proof)
+        self.largest, self.grid, self.measured = measured[0], grid, measured
+        self.costs: dict[str, dict[str, list[sympy.Expr]]] = {}  # stage -> cost -> an expression for each number in it
+        self.is_exact = all(self._fit(name, measured, proved, proof) for name in self.largest)
 
-    def at(self, b: int, s: int = 1) -> dict[str, int]:
-        """All costs as numbers for one batch and sequence."""
-        return {name: int(value.subs({B: b, S: s})) for name, value in vars(self).items()}
+    def _fit(
+        self, name: str, measured: Sequence[Mapping[str, StageSpec]], proved: Mapping[str, StageSpec], proof: Sizes
+    ) -> bool:
+        """Find the expressions of a stage. Returns whether its sums are what was measured at the proof."""
+        found = self.costs[name] = {}
+        for cost in (*SUMS, *CALLS):
+            rows = [list(_numbers(getattr(stages[name], cost))) for stages in measured]
+            wanted = list(_numbers(getattr(proved[name], cost)))
+            if all(len(row) == len(wanted) for row in rows):
+                made = [self._polynomial([row[i] for row in rows]) for i in range(len(wanted))]
+                if all(math.isclose(self._value(e, proof), w, rel_tol=TOLERANCE) for e, w in zip(made, wanted)):
+                    found[cost] = made
+        return found.keys() >= set(SUMS)
 
+    def _polynomial(self, values: Sequence[float]) -> sympy.Expr:
+        if len(set(values)) == 1:
+            return sympy.nsimplify(values[0], rational=True)
+        exact = sympy.Matrix([sympy.nsimplify(value, rational=True) for value in values])
+        terms = [_term([symbol(name) for name in self.names], power) for power in self.powers]
+        return sympy.expand(sum(c * term for c, term in zip(self.solve * exact, terms)))
 
-def annotate_costs(graph: OpGraph, device_kind: str = "cpu") -> dict[str, SymbolicCost]:
-    """Costs by block hash. Raises `PassError` for a graph without symbols, for one with symbols other than b and s, and
-    for a block whose costs are not polynomials of these degrees."""
-    sizes = _sizes(graph)
-    known: dict[str, SymbolicCost] = {}
-    blocks = find_blocks(graph)
-    for block in blocks:
-        if block.hash not in known:
-            known[block.hash] = _interpolate(graph, blocks, block, sizes, device_kind)
-        for node in block.nodes:
-            node.meta.update(block=block.name, block_hash=block.hash, block_cost=known[block.hash])
-    return known
+    def _value(self, expression: sympy.Expr, sizes: Sizes) -> float:
+        return float(expression.subs({symbol(name): size for name, size in sizes.items()}))
 
+    def at(self, sizes: Sizes) -> Mapping[str, StageSpec]:
+        """The stages at these sizes: of the expressions, or measured where these do not hold."""
+        if not self.is_exact:
+            return self.stages_at(sizes)
+        return {name: self._stage(name, sizes) for name in self.largest}
 
-def _sizes(graph: OpGraph) -> dict[str, int]:
-    """The size that each symbol was traced with, by name."""
-    if not graph.symbols:
-        raise PassError("costs in b and s need a graph traced with dynamic=True; this one has fixed sizes")
-    more = [name for name in graph.symbols if name not in DEGREE]
-    if more:
-        raise PassError(f"costs in b and s need inputs of one batch and one sequence size; there is {', '.join(more)}")
-    found = {name: int(size.node.hint) for name, size in graph.symbols.items()}
-    if found.get("s", 4) < 4:
-        raise PassError(f"the sequence was traced with length {found['s']}; at least 4 tells its powers apart")
-    return found
-
-
-def _points(name: str, traced: int) -> list[int]:
-    """Sizes to measure at, and as the last one a size to prove the result. Sequences get no longer than the traced one,
-    as models have a longest."""
-    if name == "b":
-        return [traced, traced + 1, traced + 2]
-    step = max(1, traced // 4)
-    return [traced, traced - step, traced - 2 * step, traced - 1 if step > 1 else traced - 3]
-
-
-def _interpolate(
-    graph: OpGraph, blocks: Sequence[Block], block: Block, sizes: Mapping[str, int], device_kind: str
-) -> SymbolicCost:
-    names = list(sizes)
-    points = {name: _points(name, sizes[name]) for name in names}
-    grid = list(itertools.product(*(points[name][:-1] for name in names)))
-    proof = tuple(points[name][-1] for name in names)
-    measured = {at: measure(graph, block, device_kind, dict(zip(names, at))) for at in (*grid, proof)}
-    powers = list(itertools.product(*(range(DEGREE[name] + 1) for name in names)))
-    solve = sympy.Matrix([[_power(at, power) for power in powers] for at in grid]).inv()
-    basis = [_power([SYMBOLS[name] for name in names], power) for power in powers]
-    found = {}
-    for quantity in QUANTITIES:
-        values = [_whole(measured[at], quantity) for at in grid]
-        polynomial = sympy.expand(sum(c * term for c, term in zip(solve * sympy.Matrix(values), basis)))
-        foreseen = polynomial.subs({SYMBOLS[name]: size for name, size in zip(names, proof)})
-        if foreseen != _whole(measured[proof], quantity):
-            at = ", ".join(f"{name}={size}" for name, size in zip(names, proof))
-            raise PassError(
-                f"{quantity} of block {block.name!r} is no polynomial of degree 1 in b and 2 in s: {polynomial} at "
-                f"{at} gives {foreseen}, measured {_whole(measured[proof], quantity)}; measure it at the sizes wanted"
-            )
-        found[quantity] = polynomial
-    of_blocks = {node for other in blocks for node in other.nodes}
-    return SymbolicCost(
-        **found,
-        param_bytes=sympy.Integer(block.param_bytes),
-        input_bytes=_bytes_of(graph, (node for node in block.inputs if node in of_blocks)),
-        output_bytes=_bytes_of(graph, (n for n in block.outputs if any(u in of_blocks for u in n.users))),
-    )
+    def _stage(self, name: str, sizes: Sizes) -> StageSpec:
+        distances = [sum(abs(at[n] - size) / size for n, size in sizes.items()) for at in self.grid]
+        nearest = distances.index(min(distances))
+        spec, costs = self.largest[name], self.costs[name]
+        changed: dict[str, Any] = {"seconds": (), "taking": ()}  # which were measured at the largest sizes
+        for cost in (*SUMS, *CALLS):
+            if cost in costs:
+                values = (self._value(expression, sizes) for expression in costs[cost])
+                changed[cost] = _with_numbers(getattr(spec, cost), values)
+            else:  # calls that are equal at some sizes are counted together there
+                changed[cost] = getattr(self.measured[nearest][name], cost)
+        for field in ("inputs", "outputs", "extra_outputs"):
+            changed[field] = tuple(row.at(sizes) for row in getattr(spec, field))
+        return dataclasses.replace(spec, **changed)
 
 
-def _bytes_of(graph: OpGraph, nodes: Iterable[fx.Node]) -> sympy.Expr:
-    """Bytes of the nodes' values, in `B` and `S`."""
-    own = {graph.symbols[name].node.expr: symbol for name, symbol in SYMBOLS.items() if name in graph.symbols}
-    total = sympy.Integer(0)
-    for tensor in (t for node in nodes for t in value_tensors(node.meta.get("val"))):
-        sizes = [size.node.expr.subs(own) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
-        total += sympy.Mul(tensor.element_size(), *sizes)
-    return sympy.expand(total)
+def _points(of: SizeRange, degree: int) -> tuple[list[int], int]:
+    """Sizes to measure at, the largest first, and one to prove the result at. Odd ones are rarely those of other
+    things, whose calls would be counted together."""
+    least = of.least if of.most < 4 else max(of.least, 2)
+    span = of.most - least
+    wanted = [of.most, *(least + span * i // (degree + 1) | 1 for i in range(1, degree + 1))]
+    fitted = list(dict.fromkeys(min(max(size, least), of.most) for size in wanted))
+    return fitted, min(max(least + span * 4 // 5 | 1, least), of.most)
 
 
-def _power(base: Sequence[sympy.Expr | int], power: Sequence[int]) -> sympy.Expr:
+def _term(base: Sequence[Any], power: Sequence[int]) -> Any:
     return sympy.Mul(*(sympy.sympify(x) ** p for x, p in zip(base, power)))
 
 
-def _whole(cost: BlockCost, quantity: str) -> int:
-    return int(getattr(cost, quantity))
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers in a cost, in order: of a number itself, of rows and of the fields of each."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
+def _with_numbers(value: Any, numbers: Iterator[float]) -> Any:
+    """The same cost with other numbers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _with_numbers(getattr(value, f.name), numbers) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, tuple):
+        return tuple(_with_numbers(item, numbers) for item in value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return round(next(numbers)) if isinstance(value, int) else next(numbers)

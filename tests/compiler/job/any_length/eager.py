@@ -55,4 +55,5 @@ class Eager:
 
 def assert_same_weights(model: nn.Module, twin: nn.Module) -> None:
     for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(param.detach(), other.detach(), msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+        message = f"{name}: {{}}".format
+        torch.testing.assert_close(param.detach(), other.detach(), msg=message, **CLOSE)

@@ -124,7 +124,7 @@ def test_rows_that_micro_batches_cannot_share_need_a_loss_that_counts() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (tokens(4, 49), r"sequence is 49 in a micro-batch, compiled for 4 to 48; cut it to 48, or compile with .*max=49"),
+        (tokens(4, 49), "sequence is 49 in a micro-batch, compiled for 4 to 48; cut it to 48, or compile .*max=49"),
         (tokens(4, 3), r"sequence is 3 in a micro-batch, compiled for 4 to 48; pad it to 4"),
         ([tokens(2, 8)] * 3, "a list of 3 micro-batches, and 2 make a step; compile with micro_batches=3"),
         ([tokens(2, 8), tokens(2, 50)], "sequence is 50"),
@@ -177,3 +177,31 @@ def test_a_list_of_micro_batches_of_one_length_needs_no_dynamic_shapes() -> None
         torch.testing.assert_close(found, twin.step([tokens(2, 32), tokens(2, 32, 1)]), **CLOSE)
         with pytest.raises(BatchError, match="compile with dynamic_shapes for micro-batches of different lengths"):
             job.step([tokens(2, 32), tokens(2, 30)])
+
+
+def test_steps_are_simulated_at_any_length() -> None:
+    job, _ = shared()
+    most, half = job.simulate(), job.simulate(sequence=24)
+    assert job.simulate(sequence=48).step_s == most.step_s > half.step_s > job.simulate(sequence=4).step_s
+    longer = compiled("llama", example_inputs=tokens(4, 24), dynamic_shapes=None, plan=job.plan, strategy="auto")[0]
+    assert half.step_s == pytest.approx(longer.simulate().step_s, rel=0.02)  # the same plan, compiled for this length
+    found = job.throughput([4, 24, 24, 48])
+    assert found.mean_length == 25 and found.tokens_per_s > found.padded_tokens_per_s
+    assert job.throughput([tokens(4, 24), tokens(4, 24)]).mean_step_s == pytest.approx(half.step_s)
+    assert "steps of other lengths (4 to 48; memory is for the most)" in job.explain()
+
+
+def test_sizes_that_a_plan_does_not_have_are_named(tmp_path: Any) -> None:
+    job, _ = shared()
+    with pytest.raises(PlanError, match=r"simulate\(length=8\): the sizes that differ are sequence"):
+        job.simulate(length=8)
+    with pytest.raises(PlanError, match="compiled for 4 to 48"):
+        job.simulate(sequence=64)
+    with pytest.raises(PlanError, match="lengths is empty"):
+        job.throughput([])
+    job.write(tmp_path)
+    with pytest.raises(PlanError, match="ask the job that compile made"):
+        penstock.load(tmp_path, job.model).simulate(sequence=8)
+    fixed, _ = compiled("gpt2", dynamic_shapes=None)
+    with pytest.raises(PlanError, match="compiled without dynamic_shapes"):
+        fixed.simulate(sequence=8)
