@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.compiler.capture.dynamic import DynamicDims
 from penstock.ir.program import SizeRange
 
-MOST = 1 << 12
+LARGER = 4  # sizes are at most so many times those of the batch
 
 
 def usual_dims(batch: Mapping[str, Tensor]) -> DynamicDims:
@@ -22,7 +22,7 @@ def usual_dims(batch: Mapping[str, Tensor]) -> DynamicDims:
         if (dim, size) not in seen:
             count = sum(other == dim for other, _ in seen)
             seen[dim, size] = "bs"[dim] + (str(count + 1) if count else "")
-            ranges[seen[dim, size]] = SizeRange(2, MOST)
+            ranges[seen[dim, size]] = SizeRange(min(size, 3), LARGER * size)
         return seen[dim, size], 1
 
     for key, value in batch.items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -26,6 +28,20 @@ class SizeBranch(CaptureError):
     """The model does one thing for some sizes, and another for others. `size`: the first of their names."""
 
     size = ""
+
+
+class LinedShapeEnv(ShapeEnv):
+    """Takes, for the place of a branch on a size, the model's line and not one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = SourceLines()
+
+    def _get_user_frame(self) -> FrameType | None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self._lines.is_shown(frame.f_code):
+            frame = frame.f_back
+        return frame
 
 
 @dataclass(frozen=True)

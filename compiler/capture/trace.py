@@ -15,14 +15,13 @@ import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...ir.errors import CaptureError
 from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
 from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
-from .dynamic import DynamicDims, require_any_size
+from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
@@ -160,7 +159,7 @@ def _export(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
 
 
 def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpGraph:
-    fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else ShapeEnv())
+    fake_mode = FakeTensorMode(shape_env=None if options.dynamic is None else LinedShapeEnv())
     inputs = fake_inputs(model, example_inputs, fake_mode, options.dynamic)
     if options.count_items:
         inputs.add_item_count(fake_mode)

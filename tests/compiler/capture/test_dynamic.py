@@ -62,3 +62,19 @@ def test_on_one_side_of_a_branch_one_program_holds() -> None:
 def test_what_fixes_a_size_is_named(run: Callable[[Tensor], Tensor], words: str) -> None:
     with pytest.raises(SizeBranch, match=words):
         traced(run)
+
+
+class Positions(Model):
+    def __init__(self) -> None:
+        super().__init__(lambda h: h)
+        self.table = nn.Parameter(torch.zeros(48, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.table[: x.shape[1]]).sum()  # the table
+
+
+def test_a_table_of_positions_says_how_long_a_sequence_may_be() -> None:
+    """Torch's own kernels compare the length with the table's; the line is the model's all the same."""
+    dims = DynamicDims({"rows": SizeRange(2, 8), "length": SizeRange(2, 64)}, DIMS)
+    with pytest.raises(SizeBranch, match=r"(?s)test_dynamic.py.*# the table.*One program holds for 2 to 48"):
+        trace(Positions(), {"x": torch.zeros(4, 32, 4)}, dynamic=dims)
