@@ -48,7 +48,7 @@ def expressions(name: str) -> tuple[nn.Module, StageExpressions]:
     return model, StageExpressions(stages_at, ranges, rows="b")
 
 
-@pytest.mark.parametrize("sizes", [(3, 8), (1, 32)])
+@pytest.mark.parametrize("sizes", [(3, 8), (2, 32)])
 @pytest.mark.parametrize(
     "name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
 )
