@@ -170,7 +170,12 @@ def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
     example = task.rows.take([i % len(task.rows) for i in range(options.batch)])
     with rare_collections():
         return options.compile_model(
-            model, options.machine(), example, weights, lr_scheduler=_schedule(options.schedule, task.steps)
+            model,
+            options.machine(),
+            example,
+            weights,
+            lr_scheduler=_schedule(options.schedule, task.steps),
+            steps=task.steps,
         )
 
 

@@ -72,6 +72,11 @@ def check_timeout(timeout_s: Any) -> None:
         raise PlanError(f"timeout_s={timeout_s!r}; it is a number of seconds, at least {LEAST_TIMEOUT_S:g}")
 
 
+def check_steps(steps: Any) -> None:
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise PlanError(f"steps={steps!r}; it is the number of steps of the run, 1 or more, or None where it is open")
+
+
 def check_agrees(plan: Plan, **given: Any) -> None:
     """Raise `PlanError` for an argument that contradicts the plan: it would be ignored in silence."""
     for name, value in given.items():

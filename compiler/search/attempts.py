@@ -1,7 +1,7 @@
 """Candidates tried one by one: a `Trial` of each, and the best so far.
 
 A candidate is not compiled if its lower bound is no better than the best, or if it comes to the same programs as
-another. Candidates left when time is up are listed as such.
+another. Candidates left when time is up, or nothing is left to gain, are listed as such.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ...ir.program import Program
 from ...passes.draft import Options
 from ...passes.graph.opgraph import OpGraph
 from ..plan import Plan, Rival
+from .bounds import machine_bound
 from .candidate import PLAIN, Candidate
+from .candidates import micro_batch_counts
 from .compiled import CandidateCompiler, CompiledCandidate, DumpPrograms, prove
 from .host_memory import tier_of
 from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
@@ -28,14 +30,15 @@ from .trial import Pruned, SamePlan, Skipped, Trial, errors_of, nearest_miss
 Trace = Callable[[int], OpGraph]  # number of micro-batches -> op graph of one micro-batch
 LARGE_GRAPH_NODES = 2000  # above this the sweep keeps to one number of micro-batches: each needs a trace of its own
 SEARCH_S = 33.0  # of computation
+NEAR = 0.01  # the share of a step that is not worth another candidate
 
 
 @dataclass
 class Wishes:
     """What the user fixed; None leaves it to the search. `asked`: the strategy. `search_s`: seconds of
     computation after which nothing new is tried, once something fits. `beyond_dram_bytes`: see `check_states_fit`.
-    `fewest_first`: the first number of micro-batches that fits, from one on. `require`: raises `PlanError` for programs
-    that cannot keep another wish."""
+    `fewest_first`: the first number of micro-batches that fits, from one on. `steps`: of the run. `require`: raises
+    `PlanError` for programs that cannot keep another wish."""
 
     asked: Candidate | None
     micro_batches: int | None
@@ -46,6 +49,7 @@ class Wishes:
     search_s: float = SEARCH_S
     beyond_dram_bytes: int = 0  # lasting bytes that devices and DRAM cannot hold, at least
     fewest_first: bool = False
+    steps: int | None = None
     require: Callable[[Sequence[Program]], None] | None = None
 
 
@@ -67,8 +71,15 @@ class Attempts:
         self.compilers: dict[int, CandidateCompiler] = {}  # by number of micro-batches
         self.seen: dict[tuple[int, Any], Trial] = {}  # (micro-batches, what decides the programs) -> its trial
         self.done: set[tuple[int, Candidate]] = set()
-        self.until_s = time.process_time() + wishes.search_s
+        self.begun_s = time.process_time()
+        self.until_s = self.begun_s + wishes.search_s
+        self.bounds_s: dict[int, float] = {}  # by number of micro-batches, what no plan undercuts
         self.has_ssds = any(host.ssds for host in hardware.hosts)
+        self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
+        if wishes.micro_batches is not None:
+            self.usual, self.last_resort = [wishes.micro_batches], []
+        elif wishes.fewest_first:
+            self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     @property
     def needs_norm(self) -> bool:
@@ -79,6 +90,20 @@ class Attempts:
     @property
     def is_late(self) -> bool:
         return time.process_time() > self.until_s
+
+    @property
+    def enough(self) -> Skipped | None:
+        """Why nothing more need be tried, once something fits. Numbers of micro-batches that were not looked at yet
+        might undercut all bounds."""
+        if self.best is None or not self.bounds_s.keys() >= set(self.usual):
+            return None
+        left_s = self.best.step_s - min(self.bounds_s.values())
+        if left_s <= NEAR * self.best.step_s:
+            return Skipped.NEAR_BOUND
+        steps = self.wishes.steps
+        if steps is not None and left_s * steps < time.process_time() - self.begun_s:
+            return Skipped.NOT_WORTH_IT
+        return None
 
     def is_large(self, count: int) -> bool:
         return len(self.compiler(count).graph.nodes) > LARGE_GRAPH_NODES
@@ -106,11 +131,16 @@ class Attempts:
     def attempt(self, count: int, candidate: Candidate) -> Trial:
         if self.best is not None and self.is_late:
             return Trial(candidate, count, reason=Skipped.OUT_OF_TIME)
+        enough = self.enough
+        if enough is not None:
+            return Trial(candidate, count, reason=enough)
         if candidate.uses_ssd and not self.has_ssds and self.wishes.asked is None:
             return Trial(candidate, count, reason=Skipped.NO_SSDS)
         compiler = self.compiler(count)
         try:
             placed = compiler.place(candidate)
+            if count not in self.bounds_s:
+                self.bounds_s[count] = machine_bound(placed.draft).seconds
             key = (count, placed.key)
             if key in self.seen:
                 same = self.seen[key]

@@ -63,11 +63,6 @@ class Sweep(Attempts):
     def __init__(self, trace: Trace, hardware: Hardware, wishes: Wishes):
         super().__init__(trace, hardware, wishes)
         self.base = PLAIN  # what all candidates but named ones have in common
-        self.usual, self.last_resort = micro_batch_counts(wishes.batch_size, hardware)
-        if wishes.micro_batches is not None:
-            self.usual, self.last_resort = [wishes.micro_batches], []
-        elif wishes.fewest_first:
-            self.usual, self.last_resort = [1], sorted({*self.usual, *self.last_resort} - {1})
 
     def one(self, candidate: Candidate) -> None:
         """Try the candidate that the user asked for: only the number of micro-batches is open. Where a strategy does

@@ -58,7 +58,7 @@ def test_expressions_give_what_a_static_graph_measures(name: str, sizes: tuple[i
     static, made = stages_of(trace(model, batch_of(name, *sizes))), found.at(dict(zip("bs", sizes)))
     for stage, spec in static.items():
         for cost in SUMS:  # a trace with symbols copies, or does not copy, small tensors (labels, a mask's single row)
-            assert getattr(made[stage], cost) == pytest.approx(getattr(spec, cost), rel=0.03), cost
+            assert getattr(made[stage], cost) == pytest.approx(getattr(spec, cost), rel=0.05), cost
         assert made[stage].forward_flops == spec.forward_flops and made[stage].backward_flops == spec.backward_flops
         shapes = [[row.shape for row in (*of.inputs, *of.outputs)] for of in (made[stage], spec)]
         assert shapes[0] == shapes[1]

@@ -1,0 +1,45 @@
+"""A search ends where nothing is left to gain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.compiler.search import attempts
+from penstock.compiler.search.trial import Skipped
+from penstock.ir.errors import PlanError
+from penstock.tests.compiler.eager_baseline import SGD, zoo_case
+
+
+def rivals(**options: Any) -> tuple[penstock.Job, Counter[str]]:
+    model, batch = zoo_case("gpt2")
+    hardware = penstock.Hardware.cpu(2, memory="64MB")
+    job = penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, **options)
+    return job, Counter(rival.reason for rival in job.plan.rivals)
+
+
+def test_a_short_run_is_not_worth_a_long_search() -> None:
+    """What the best plan could still save in one step is less than any search takes."""
+    short, of_short = rivals(steps=1)
+    long, of_long = rivals(steps=10**9)
+    assert of_short[Skipped.NOT_WORTH_IT.value] > 10 and not of_long[Skipped.NOT_WORTH_IT.value]
+    assert short.simulate().step_s >= long.simulate().step_s
+    assert len(short.plan.rivals) <= len(long.plan.rivals)
+
+
+def test_the_best_within_a_hundredth_of_the_bound_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, usual = rivals()
+    assert not usual[Skipped.NEAR_BOUND.value]
+    monkeypatch.setattr(attempts, "NEAR", 0.99)
+    job, found = rivals()
+    assert found[Skipped.NEAR_BOUND.value] > 10
+    assert job.plan.predicted.step_s >= job.plan.predicted.bound_s
+
+
+@pytest.mark.parametrize("steps", [0, -3, 1.5, True, "many"])
+def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
+    with pytest.raises(PlanError, match="it is the number of steps of the run, 1 or more"):
+        rivals(steps=steps)
