@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import (
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.kernels.stand_ins import SHAPE_RULES
@@ -90,6 +90,7 @@ class Recorder(GraphWriter):
         self.leaves = leaf_modules(held.model)
         self.calls: dict[Any, RecordedCall] = {}
         self.has_sparse = False  # an embedding asks for sparse gradients, which are dense here
+        self.has_checkpoints = False  # forward asks for recomputation, which passes decide here
         self.draws: DrawWatch | None = None  # watches the custom function being recorded
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -116,6 +117,12 @@ class Recorder(GraphWriter):
                 self.perform(RecordedCall("call_function", _exit_autocast), (node,), {}, None)
             return leave(context, *exception)
 
+        checkpointed = checkpoint._checkpoint_without_reentrant_generator
+
+        def on_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            self.has_checkpoints = True
+            return checkpointed(*args, **kwargs)
+
         check = torch._check_tensor_all_with
 
         def on_check(kind: type[Exception], condition: Any, message: Callable[[], str] | None = None) -> None:
@@ -129,6 +136,7 @@ class Recorder(GraphWriter):
 
         changes = [
             (torch, "_check_tensor_all_with", on_check),
+            (checkpoint, "_checkpoint_without_reentrant_generator", on_checkpoint),
             (nn.Module, "__call__", on_call),
             (torch.autograd.Function, "apply", classmethod(on_apply)),
             (torch.autocast, "__enter__", on_enter),
@@ -151,6 +159,8 @@ class Recorder(GraphWriter):
             return _shown(args[0]) if call.target in _TEXTS else self.run(func, args, kwargs)
         if call.asks_gradient and args[1] is True:
             return None  # of an input, whose gradient nothing here takes
+        if func is torch.Tensor.requires_grad_ and self._is_passing(args[0]):
+            return args[0]  # the same, as PEFT's and transformers' hooks on embeddings do it
         if call.kind == "refuse":
             raise CaptureError(f"{self.lines.where()}\n  {call.target}")
         if func is torch.Tensor.__iter__:
@@ -161,6 +171,10 @@ class Recorder(GraphWriter):
         args = (*reversed(args),) if call.reflected else args + call.extra
         run = call.target if call.reflected or call.extra else SHAPE_RULES.get(func, func)
         return self.perform(call, self.lower(args), self.lower(kwargs), run, args, kwargs)
+
+    def _is_passing(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is no parameter, so that a gradient would be computed for nobody."""
+        return id(tensor) not in self.held.names and not isinstance(tensor, torch.nn.Parameter)
 
     def on_module(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module was called: record it whole if it is a leaf, else note where we are and let it run."""
@@ -186,7 +200,8 @@ class Recorder(GraphWriter):
 
     def on_autograd_function(self, kind: type, run: Callable[..., Any], args: tuple) -> Any:
         """A custom autograd function: one call, so that its own backward is kept."""
-        if kind is CheckpointFunction:  # recomputation is decided by passes, not by the model
+        if kind is checkpoint.CheckpointFunction:  # recomputation is decided by passes, not by the model
+            self.has_checkpoints = True
             return args[0](*args[2:])
         call = self.calls.get(kind)
         if call is None:

@@ -38,6 +38,10 @@ _DENSE = (
     "an embedding has sparse=True; its gradients are dense here, which gives the same weights and takes the memory of "
     "a whole table"
 )
+_CHECKPOINTS = (
+    "forward asks for gradient checkpointing (gradient_checkpointing_enable, torch.utils.checkpoint), which is "
+    "ignored: the plan itself decides which stages run forward again in backward, and job.explain() names them"
+)
 
 
 def trace(
@@ -191,8 +195,12 @@ def _record(model: nn.Module, example_inputs: Any, options: TraceOptions) -> OpG
         symbols=inputs.symbols,
         param_dtype=options.param_dtype,
         autocast=options.autocast,
-        notes=(_DENSE,) if recorder.has_sparse else (),
+        notes=_notes(recorder),
     )
+
+
+def _notes(recorder: Recorder) -> tuple[str, ...]:
+    return (_DENSE,) * recorder.has_sparse + (_CHECKPOINTS,) * recorder.has_checkpoints
 
 
 @contextmanager
@@ -264,6 +272,13 @@ def _unused(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _remove(graph: fx.Graph, removable: set[fx.Node]) -> None:
+    stand_ins: dict[fx.Node, fx.Node] = {}  # a removed owner of a storage -> the first node left that shares it
+    for node in graph.nodes:
+        owner = node.meta.get("alias_of")
+        while node not in removable and owner in removable:
+            above = owner.meta["alias_of"]
+            owner = above if above is not None else stand_ins.setdefault(owner, node)
+            node.meta["alias_of"] = owner if owner is not node else None
     for node in reversed(graph.nodes):
         if node in removable:
             graph.erase_node(node)
