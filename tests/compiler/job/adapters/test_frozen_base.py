@@ -1,0 +1,113 @@
+"""What a frozen base costs, counted in the printed programs: its own bytes and no more, as seldom as can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import penstock
+from penstock.compiler.job.job import Job
+from penstock.ir import ops
+from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compiled, llama, lora
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+LAYERS = 4
+
+
+def calls(job: Job, kind: Any) -> Iterator[fx.Node]:
+    for program in job.programs:
+        for node in program.ops():
+            if node.target is kind:
+                yield node
+
+
+def stage_of(node: fx.Node) -> str:
+    return str(node.args[0]).partition(".")[0]
+
+
+def moved(job: Job, kind: Any) -> int:
+    return sum(node.meta["type"].bytes for node in calls(job, kind))
+
+
+def swapped(model: Any, memory: str = "160kB") -> Job:
+    """Four stages, of which one or two fit, so that a backward fetches its stage again."""
+    stages = "coarsen, partition-balanced{stages=4}, map-cross, schedule-pipeline"
+    tail = "insert-remat, insert-fetch{swap=true}, insert-optimizer"
+    return compiled(model, strategy=f"{stages}, {tail}", optimizer=ADAMW, memory=memory)
+
+
+def test_optimizer_states_and_gradients_are_those_of_the_adapters() -> None:
+    model = lora(llama(num_hidden_layers=LAYERS))
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    job = compiled(model, optimizer=ADAMW, precision="bf16-mixed", strategy="balanced")
+    specs = job.folder.interface.stages.values()
+    assert sum(spec.trained_params for spec in specs) == adapters
+    assert sum(job.folder.interface.master_bytes(spec) for spec in specs) in (0, 4 * adapters)
+    assert sum(job.folder.interface.state_bytes(spec) for spec in specs) == 8 * adapters  # two in fp32
+    last = [node for node in calls(job, ops.backward)][-1]
+    assert job.folder.interface.grad_bytes(stage_of(last)) == 4 * adapters
+
+
+def test_resident_adapters_and_their_states_stay_on_the_device() -> None:
+    job = compiled(lora(llama(num_hidden_layers=LAYERS)), optimizer=ADAMW)
+    assert set(job.plan.decisions.optimizer.values()) == {"device"}
+    assert not list(calls(job, ops.fetch)) and not list(calls(job, ops.offload))
+    with job:
+        job.step(BATCH)
+        job.step(BATCH)
+        found = job.last
+    assert found is not None
+    inputs = sum(t.numel() * t.itemsize for t in BATCH.values()) + 4 * 4  # and each micro-batch's share in the loss
+    assert found.moved_bytes == {"dram0 -> cpu0": inputs}
+
+
+def test_of_a_swapped_base_only_gradients_of_adapters_leave_the_device() -> None:
+    model = lora(llama(num_hidden_layers=LAYERS))
+    adapters = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    job, full = swapped(model), swapped(llama(num_hidden_layers=LAYERS), "300kB")
+    assert moved(job, ops.offload) == adapters
+    assert moved(full, ops.offload) >= 20 * adapters
+    with job:
+        job.step(BATCH)
+        job.step(BATCH)
+        found, told = job.last, job.simulate()
+    assert found is not None and found.moved_bytes["cpu0 -> dram0"] == adapters
+    assert found.moved_bytes["dram0 -> cpu0"] == told.moved_bytes["cpu0.down"]
+    assert found.moved_bytes["cpu0 -> dram0"] == told.moved_bytes["cpu0.up"]
+
+
+def test_stages_below_the_first_adapter_are_fetched_once_and_have_no_backward() -> None:
+    model = lora(llama(num_hidden_layers=LAYERS), layers_to_transform=[LAYERS - 1])
+    job = swapped(model)
+    stages = list(job.folder.interface.stages)
+    assert len(stages) == LAYERS
+    fetched = Counter(stage_of(node) for node in calls(job, ops.fetch))
+    parts = Counter(stage_of(node) for node in calls(job, ops.fetch) if "params" in node.kwargs)
+    backward = {stage_of(node) for node in calls(job, ops.backward)}
+    first = next(i for i, spec in enumerate(job.folder.interface.stages.values()) if spec.trained_params)
+    assert first >= LAYERS - 2  # the partitioner cuts by time, not by layers
+    assert {stage: fetched[stage] - parts[stage] for stage in stages[:first]} == dict.fromkeys(stages[:first], 1)
+    assert backward == set(stages[first:])
+    assert {stage_of(node) for node in calls(job, ops.step)} == {stages[first]}
+    everywhere = swapped(lora(llama(num_hidden_layers=LAYERS)))
+    assert moved(everywhere, ops.fetch) > 1.5 * moved(job, ops.fetch)
+
+
+def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Path) -> None:
+    model = lora(llama(num_hidden_layers=LAYERS), layers_to_transform=[LAYERS - 1])
+    machine = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="200MB", ssd="2GB")
+    job = penstock.compile(
+        model, machine, example_inputs=BATCH, optimizer=ADAMW, micro_batches=4, strategy="fuyou", ssd_dirs=[tmp_path]
+    )
+    trained = {spec.name for spec in job.folder.interface.stages.values() if spec.trained_params}
+    assert len(trained) < len(job.folder.interface.stages)
+    written = {str(node.kwargs["to"]).partition(".")[0] for node in calls(job, ops.write)}
+    assert written == trained
+    for_steps = {stage_of(node) for node in calls(job, ops.read) if not str(node.args[0]).endswith(".weights")}
+    assert for_steps == trained
