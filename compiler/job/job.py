@@ -29,6 +29,7 @@ from ...runtime.processes.torchrun import TorchrunDriver
 from ...runtime.simulate import Straggler, Timeline, find_stragglers
 from ...runtime.source.trust import ONLY_VERIFIED, Trust
 from ...runtime.state import durable, pretrained
+from ...runtime.state.base_identity import BaseIdentity
 from ...runtime.state.checkpoint import open_checkpoint
 from ...runtime.state.rng_state import restore_rng_state
 from ...runtime.state.weights import LiveWeights, WeightSource, open_directory, stage_buffers, stage_weights
@@ -50,7 +51,9 @@ from .preflight import own_device, require_constants, require_machine
 from .sampler import RankSampler
 from .state import (
     Held,
+    identity_of,
     load_checkpoint,
+    require_base,
     require_one_checkpoint,
     save_checkpoint,
     stage_states,
@@ -129,6 +132,7 @@ class Job:
         self.calls = OneCall()
         self._eager_blocks: dict[str, dict[str, str]] = {}  # as the last step reported
         self._ungraphed: dict[str, str] = {}  # the same
+        self._base: BaseIdentity | None = None  # of the frozen weights, if they are where `_source` has them
         self._broken = ""  # the error after which the devices may hold half a step
         self._closed = False
         self._stale: Unsynced | None = None  # since the model's weights are older than those of the devices
@@ -401,7 +405,7 @@ class Job:
             except BaseException:
                 driver.close()
                 raise
-            self._driver = driver
+            self._driver, self._base = driver, self._identity(source)
         return self._driver
 
     def _start(self) -> Driver:
@@ -532,11 +536,13 @@ class Job:
     def save(self, directory: str | Path, data: Mapping[str, Any] | None = None) -> Path:
         """A checkpoint to resume from: weights, optimizer, scheduler, counters, `data` and the position of `sampler`.
 
+        Frozen weights, as those under adapters, are not in it: `resume` takes them from where the job's weights are
+        from, and refuses others.
         Atomic: an older checkpoint of that name stays until the new one is complete. Raises `CheckpointError`.
         """
         driver, found = self.driver, self._feed.state(data or {})
         with finishing("save"):
-            return save_checkpoint(driver, self.folder.interface, self._ties, directory, found)
+            return save_checkpoint(driver, self.folder.interface, self._ties, directory, found, self._base)
 
     @one_call
     def resume(self, directory: str | Path, missing_ok: bool = False) -> dict[str, Any]:
@@ -551,6 +557,9 @@ class Job:
             return {}
         found = open_checkpoint(directory)
         found.require(*self.folder.interface.stages.values())
+        source = self._source() if found.base is not None else None
+        base = None if source is None else self._identity(source)
+        require_base(found, base)
         if self._broken or (self._driver is not None and self._driver.closed):
             self._close()
         if self._driver is None:
@@ -560,12 +569,17 @@ class Job:
         self._inputs.forget()
         with finishing("resume"), self._breaking():
             require_one_checkpoint(self._driver, found)
-            load_checkpoint(self._driver, self.folder.interface, found, directory)
+            load_checkpoint(self._driver, self.folder.interface, found, directory, source)
+            self._base = base
             restore_rng_state(dict(found.progress.rng))
             self.step_count = found.progress.step
             self._mark()
             self._feed.load(found.progress.data)
         return dict(found.progress.data)
+
+    def _identity(self, source: WeightSource) -> BaseIdentity | None:
+        with unmarked(self.model):
+            return identity_of(self.model, self.folder.interface, source, self.folder.settings.weights)
 
     def _any_has(self, directory: str | Path) -> bool:
         """Whether any rank sees a checkpoint of that name: a rank that does not see it must not begin anew while others

@@ -20,11 +20,12 @@ from ...runtime.processes.commands import Tensors, pack_state, unpack_state
 from ...runtime.processes.driver import Driver
 from ...runtime.stage.store import StagePart, joined
 from ...runtime.state import checkpoint
+from ...runtime.state.base_identity import BaseIdentity, base_identity, frozen_params
 from ...runtime.state.checkpoint import Checkpoint
 from ...runtime.state.parts import PartJoiner
 from ...runtime.state.plain_json import encode
 from ...runtime.state.rng_state import rng_state
-from ...runtime.state.weights import WeightSource
+from ...runtime.state.weights import WeightSource, stage_weights
 
 Held = tuple[StageSpec, dict[str, Tensor], dict[str, Tensor]]
 
@@ -99,9 +100,15 @@ def _get(model: nn.Module, name: str) -> Tensor:
 
 
 def save_checkpoint(
-    driver: Driver, interface: Interface, ties: Mapping[str, str], directory: str | Path, data: Mapping[str, Any]
+    driver: Driver,
+    interface: Interface,
+    ties: Mapping[str, str],
+    directory: str | Path,
+    data: Mapping[str, Any],
+    base: BaseIdentity | None,
 ) -> Path:
-    """Every device writes its stages, device 0 the manifest. An older checkpoint stays until this one is complete."""
+    """Every device writes its stages, device 0 the manifest. An older checkpoint stays until this one is complete.
+    With `base`, the identity of the frozen weights, these are left out."""
     trained = sum(spec.trained_params for spec in interface.stages.values())
     need_bytes = int((4 + interface.state_bytes_per_param) * trained)
     begun, _ = driver.call("begin_checkpoint", 0, {"directory": str(directory), "need_bytes": need_bytes})
@@ -111,7 +118,7 @@ def save_checkpoint(
         groups: dict[str, Any] = {}
         schedulers: dict[str, Any] = {}
         for stage, device in driver.setup.stage_devices.items():
-            args = {"stage": stage, "temporary": temporary, "ties": dict(ties)}
+            args = {"stage": stage, "temporary": temporary, "ties": dict(ties), "with_frozen": base is None}
             tensors: Tensors = {}
             if stage in driver.setup.spread:
                 header, tensors = pack_state(whole_state(driver, interface.stages[stage]))
@@ -127,6 +134,7 @@ def save_checkpoint(
             "shards": shards,
             "progress": encode(progress, "checkpoint"),
             "ties": dict(ties),
+            "base": None if base is None else dataclasses.asdict(base),
         }
         done, _ = driver.call("commit_checkpoint", 0, args)
         return Path(done["path"])
@@ -162,8 +170,30 @@ def require_one_checkpoint(driver: Driver, found: Checkpoint) -> None:
         )
 
 
-def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path) -> None:
-    """Every device takes its stages and counters from the checkpoint. After an error they hold a mixture."""
+def identity_of(model: nn.Module, interface: Interface, source: WeightSource, place: str | None) -> BaseIdentity | None:
+    """The identity of the weights that no step changes; None if there are none. `place`: where they were read."""
+    frozen = [param for spec in interface.stages.values() for param in frozen_params(spec.params)]
+    config = getattr(model, "config", None)
+    named = getattr(config, "_name_or_path", "") or getattr(config, "model_type", "") or type(model).__name__
+    return base_identity(place or str(named), source, frozen) if frozen else None
+
+
+def require_base(found: Checkpoint, base: BaseIdentity | None) -> None:
+    """Raise `CheckpointError` where the checkpoint goes with other frozen weights than `base`."""
+    if found.base is not None and (base is None or base.digest != found.base.digest):
+        here = f"those of {base}" if base is not None else "none: all of its weights are trained"
+        raise CheckpointError(
+            f"{found.path}: holds what was trained on top of the frozen weights of {found.base}, and not these "
+            f"themselves; the frozen weights of this job are {here}. Compile with the base that the checkpoint was "
+            "trained on"
+        )
+
+
+def load_checkpoint(
+    driver: Driver, interface: Interface, found: Checkpoint, directory: str | Path, source: WeightSource | None
+) -> None:
+    """Every device takes its stages and counters from the checkpoint, and from `source` the frozen weights that it does
+    not hold. After an error they hold a mixture."""
     progress = found.progress
     for stage, devices in driver.setup.stage_holders.items():
         args = {
@@ -172,8 +202,14 @@ def load_checkpoint(driver: Driver, interface: Interface, found: Checkpoint, dir
             "group": dict(progress.optimizer),
             "scheduler": dict(progress.scheduler) or None,
         }
+        spec, tensors = interface.stages[stage], Tensors()
+        left_out = found.left_out(spec)
+        if left_out:
+            assert source is not None, "a checkpoint without its base was let pass"
+            weights = stage_weights(source, dataclasses.replace(spec, params=left_out), own=False)
+            tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
         for device in devices:
-            driver.call("read_shard", device, args)
+            driver.call("read_shard", device, args, tensors)
     counters = {"step": progress.step, "seed": progress.seed, "loss_scale": progress.loss_scale.get("state")}
     for device in range(interface.world_size):
         driver.call("load_counters", device, counters)

@@ -17,6 +17,7 @@ from ...ir.program import RowPart
 from ..device.session import DeviceSession, StepResult
 from ..stage.store import StagePart
 from ..state import checkpoint
+from ..state.base_identity import BaseIdentity
 from ..state.manifest import RunPosition, ShardRecord, TensorRecord
 from ..state.plain_json import decode
 
@@ -78,18 +79,21 @@ def write_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensor
         state.buffers,
         optimizer,
         args.get("ties"),
+        args["with_frozen"],
     )
     return {"record": asdict(record), "group": found["group"], "scheduler": found["scheduler"]}, {}
 
 
 def read_shard(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Load the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's."""
+    """Load the state of `stage` from the checkpoint `directory`; `group` and `scheduler` are the manifest's, `tensors`
+    the frozen weights that the checkpoint does not hold."""
     stage = args["stage"]
     found = checkpoint.open_checkpoint(args["directory"]).read(session.state.interface.stages[stage])
     states = {n: {k: v for k, v in row.items() if isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     scalars = {n: {k: v for k, v in row.items() if not isinstance(v, Tensor)} for n, row in found.optimizer.items()}
     optimizer = {"states": states, "scalars": scalars, "group": args["group"], "scheduler": args["scheduler"]}
-    session.state.load_stage_state(stage, StagePart(found.weights, found.buffers, optimizer))
+    weights = split(tensors).get("weights", {}) | found.weights
+    session.state.load_stage_state(stage, StagePart(weights, found.buffers, optimizer))
     return {}, {}
 
 
@@ -99,10 +103,12 @@ def begin_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: T
 
 
 def commit_checkpoint(session: DeviceSession, args: Mapping[str, Any], tensors: Tensors) -> Answer:
-    """Finish a checkpoint. `shards` are the records of `write_shard`, `progress` is a `RunPosition` as plain JSON."""
+    """Finish a checkpoint. `shards` are the records of `write_shard`, `progress` is a `RunPosition` as plain JSON,
+    `base` a `BaseIdentity` or None."""
     shards = [_shard_record(row) for row in args["shards"]]
     progress = RunPosition(**decode(args["progress"], "progress"))
-    path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"])
+    base = None if args["base"] is None else BaseIdentity(**args["base"])
+    path = checkpoint.commit(Path(args["temporary"]), args["directory"], shards, progress, args["ties"], base)
     return {"path": str(path)}, {}
 
 

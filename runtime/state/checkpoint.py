@@ -23,6 +23,7 @@ from torch import Tensor
 from ...ir.errors import CheckpointError
 from ...ir.program import ParamSpec, StageSpec, whole_params
 from . import durable
+from .base_identity import BaseIdentity, frozen_params
 from .durable import abort
 from .manifest import (
     KINDS,
@@ -78,15 +79,18 @@ def write_shard(
     buffers: Mapping[str, Tensor],
     optimizer: Optimizer,
     ties: Mapping[str, str] | None = None,
+    with_frozen: bool = True,
 ) -> ShardRecord:
     """Write one stage's state, tensor by tensor, and sync it to the disk. May run in the process that holds the stage.
 
     `optimizer` maps a parameter's name to its states, each a tensor or a number. Tensors that another stage owns are
-    left out. `ties` maps each tied name to its canonical name (see `model_names.ties_of`), so that a tensor has one
-    name whichever stage wrote it. Raises `CheckpointError` naming the file if the disk is full, and removes that file.
+    left out, and frozen parameters unless `with_frozen`: `commit` is then given their identity. `ties` maps each tied
+    name to its canonical name (see `model_names.ties_of`), so that a tensor has one name whichever stage wrote it.
+    Raises `CheckpointError` naming the file if the disk is full, and removes that file.
     """
     ties = ties or {}
-    owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
+    left_out = () if with_frozen else frozen_params(spec.params)
+    owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner and row not in left_out}
     found: dict[tuple[str, str, str], Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for kind, values in (("weights", weights), ("buffers", buffers)):
@@ -107,7 +111,7 @@ def write_shard(
         TensorRecord(*row, code_of(tensor.dtype), tuple(tensor.shape), digests[tensor_key(*row)])
         for row, tensor in found.items()
     )
-    parts = {param.name: param.part for param in spec.params if param.part is not None and param.owner}
+    parts = {param.name: param.part for param in spec.params if param.part is not None and param.name in owned}
     return ShardRecord(spec.name, path.name, path.stat().st_size, tuple(rows), scalars, parts)
 
 
@@ -117,13 +121,15 @@ def commit(
     shards: Collection[ShardRecord],
     progress: RunPosition,
     ties: Mapping[str, str] | None = None,
+    base: BaseIdentity | None = None,
 ) -> Path:
-    """Write the manifest and replace `directory` by the new checkpoint. Returns its path.
+    """Write the manifest and replace `directory` by the new checkpoint. Returns its path. `base` is the identity of the
+    frozen weights where the shards do not hold these.
 
     Raises `CheckpointError` if the disk fails or `progress` holds a value that cannot be saved; the old checkpoint then
     stays.
     """
-    manifest = build_manifest(shards, progress, ties or {})
+    manifest = build_manifest(shards, progress, ties or {}, base)
     with durable.disk_errors(temporary / MANIFEST):
         durable.write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
     durable.replace(temporary, directory)
@@ -150,7 +156,8 @@ def save_checkpoint(
 
 
 class Checkpoint:
-    """A checkpoint opened for reading; made by `open_checkpoint`. `progress` is the one that `commit` was given."""
+    """A checkpoint opened for reading; made by `open_checkpoint`. `progress` and `base` are those that `commit` was
+    given."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -159,6 +166,8 @@ class Checkpoint:
         self.ties = self._manifest.ties
         self._parts = PartIndex(self._manifest.row_parts)
         self.fingerprint = self._manifest.fingerprint
+        row = self._manifest.base
+        self.base = None if row is None else BaseIdentity(row.name, row.digest)
         self._files: dict[str, TensorFile] = {}
         for shard in self._manifest.shards:
             found = (path / shard.file).stat().st_size if (path / shard.file).is_file() else None
@@ -174,8 +183,8 @@ class Checkpoint:
     def read(self, spec: StageSpec) -> SavedStage:
         """Read the state of a stage of any partition, and check each tensor against its sha256.
 
-        Frozen parameters have no optimizer states. Raises `CheckpointError` if the checkpoint lacks a name or shape of
-        the stage, or a file was altered.
+        Frozen parameters have no optimizer states; those of `base` are left out. Raises `CheckpointError` if the
+        checkpoint lacks a name or shape of the stage, or a file was altered.
         """
         self.require(spec)
         cache: dict[tuple[str, str, str], Tensor] = {}
@@ -188,7 +197,8 @@ class Checkpoint:
             return joined_rows([(cache[kind, name, state], rows) for name, rows in pieces])
 
         optimizer: dict[str, dict[str, Any]] = {}
-        for param in spec.params:
+        held = [param for param in spec.params if param not in self.left_out(spec)]
+        for param in held:
             canonical, _ = self._pieces(param)[0]
             states: dict[str, Any] = {
                 state: take("optimizer", param, state) for state in self._manifest.tensors.optimizer.get(canonical, {})
@@ -198,14 +208,15 @@ class Checkpoint:
             states |= {state: decode(value, where) for state, value in scalars.items()}
             if states:
                 optimizer[param.name] = states
-        weights = {param.name: take("weights", param) for param in spec.params}
+        weights = {param.name: take("weights", param) for param in held}
         return SavedStage(weights, {b.name: take("buffers", b) for b in spec.model_buffers}, optimizer)
 
     def require(self, *specs: StageSpec) -> None:
         """Raise `CheckpointError` if the checkpoint lacks tensors of these stages or has them in another shape."""
         wrong = []
         for spec in specs:
-            for kind, rows in (("weights", spec.params), ("buffers", spec.model_buffers)):
+            held = [param for param in spec.params if param not in self.left_out(spec)]
+            for kind, rows in (("weights", held), ("buffers", spec.model_buffers)):
                 for row in whole_params(rows):
                     found = self._shape(kind, self._canonical(row.name))
                     if found is None:
@@ -218,6 +229,13 @@ class Checkpoint:
                 f"{self.path}: is a checkpoint of another model: {', '.join(wrong[:8])}{more}. It holds "
                 f"{len(self.names)} parameters, {', '.join(self.names[:3])} first."
             )
+
+    def left_out(self, spec: StageSpec) -> tuple[ParamSpec, ...]:
+        """The frozen parameters of a stage that come with the base, not from here."""
+        if self.base is None:
+            return ()
+        rows = frozen_params(spec.params)
+        return tuple(row for row in rows if self._shape("weights", self._canonical(row.whole.name)) is None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer, one at a time; tied ones once."""

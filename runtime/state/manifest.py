@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...ir.documents import Unreadable, plain_errors, read_json
 from ...ir.errors import CheckpointError
 from ...ir.program import ParamSpec, RowPart, wrong_parts
+from .base_identity import BaseIdentity
 from .plain_json import decode, encode
 from .rng_state import require_rng_state
 from .tensor_file import CODES
@@ -124,6 +125,13 @@ class PartRow(ManifestPart):
     total: Count
 
 
+class BaseRow(ManifestPart):
+    """The frozen weights that the checkpoint goes with and does not hold; see `base_identity.py`."""
+
+    name: str
+    digest: Digest
+
+
 class Manifest(ManifestPart):
     """The whole document. `RunPosition`'s fields are as `plain_json` writes them."""
 
@@ -141,6 +149,7 @@ class Manifest(ManifestPart):
     tensors: TensorRows
     scalars: dict[str, dict[str, Any]]
     parts: dict[str, PartRow] = {}
+    base: BaseRow | None = None
     fingerprint: Digest
     sha256: Digest
 
@@ -171,7 +180,9 @@ class Manifest(ManifestPart):
         return {name: RowPart(**dict(row)) for name, row in self.parts.items()}
 
 
-def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str]) -> dict[str, Any]:
+def build_manifest(
+    shards: Collection[ShardRecord], progress: RunPosition, ties: Mapping[str, str], base: BaseIdentity | None = None
+) -> dict[str, Any]:
     """Build the manifest of these shards, as `read_manifest` returns it."""
     manifest: dict[str, Any] = {"format": _FORMAT, "version": VERSION}
     for name in RunPosition.__dataclass_fields__:
@@ -183,6 +194,8 @@ def build_manifest(shards: Collection[ShardRecord], progress: RunPosition, ties:
     manifest |= {"tensors": tensors, "scalars": scalars, "fingerprint": _fingerprint(tensors, parts)}
     if parts:
         manifest["parts"] = {name: asdict(part) for name, part in parts.items()}
+    if base is not None:
+        manifest["base"] = asdict(base)
     manifest["sha256"] = _own_digest(manifest)
     return manifest
 

@@ -1,0 +1,65 @@
+"""Which frozen weights a checkpoint goes with, which does not hold them: names, shapes and a sample of their values.
+
+In: a source of weights and the frozen parameters. Out: a digest that costs a few rows of a few dozen tensors, whatever
+the size of the model. It is the same for a model in memory and for the files that it was loaded from, however these are
+cut, and whatever floating type they have, as long as that holds the same numbers. Bases that differ only where nothing
+was sampled are taken for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ir.program import ParamSpec, RowPart, whole_params
+from .weights import WeightSource
+
+SAMPLED_TENSORS = 32
+SAMPLED_ELEMENTS = 4096  # of a row
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """`name` is for people, `digest` is what counts."""
+
+    name: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:12]})"
+
+
+def frozen_params(params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """The parameters that no step changes: a checkpoint need not hold them."""
+    return tuple(param for param in params if not param.requires_grad and not param.change)
+
+
+def base_identity(name: str, source: WeightSource, frozen: Iterable[ParamSpec]) -> BaseIdentity:
+    """The identity of the base that `source` holds the `frozen` parameters of."""
+    canonical = {source.ties.get(p.name, p.name): p.shape for p in whole_params(list(frozen))}
+    names = sorted(canonical)
+    digest = hashlib.sha256(json.dumps([[each, list(canonical[each])] for each in names]).encode())
+    fresh = set(getattr(source, "fresh_names", ()))  # of values drawn from a seed all are looked at
+    # Stacks of experts may be many tensors in the files, to be put together first.
+    plain = [each for each in names if len(canonical[each]) <= 2 and each not in fresh] or names
+    for each in [*_spread(plain), *sorted(fresh.intersection(names))]:
+        digest.update(_sample(source, each, canonical[each]).numpy().tobytes())
+    return BaseIdentity(name, digest.hexdigest())
+
+
+def _spread(names: Sequence[str]) -> list[str]:
+    count = min(SAMPLED_TENSORS, len(names))
+    return [names[i * len(names) // count] for i in range(count)]
+
+
+def _sample(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The beginning of a tensor's middle row."""
+    middle = shape[0] // 2 if len(shape) > 1 else 0
+    row = source.read_rows(RowPart(name, middle, middle + 1, shape[0])) if len(shape) > 1 else source.read(name)
+    found = row.flatten()[:SAMPLED_ELEMENTS].detach().cpu()
+    return found.to(torch.float32) if found.is_floating_point() else found.to(torch.int64)
