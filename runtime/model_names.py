@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
 from torch import Tensor, nn
 
 
@@ -20,6 +23,16 @@ def never_saved(model: nn.Module) -> set[str]:
         for name in module._non_persistent_buffers_set
         if module._buffers.get(name) is not None
     }
+
+
+def meta_twin(model: nn.Module) -> nn.Module:
+    """A copy of the model with all tensors on meta; it keeps the ties."""
+    memo: dict[int, Tensor] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

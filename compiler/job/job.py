@@ -514,20 +514,22 @@ class Job:
         self._stale.closed = False
 
     @one_call
-    def save_pretrained(self, directory: str | Path) -> Path:
+    def save_pretrained(self, directory: str | Path, merge: bool = False) -> Path:
         """Weights as safetensors that `from_pretrained` loads, one stage in memory at a time. Of a PeftModel, its
-        adapters; of another module than transformers', its state dict for `safetensors.torch.load_model`.
+        adapters, or with `merge` the model without PEFT that computes the same; of another module than transformers',
+        its state dict for `safetensors.torch.load_model`.
 
         Under torchrun the first rank writes; the others take part. Raises `PlanError`, before anything is written, for
-        a model whose files no `from_pretrained` would read back, such as a wrapper with a head of its own.
+        a model whose files no `from_pretrained` would read back, such as a wrapper with a head of its own, and for
+        `merge` where there is no adapter.
         """
         with unmarked(self.model):
-            pretrained.require_readable(self.model)
+            pretrained.require_savable(self.model, merge)
         states = self._states()
         source = self._source() if self.driver.is_main and self._has_source() else None
         with finishing("save_pretrained"), unmarked(self.model):
             if self.driver.is_main:
-                return pretrained.save_pretrained(directory, states, self.model, source=source)
+                return pretrained.save_pretrained(directory, states, self.model, source=source, merge=merge)
             for _ in states:
                 pass
         return Path(directory)

@@ -9,7 +9,6 @@ and its name, so all stages, devices and processes get the same values.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import PlanError
 from ...ir.units import format_bytes
+from ..model_names import meta_twin
 
 _MAX_REBUILT_BYTES = 1 << 30
 
@@ -81,14 +81,9 @@ class FreshValues:
         return tensor.detach().clone()
 
     def _skeleton(self) -> nn.Module:
-        """A copy of the model with all tensors on meta, made at the first call; it keeps the ties."""
+        """A copy of the model with all tensors on meta, made at the first call."""
         if self._copy is None:
-            memo: dict[int, Tensor] = {}
-            for p in self._model.parameters():
-                memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for b in self._model.buffers():
-                memo[id(b)] = torch.empty_like(b, device="meta")
-            self._copy = copy.deepcopy(self._model, memo)
+            self._copy = meta_twin(self._model)
         return self._copy
 
 

@@ -24,14 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ir.errors import PlanError
 from ...ir.program import StageSpec
 from ..model_names import aliases_of, named_tensors, never_saved, ties_of
 from . import durable
 from .adapters import names_to_save, save_adapters
+from .merged import AdapterMerge
 from .tensor_file import FilePlan, create_file, fill_file, plan_file
 from .weight_files import INDEX_FILE, REPLACED, SINGLE_FILE
 from .weights import LiveWeights, PartWeights, WeightSource
-from .wrapped import PEFT, TRANSFORMERS, is_a, module_to_save
+from .wrapped import PEFT, TRANSFORMERS, ModelPart, is_a, module_to_save, require_readable
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,25 @@ def finish(
     return Path(directory)
 
 
-def require_readable(model: nn.Module) -> None:
+def require_savable(model: nn.Module, merge: bool = False) -> None:
     """Raise the `PlanError` of `save_pretrained` for a model whose files nothing would read back."""
     saved = module_to_save(model)
-    if is_a(saved.module, PEFT):
+    if merge:
+        _merge_of(saved)
+    elif is_a(saved.module, PEFT):
         names_to_save(saved)
+
+
+def _merge_of(saved: ModelPart) -> AdapterMerge:
+    if not is_a(saved.module, PEFT):
+        raise PlanError(
+            f"save_pretrained(merge=True): {type(saved.module).__name__} has no adapters of PEFT to merge; leave merge "
+            "out, and the model is written as it is"
+        )
+    found = AdapterMerge(saved)
+    if is_a(found.base, TRANSFORMERS):
+        require_readable(found.base, "")
+    return found
 
 
 def save_pretrained(
@@ -146,20 +162,24 @@ def save_pretrained(
     *,
     source: WeightSource | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    merge: bool = False,
 ) -> Path:
     """Write a trained model from one process; `stages` yields (stage, weights, buffers), one stage at a time.
 
     `model` gives names, ties, dtypes and configuration, and may be on the meta device. See `finish` for `source`. Of a
-    wrapper that adds no tensor, what it wraps is written; of a PeftModel its adapters.
+    wrapper that adds no tensor, what it wraps is written; of a PeftModel its adapters, or with `merge` the model that
+    it adapts, with the active adapters merged in.
 
     Raises `PlanError` for a model whose files nothing would read back, `CheckpointError` if the disk is full or cannot
     be written; `directory` then stays as it was.
     """
     saved = module_to_save(model)
     inside = PartWeights(LiveWeights(model) if source is None else source, saved)
-    if is_a(saved.module, PEFT):
+    if is_a(saved.module, PEFT) and not merge:
         return save_adapters(Path(directory), stages, saved, inside)
-    layout = plan_layout(saved.module, max_shard_bytes)
+    merging = _merge_of(saved) if merge else None
+    module = saved.module if merging is None else merging.base
+    layout = plan_layout(module, max_shard_bytes)
     temporary = begin(directory, layout)
     try:
         written: set[str] = set()
@@ -167,8 +187,13 @@ def save_pretrained(
             owned = {row.name for row in (*spec.params, *spec.buffers) if row.owner}
             both = {**weights, **buffers}
             tensors = {saved.names[name]: tensor for name, tensor in both.items() if name in owned}
-            written |= write_stage(temporary, tensors, layout)
-        return finish(temporary, directory, layout, written, saved.module, inside)
+            for piece in (tensors,) if merging is None else merging.of_stage(tensors):
+                written |= write_stage(temporary, piece, layout)
+        if merging is None:
+            return finish(temporary, directory, layout, written, module, inside)
+        for piece in merging.rest(inside):
+            written |= write_stage(temporary, piece, layout)
+        return finish(temporary, directory, layout, written, module, PartWeights(inside, merging.part))
     except BaseException:
         durable.abort(temporary)
         raise

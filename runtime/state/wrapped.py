@@ -87,7 +87,7 @@ def module_to_save(model: nn.Module) -> ModelPart:
         raise PlanError(_why_not(model, found, extra))
     _require_own_reader(inner, path)
     if is_a(inner, TRANSFORMERS):
-        _require_readable(inner, path)
+        require_readable(inner, path)
     front = f"{path}." if path else ""
     names = {}
     for name, tensor in own.items():
@@ -128,7 +128,7 @@ def _require_own_reader(inner: nn.Module, path: str) -> None:
     )
 
 
-def _require_readable(inner: nn.Module, path: str) -> None:
+def require_readable(inner: nn.Module, path: str) -> None:
     """Raise `PlanError` where the model that `from_pretrained` builds of class and configuration has no place for a
     tensor: someone has put parts in, or exchanged some."""
     twin = _built_again(inner)

@@ -1,0 +1,198 @@
+"""Adapters of PEFT merged into the weights below them, one layer at a time, by PEFT's own arithmetic.
+
+A twin of the model on meta has PEFT's layers. As soon as all tensors of such a layer are there, they are put into the
+twin, PEFT merges them in their own type (fp32 from devices), and what comes out goes to a file under the name that it
+has in a model without adapters. A weight that is tied to another one which merging does not change alike is untied, in
+the configuration, too: the merged model then computes what the adapted one does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir.errors import PlanError
+from ..model_names import aliases_of, meta_twin, named_tensors, ties_of
+from .weights import WeightSource
+from .wrapped import ModelPart
+
+
+@dataclass
+class AdaptedLayer:
+    """A module that PEFT put in place of the one at `plain`. `needed`: the names in the PeftModel of what it computes
+    with; `given`: those of its tensors that are there."""
+
+    module: Any
+    path: str
+    plain: str
+    needed: frozenset[str]
+    given: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.needed <= self.given.keys()
+
+    def merged(self) -> dict[str, Tensor]:
+        """The tensors of the module without adapters, under their plain names; forgets what was given."""
+        values = {id(t): self.given[n] for n, t in _named(self.module, self.path) if n in self.given}
+        stores = [store for m in self.module.modules() for store in (m._parameters, m._buffers)]
+        before = [dict(store) for store in stores]
+        real: dict[int, Tensor] = {}
+        for store in stores:
+            for leaf, old in store.items():
+                if old is not None and id(old) in values:
+                    new = values[id(old)].detach()
+                    is_param = isinstance(old, nn.Parameter)
+                    store[leaf] = real.setdefault(id(old), nn.Parameter(new, False) if is_param else new)
+        try:
+            inner = _unloaded(self.module)
+            return {name: t.detach() for name, t in _named(inner, self.plain) if not t.is_meta}
+        except ValueError as error:  # numbers that are not finite
+            raise PlanError(f"save_pretrained(merge=True): {self.plain}: {error}") from error
+        finally:
+            for store, old_store in zip(stores, before):
+                store.clear()
+                store.update(old_store)
+            self.given = {}
+
+
+class AdapterMerge:
+    """Turns tensors of a PeftModel, stage by stage, into those of the model without adapters, which is `base`, on meta.
+
+    Raises `PlanError` for adapters that cannot be merged.
+    """
+
+    def __init__(self, saved: ModelPart):
+        model: Any = saved.module
+        _require_mergeable(model)
+        twin: Any = meta_twin(model)
+        root: nn.Module = twin.get_base_model()
+        self._front = next(f"{path}." for path, inner in twin.named_modules() if inner is root)
+        self._layers = _adapted_layers(root, self._front, set(model.peft_config))
+        self._aliases = aliases_of(ties_of(model))
+        self._first = ties_of(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PEFT about ties, which are put right here
+            other: Any = meta_twin(model)
+            self.base: Any = other.unload()
+        self._untie()
+        self._base_names = set(named_tensors(self.base))
+        own = {name: self._plain(name) for name in named_tensors(model)}
+        self.part = ModelPart(self.base, {name: plain for name, plain in own.items() if plain is not None})
+
+    def of_stage(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """What of the model without adapters is known by these tensors, under its names."""
+        for name, tensor in tensors.items():
+            first = self._first.get(name, name)
+            for alias in self._aliases.get(first, [name]):
+                layer, plain = self._layer_of(alias), self._plain(alias)
+                if layer is not None:
+                    layer.given[alias] = tensor
+                elif plain is not None:
+                    yield {plain: tensor}
+        yield from self._done()
+
+    def rest(self, source: WeightSource) -> Iterator[dict[str, Tensor]]:
+        """The layers of which no stage holds all tensors: the computation does not use them."""
+        for layer in list(self._layers.values()):
+            for name in sorted(layer.needed - layer.given.keys()):
+                layer.given[name] = source.read(name)
+            yield from self._done()
+
+    def _done(self) -> Iterator[dict[str, Tensor]]:
+        for path in [path for path, layer in self._layers.items() if layer.is_whole]:
+            yield self._layers.pop(path).merged()
+
+    def _layer_of(self, name: str) -> AdaptedLayer | None:
+        parts = name.split(".")
+        return next((self._layers[p] for i in range(len(parts)) if (p := ".".join(parts[:i])) in self._layers), None)
+
+    def _plain(self, name: str) -> str | None:
+        """The name in the model without adapters; None for a tensor in an adapted layer, or of PEFT's own."""
+        plain = name.removeprefix(self._front)
+        is_inside = plain != name and self._layer_of(name) is None
+        return plain if is_inside and plain in self._base_names else None
+
+    def _untie(self) -> None:
+        """Part the weights of the base that are one tensor before merging and are not after it."""
+        places = {layer.plain: layer for layer in self._layers.values()}
+        before = aliases_of(ties_of(meta_twin(self.base)))
+        for names in before.values():
+            layers = [places.get(name.rpartition(".")[0]) for name in names]
+            changed = [layer is not None and _changes(layer.module) for layer in layers]
+            if any(changed) and not all(_is_tokens(layer.module) for layer in layers if layer is not None):
+                for name in names:
+                    owner, _, leaf = name.rpartition(".")
+                    old = getattr(self.base.get_submodule(owner), leaf)
+                    setattr(self.base.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(old), False))
+        config = getattr(self.base, "config", None)
+        if config is not None and getattr(config, "tie_word_embeddings", False) and self._heads_differ():
+            config.tie_word_embeddings = False
+
+    def _heads_differ(self) -> bool:
+        given, taken = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+        return given is not None and taken is not None and given.weight is not taken.weight
+
+
+def _named(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named_tensors(module).items():
+        yield (f"{path}.{name}" if path else name), tensor
+
+
+def _adapted_layers(root: nn.Module, front: str, adapters: set[str]) -> dict[str, AdaptedLayer]:
+    """The outermost modules that PEFT has put in, by path in the PeftModel."""
+    found: dict[str, AdaptedLayer] = {}
+
+    def visit(module: Any, plain: str) -> None:
+        if hasattr(module, "adapter_layer_names"):
+            path = f"{front}{plain}"
+            others = adapters - set(module.active_adapters)
+            unused = {"original_module"} if "modules_to_save" in module._modules and module.active_adapters else set()
+            names = [name for name, _ in _named(module, path)]
+            needed = [n for n in names if not (others | unused) & set(n.removeprefix(path).split("."))]
+            found[path] = AdaptedLayer(module, path, plain, frozenset(needed))
+            return
+        for name, child in module.named_children():
+            visit(child, f"{plain}.{name}" if plain else name)
+
+    visit(root, "")
+    return found
+
+
+def _unloaded(module: Any) -> nn.Module:
+    """The module below PEFT's, with its active adapters merged in. The same steps as PEFT's own `merge_and_unload`."""
+    with torch.no_grad():
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            inner: nn.Module = module.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
+            return inner
+        layer = module
+        while hasattr(layer, "base_layer"):  # one for each parameter of a module that `target_parameters` names
+            if hasattr(layer, "merge"):
+                layer.merge(safe_merge=True)
+            layer = layer.base_layer
+        inner = module.get_base_layer()
+        return inner
+
+
+def _is_tokens(module: Any) -> bool:
+    return hasattr(module, "token_adapter")  # tied ones change the same rows by the same values
+
+
+def _changes(module: Any) -> bool:
+    return bool(module.active_adapters)
+
+
+def _require_mergeable(model: Any) -> None:
+    if not hasattr(model.base_model, "merge_and_unload"):
+        kinds = ", ".join(sorted(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()))
+        raise PlanError(
+            f"save_pretrained(merge=True): adapters of the kind {kinds} are no change of weights, so that there is "
+            "nothing to merge: leave merge out, and they are written as they are"
+        )
