@@ -102,6 +102,10 @@ class JobOptions:
         typer.Option(help="causal-lm, classification, seq2seq or image-classification; without it: by model"),
     ] = None
     labels: Annotated[int | None, typer.Option(min=1, help="classes of a classifier")] = None
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="train an adapter of PEFT only: lora:r=16,alpha=32,targets=q_proj+v_proj,dora,rslora"),
+    ] = None
     dropout: Annotated[bool, typer.Option(help="as the model has it, or none")] = True
     seed: Annotated[int, typer.Option(help="of dropout, new weights and the order of the data")] = 0
     download: Annotated[bool, typer.Option("--download", help="get an unknown model from the Hugging Face hub")] = False
@@ -125,7 +129,12 @@ class JobOptions:
         if self.model is None:
             raise PlanError("name a model: --model gpt2, --model t5-3b, --model DIRECTORY ...")
         return find_model(
-            self.model, head=self.head, num_labels=self.labels, dropout=self.dropout, download=self.download
+            self.model,
+            head=self.head,
+            num_labels=self.labels,
+            dropout=self.dropout,
+            download=self.download,
+            adapter=self.adapter,
         )
 
     def compile(self, dump: Callable[[str, Draft], None] | None = None, hardware: Hardware | None = None) -> Job:
@@ -220,6 +229,9 @@ class TrainOptions(JobOptions):
     elastic: Annotated[
         bool,
         typer.Option("--elastic", help="go on from the checkpoint in OUT if there is one, else begin anew"),
+    ] = False
+    merge: Annotated[
+        bool, typer.Option("--merge", help="with --adapter: at the end also the model with the adapter merged in")
     ] = False
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="share of the rows to hold out: accuracy or loss on them")

@@ -21,6 +21,7 @@ class Remembered(BaseModel):
     labels: int | None
     dropout: bool
     seed: int
+    adapter: str | None = None
 
     def write(self, directory: Path) -> None:
         (directory / FILE).write_text(self.model_dump_json(indent=1) + "\n")

@@ -1,7 +1,8 @@
 """`penstock train`: fine-tune a causal language model or a classifier on a text file.
 
 A run leaves in its directory `checkpoint` (to resume from), `model` (as `from_pretrained` loads it) and `programs`
-(the files that ran). Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once.
+(the files that ran); of an adapter `adapter` (as `PeftModel.from_pretrained` loads it), and `model` with --merge only.
+Ctrl-C ends the run after the current step; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     """Read the data into rows and find the model for them. Raises `PlanError` naming options that do not fit."""
     if options.data is None:
         raise PlanError("name the text to train on: --data FILE.txt or --data FILE.jsonl")
+    if options.merge and options.adapter is None:
+        raise PlanError("--merge without --adapter: there is nothing to merge, and the whole model is saved as it is")
     named = options.named_model()
     if named.head == "seq2seq":
         raise PlanError(f"{options.model} is an encoder-decoder; train takes causal language models and classifiers")
@@ -154,7 +157,12 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
     count = options.labels or len(classes)
     assert options.model is not None
     found = find_model(
-        options.model, head=named.head, num_labels=count, dropout=options.dropout, download=options.download
+        options.model,
+        head=named.head,
+        num_labels=count,
+        dropout=options.dropout,
+        download=options.download,
+        adapter=options.adapter,
     )
     names = [*classes, *(f"unused {i}" for i in range(len(classes), count))]
     found.config.id2label = dict(enumerate(names))
@@ -163,9 +171,11 @@ def _with_classes(options: TrainOptions, named: NamedModel, classes: list[str]) 
 
 
 def compile_task(options: TrainOptions, task: TrainingTask) -> Job:
-    """Compile the job. A model with weights stays on the meta device; one without gets new weights."""
+    """Compile the job. A model with weights stays on the meta device, unless its adapter begins from their values; one
+    without gets new weights."""
     named = task.named
-    weights = named.directory if named.has_weights else None
+    needs_values = named.adapter is not None and named.adapter.dora
+    weights = named.directory if named.has_weights and not needs_values else None
     model = named.on_meta() if weights is not None else named.in_memory(options.seed)
     example = task.rows.take([i % len(task.rows) for i in range(options.batch)])
     with rare_collections():
@@ -254,11 +264,14 @@ def _save(options: TrainOptions, task: TrainingTask, job: Job) -> None:
 def _save_model(options: TrainOptions, task: TrainingTask, job: Job, screen: Console) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `_begin` has printed the warnings about weights that the directory lacks
-        directory = job.save_pretrained(options.out / "model")
+        directory = job.save_pretrained(options.out / ("model" if options.adapter is None else "adapter"))
+        if options.merge:
+            directory = job.save_pretrained(options.out / "model", merge=True)
     if task.codec.tokenizer is not None and job.driver.is_main:
         task.codec.tokenizer.save_pretrained(str(directory))
+    what = "model" if options.adapter is None or options.merge else "adapter"
     screen.print(
-        f"model in {directory}, checkpoint in {options.out / 'checkpoint'}, programs in {options.out / 'programs'}"
+        f"{what} in {directory}, checkpoint in {options.out / 'checkpoint'}, programs in {options.out / 'programs'}"
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...ir.documents import Unreadable, read_json
 from ...ir.errors import PlanError
+from .adapters import LoraChoice
 from .table import alias_of, known_models
 
 HEADS = {
@@ -31,12 +32,14 @@ HEADS = {
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A configuration with a task head. `directory` holds its weights or tokenizer, if there is one."""
+    """A configuration with a task head. `directory` holds its weights or tokenizer, if there is one; `adapter` is put
+    on every model that is made."""
 
     name: str
     config: Any
     head: str
     directory: Path | None = None
+    adapter: LoraChoice | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -45,13 +48,13 @@ class NamedModel:
     def on_meta(self) -> nn.Module:
         """The model without a single weight, in training mode."""
         with torch.device("meta"):
-            return self._from_config()
+            return self._adapted(self._from_config())
 
     def in_memory(self, seed: int = 0) -> nn.Module:
         """The model with the weights of its directory; those that are not there are drawn from `seed`."""
         torch.manual_seed(seed)
         if not self.has_weights:
-            return self._from_config()
+            return self._adapted(self._from_config())
         model: nn.Module = _transformers(HEADS[self.head]).from_pretrained(
             self.directory,
             config=self.config,
@@ -60,7 +63,10 @@ class NamedModel:
             trust_remote_code=False,
             dtype=torch.float32,
         )
-        return model.train()
+        return self._adapted(model.train())
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        return model if self.adapter is None else self.adapter.put_on(model, self.head).train()
 
     def _from_config(self) -> nn.Module:
         try:
@@ -139,18 +145,26 @@ class NamedModel:
 
 
 def find_model(
-    name: str, *, head: str | None = None, num_labels: int | None = None, dropout: bool = True, download: bool = False
+    name: str,
+    *,
+    head: str | None = None,
+    num_labels: int | None = None,
+    dropout: bool = True,
+    download: bool = False,
+    adapter: str | None = None,
 ) -> NamedModel:
     """The model of a name, with its overrides.
 
     head: "causal-lm", "classification", "seq2seq" or "image-classification"; None: the head of its configuration.
     num_labels: of a classifier. dropout: False turns every dropout of the configuration off.
     download: ask the Hugging Face hub for a name that is not known here, and keep what it has in its cache.
+    adapter: as `LoraChoice.parse` reads it.
 
     Raises `PlanError` for an unknown name (with close ones), head or dimension.
     """
     if head is not None and head not in HEADS:
         raise PlanError(f"head={head!r}; allowed are {', '.join(HEADS)}")
+    choice = None if adapter is None else LoraChoice.parse(adapter)
     base, _, changes = name.partition(":")
     fields, directory = _fields(base, download)
     plain = _configuration(fields, base)
@@ -162,7 +176,7 @@ def find_model(
     config = _configuration({**fields, **values}, name) if values else plain
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it, and it changes which attention kernel runs
-    return NamedModel(name, config, head or natural_head(config), directory)
+    return NamedModel(name, config, head or natural_head(config), directory, choice)
 
 
 def parse_changes(text: str, config: Any) -> dict[str, Any]:
