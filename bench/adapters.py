@@ -1,7 +1,7 @@
 """Adapters of PEFT: equality with eager PyTorch over ten families of models, and what a frozen base saves of traffic.
 
 Part 1 trains a tiny model of each family, from random weights, for 5 steps in fp32 with AdamW: by PyTorch as it is, and
-by a job of three stages whose weights come from DRAM. A row has the largest difference of losses and of trained weights.
+by a job of three stages whose weights come from DRAM. A row has the largest difference of losses and of weights.
 Part 2 counts the bytes that a step moves between DRAM and the device, for LoRA and for all weights, and what was
 predicted; of `llama-8b` on an RTX 4090 only the prediction.
 Run: python bench/adapters.py [PART]

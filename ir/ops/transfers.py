@@ -160,11 +160,18 @@ def _read(ctx: Context, what: str | Value, *, group: str | None = None) -> Value
 
 
 def _read_work(ctx: Context, what: str | Value, *, group: str | None = None) -> Work:
-    """The weights in "stage1.all" are not read if they follow from the masters."""
+    """The weights in "stage1.all" are not read if they follow from the masters, or are frozen."""
     value, interface = _read(ctx, what, group=group), ctx.interface
     apart = value.kind == "all" and interface.masters_say_all(ctx.stage(value.stage))
-    moved = interface.states_bytes(interface.part_of(value.stage, value.group)) if apart else value.bytes
+    moved = interface.states_bytes(interface.part_of(value.stage, value.group)) if apart else _update_bytes(ctx, value)
     return Work(READ, moved_bytes=moved, source=SSD, target=DRAM)
+
+
+def _update_bytes(ctx: Context, value: Value) -> int:
+    """The bytes of a value that move between its file and DRAM for an update."""
+    if value.kind != "all":
+        return value.bytes
+    return ctx.interface.updated_bytes(ctx.interface.part_of(value.stage, value.group), value.group)
 
 
 read = Op(
@@ -199,7 +206,7 @@ write = Op(
     "write",
     (WRITE,),
     _write,
-    lambda ctx, value, *, to=None: Work(WRITE, moved_bytes=value.bytes, source=DRAM, target=SSD),
+    lambda ctx, value, *, to=None: Work(WRITE, moved_bytes=_update_bytes(ctx, value), source=DRAM, target=SSD),
     passes_on=True,
     transfers=True,
     updates="to",

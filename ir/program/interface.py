@@ -130,6 +130,29 @@ class Interface:
         """Bytes of a buffer for a stage's weights and, after them, its masters and states."""
         return aligned(spec.weight_bytes, PAGE) + self.states_bytes(spec)
 
+    def update_ranges(self, spec: StageSpec, group: str = "") -> tuple[tuple[int, int], ...]:
+        """Where the bytes of a stage's "all" lie that an update reads and writes, in whole pages: trained weights,
+        masters and states. The rest is frozen. Of a shard, which has pieces of all parameters, it is everything."""
+        if group or all(param.requires_grad for param in spec.params):
+            return ((0, self.all_bytes(spec)),)
+        found: list[tuple[int, int]] = []
+        for index, param in enumerate(spec.params):
+            if param.requires_grad:
+                begin, end = spec.part_bytes(index), spec.part_bytes(index) + param.bytes
+                found.append((begin // PAGE * PAGE, aligned(end, PAGE)))
+        found.append((aligned(spec.weight_bytes, PAGE), self.all_bytes(spec)))
+        joined = found[:1]
+        for begin, end in found[1:]:
+            if begin <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            else:
+                joined.append((begin, end))
+        return tuple((begin, end) for begin, end in joined if end > begin)
+
+    def updated_bytes(self, spec: StageSpec, group: str = "") -> int:
+        """Bytes of a stage's "all" that an update reads and writes."""
+        return sum(end - begin for begin, end in self.update_ranges(spec, group))
+
     def copied_to_undo(self, spec: StageSpec, states: str = "") -> int:
         """Bytes that a speculative step copies before it changes them: master weights and optimizer states. `states`:
         the kind of value in which these come from SSD. Their file has a second slot, so of such a stage at most weights

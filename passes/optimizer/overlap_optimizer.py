@@ -190,11 +190,12 @@ def redo_s(draft: Draft, updates: Updates) -> float:
             stage = str(value.meta["type"].stage)
             if updates.where[stage] == ops.DEVICE or updates.is_late(stage):
                 continue
-            spec = interface.part_of(stage, ops.SHARDS if interface.shards > 1 else "")
+            group = ops.SHARDS if interface.shards > 1 else ""
+            spec = interface.part_of(stage, group)
             took_s[host] += spec.trained_params / rates.optimizer_params_per_s
             kept = interface.states_bytes(spec)
             if updates.where[stage] == ops.SSD:
-                kept = interface.all_bytes(spec) if draft.ssd.stages.get(stage) == "all" else kept
+                kept = interface.updated_bytes(spec, group) if draft.ssd.stages.get(stage) == "all" else kept
                 took_s[host] += kept / draft.lane_hardware.bandwidth(f"ssd{host}", f"dram{host}")
                 took_s[host] += kept / draft.lane_hardware.bandwidth(f"dram{host}", f"ssd{host}")
             else:

@@ -1,8 +1,9 @@
 """The file of one stage on SSD: its optimizer states and fp32 masters, and maybe its weights.
 
 The file holds [weights] [masters, states], each part beginning at a page; fp32 weights are the masters. A buffer in
-DRAM with the same layout is what a program's value "stage1.states" or "stage1.all" stands for. If an update may be
-undone, the file has two slots: the new contents go to the other slot, and count from the end of the step.
+DRAM with the same layout is what a program's value "stage1.states" or "stage1.all" stands for. An update reads and
+writes the pages that hold anything trained; what is frozen is written when it is loaded, and not again. If an update
+may be undone, the file has two slots: the new contents go to the other slot, and count from the end of the step.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class StageFile:
         self.has_states = home.states == ops.SSD
         self.weights_bytes = aligned(counted.weight_bytes, PAGE) if self.has_weights else 0
         self.num_bytes = self.weights_bytes + (interface.states_bytes(counted) if self.has_states else 0)
+        # Pages that an update reads and writes; without weights here all are states.
+        is_whole = not (self.has_weights and self.has_states)
+        self.ranges = ((0, self.num_bytes),) if is_whole else interface.update_ranges(counted, home.group)
         self.file = folder.reserve(spec.name, self.num_bytes * (2 if home.undo else 1))
         self.slot = 0
         self.new_slot = 1 if home.undo else 0
@@ -103,18 +107,27 @@ class StageFile:
         self.file.read(self.slot * self.num_bytes, into[: self.weights_bytes])
 
     def read(self, into: Tensor) -> None:
-        """Read `num_bytes` as the last step left them, without the weights if these follow from the masters."""
+        """Read what an update needs as the last step left it, without the weights if these follow from the masters."""
         start = self.weights_bytes if self.masters_say_all and self.has_states else 0
-        self.file.read(self.slot * self.num_bytes + start, into[start : self.num_bytes])
+        for begin, end in self.ranges:
+            begin = max(begin, start)
+            self.file.read(self.slot * self.num_bytes + begin, into[begin:end])
 
     def read_all(self, into: Tensor) -> None:
         """Read all `num_bytes`."""
         self.file.read(self.slot * self.num_bytes, into[: self.num_bytes])
 
     def write(self, flat: Tensor) -> None:
-        """Write new contents, which count after `commit` if there are two slots."""
-        self.file.write(self.new_slot * self.num_bytes, flat[: self.num_bytes])
+        """Write what an update has changed, which counts after `commit` if there are two slots."""
+        for begin, end in self.ranges:
+            self.file.write(self.new_slot * self.num_bytes + begin, flat[begin:end])
         self.written = True
+
+    def write_all(self, flat: Tensor) -> None:
+        """Write new contents to every slot."""
+        for slot in {self.slot, self.new_slot}:
+            self.file.write(slot * self.num_bytes, flat[: self.num_bytes])
+        self.written = False
 
     def commit(self) -> None:
         """End a step: from here on, reads give what the step wrote."""

@@ -221,8 +221,7 @@ class StageStore:
 
     def _write(self, flat: Tensor) -> None:
         assert self.file is not None
-        self.file.write(flat)
-        self.file.commit()
+        self.file.write_all(flat)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         for param in self.spec.params:

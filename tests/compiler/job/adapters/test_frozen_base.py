@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
 import penstock
 from penstock.compiler.job.job import Job
 from penstock.ir import ops
+from penstock.ir.program import Interface, ParamSpec, StageSpec
 from penstock.tests.compiler.job.adapters.adapted_models import BATCH, compiled, llama, lora
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -111,3 +114,53 @@ def test_frozen_stages_on_ssd_are_never_read_for_a_step_nor_written(tmp_path: Pa
     assert written == trained
     for_steps = {stage_of(node) for node in calls(job, ops.read) if not str(node.args[0]).endswith(".weights")}
     assert for_steps == trained
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip"), [("fp32", None), ("fp32", 0.5), pytest.param("bf16-mixed", 0.5, marks=pytest.mark.slow)]
+)
+def test_of_a_base_on_ssd_only_pages_with_adapters_are_read_for_a_step_and_written(
+    precision: str, clip: float | None, tmp_path: Path
+) -> None:
+    """Also where an update may be undone, so that each file has two slots: frozen weights lie in both."""
+
+    def made(**options: Any) -> Job:
+        machine = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="200MB", ssd="2GB")
+        model = lora(llama(hidden_size=64, intermediate_size=256), target_modules=["q_proj"])
+        return penstock.compile(
+            model, machine, example_inputs=BATCH, optimizer=ADAMW, micro_batches=4, precision=precision,
+            max_grad_norm=clip, **options,
+        )  # fmt: skip
+
+    def trained(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+        return [float(job.step(BATCH)) for _ in range(3)], job.state_dict()
+
+    with made(strategy="fuyou", ssd_dirs=[tmp_path], ssd_verify=True) as job:
+        assert "all" in job.plan.decisions.ssd.stages.values()
+        losses, weights = trained(job)
+        assert job.last is not None
+        moved_bytes, told = job.last.moved_bytes, job.simulate()
+        updated = {stage_of(node) for node in calls(job, ops.step)}
+        frozen = {name: job.folder.interface.stages[name].weight_bytes for name in updated}
+        written = {stage: job.folder.interface.update_ranges(job.folder.interface.stages[stage]) for stage in updated}
+    size = sum(end - begin for ranges in written.values() for begin, end in ranges)
+    assert moved_bytes["dram0 -> ssd0"] == size < 0.4 * sum(frozen.values())
+    assert {moved for link, moved in told.moved_bytes.items() if "ssd" in link} >= {size}
+    stages = "drop-masks, chunk-loss, coarsen, partition-min-stage{inputs_leave=true}, map-round-robin"
+    tail = "schedule-pipeline, insert-remat, insert-fetch{swap=true}, insert-optimizer"
+    with made(strategy=f"{stages}, {tail}") as other:
+        expected, held = trained(other)
+    assert losses == expected
+    assert all(torch.equal(tensor, held[name]) for name, tensor in weights.items())
+
+
+def test_pages_with_anything_trained_are_joined() -> None:
+    rows = [("a", 1024, False), ("b", 8, True), ("c", 4096, False), ("d", 8, True), ("e", 8, True), ("f", 4096, False)]
+    params = tuple(ParamSpec(name, (size,), "float32", trained) for name, size, trained in rows)
+    spec = StageSpec("stage0", (), (), params)
+    interface = Interface({"stage0": spec}, {}, state_bytes_per_param=8.0)
+    weights = interface.all_bytes(spec) - interface.states_bytes(spec)
+    # "b" begins at byte 4096, "d" at 4608 + 16384, and "e" 512 after it.
+    assert interface.update_ranges(spec) == ((4096, 8192), (20480, 24576), (weights, interface.all_bytes(spec)))
+    whole = replace(spec, params=tuple(replace(param, requires_grad=True) for param in params))
+    assert interface.update_ranges(whole) == ((0, interface.all_bytes(whole)),)
