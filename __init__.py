@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compiler.api import compile
     from .compiler.job.job import Job, Outputs, StepReport
+    from .compiler.job.packing import PackedRows, pack_documents
     from .compiler.job.sampler import RankSampler
     from .compiler.load import load
     from .compiler.plan import Plan
@@ -23,6 +24,7 @@ __all__ = [
     "Hardware",
     "Job",
     "Outputs",
+    "PackedRows",
     "Plan",
     "RankSampler",
     "StepReport",
@@ -31,6 +33,7 @@ __all__ = [
     "errors",
     "hidden_matrices",
     "load",
+    "pack_documents",
 ]
 
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
@@ -38,6 +41,7 @@ _HOMES = {
     "Hardware": ".ir.machine.hardware",
     "Job": ".compiler.job.job",
     "Outputs": ".compiler.job.job",
+    "PackedRows": ".compiler.job.packing",
     "Plan": ".compiler.plan",
     "RankSampler": ".compiler.job.sampler",
     "StepReport": ".compiler.job.job",
@@ -45,6 +49,7 @@ _HOMES = {
     "compile": ".compiler.api",
     "hidden_matrices": ".runtime.optimizer.param_groups",
     "load": ".compiler.load",
+    "pack_documents": ".compiler.job.packing",
 }
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from torch import Tensor
+
 from ..compiler.check.check import CheckReport, check
 from ..compiler.garbage import rare_collections
+from ..compiler.job.packing import pack_documents
+from ..compiler.models.named import NamedModel
 from ..ir.errors import PlanError
 from .options import JobOptions
 
@@ -46,4 +50,15 @@ def check_written(directory: Path, options: JobOptions, steps: int, trust: bool 
     if "input_ids" not in shapes:
         raise PlanError(f"{directory} takes {', '.join(shapes)}, not tokens; check it through penstock.compiler.check")
     rows, sequence = shapes["input_ids"]
-    return check(job, model, [named.random_batch(rows, sequence, options.seed + i) for i in range(steps)])
+    batches = [named.random_batch(rows, sequence, options.seed + i) for i in range(steps)]
+    if "position_ids" in shapes:
+        batches = [_packed(named, batch["input_ids"], step) for step, batch in enumerate(batches)]
+    return check(job, model, batches)
+
+
+def _packed(named: NamedModel, ids: Tensor, step: int) -> dict[str, Tensor]:
+    """Rows of two documents each, cut at another place in each step."""
+    sequence = ids.shape[1]
+    cut = 1 + step % (sequence - 1)
+    documents = [part for row in ids for part in (row[:cut], row[cut:])]
+    return pack_documents(documents, sequence, first_position=named.skipped_positions).columns

@@ -1,7 +1,7 @@
 """Turns text into rows of equal length, and chooses which rows are held out.
 
-Causal language models take one stream of tokens cut into rows; classifiers take one row per labelled text, cut or
-padded.
+Causal language models take one stream of tokens cut into rows, or documents packed into rows; classifiers take one row
+per labelled text, cut or padded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.job.packing import PackedRows, pack_documents
 from ..ir.errors import PlanError
 
 NUM_BYTES = 256
@@ -109,11 +110,17 @@ def _sample(path: Path, number: int, line: str, labelled: bool) -> TextSample:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of one length. `labels` are the tokens themselves, or one class per row."""
+    """Samples of one length: the inputs of a batch by name. Labels are the tokens themselves, or one class per row."""
 
-    input_ids: Tensor  # [rows, sequence]
-    attention_mask: Tensor  # [rows, sequence]
-    labels: Tensor  # [rows, sequence] or [rows]
+    columns: dict[str, Tensor]  # [rows, sequence]; labels of classes: [rows]
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.columns["input_ids"]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.columns["labels"]
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -121,18 +128,14 @@ class Rows:
     def take(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """These rows as one batch."""
         chosen = torch.tensor(list(indices), dtype=torch.long)  # the dtype matters if there are no indices
-        return {
-            "input_ids": self.input_ids[chosen],
-            "attention_mask": self.attention_mask[chosen],
-            "labels": self.labels[chosen],
-        }
+        return {name: column[chosen] for name, column in self.columns.items()}
 
     def split(self, fraction: float, seed: int) -> tuple[Rows, Rows]:
         """Split into (the other rows, `fraction` of the rows), chosen at random by `seed` alone."""
         order = _order(len(self), seed).tolist()
         count = round(fraction * len(self))
         parts = (sorted(order[count:]), sorted(order[:count]))
-        rest, held = (Rows(**self.take(part)) for part in parts)
+        rest, held = (Rows(self.take(part)) for part in parts)
         return rest, held
 
 
@@ -150,7 +153,17 @@ def stream_rows(samples: Sequence[TextSample], codec: Codec, sequence: int) -> R
             f"--sequence {max(1, len(tokens))} or less"
         )
     ids = torch.tensor(tokens[: count * sequence]).view(count, sequence)
-    return Rows(ids, torch.ones_like(ids), ids)
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+
+def packed_rows(
+    samples: Sequence[TextSample], codec: Codec, sequence: int, first_position: int = 0
+) -> tuple[Rows, PackedRows]:
+    """Each text as a document with its end mark, packed whole, and what is known of the packing."""
+    end = [] if codec.end_id is None else [codec.end_id]
+    documents = [codec.encode(sample.text) + end for sample in samples]
+    packed = pack_documents(documents, sequence, pad_id=codec.pad_id, first_position=first_position)
+    return Rows(packed.columns), packed
 
 
 def labelled_rows(samples: Sequence[TextSample], codec: Codec, sequence: int, classes: Sequence[str]) -> Rows:
@@ -166,7 +179,8 @@ def labelled_rows(samples: Sequence[TextSample], codec: Codec, sequence: int, cl
         mask[row, : len(tokens)] = 1
         if not tokens:
             mask[row, 0] = 1  # an empty text attends to one padding token, as attention to nothing is undefined
-    return Rows(ids, mask, torch.tensor([number[str(sample.label)] for sample in samples]))
+    labels = torch.tensor([number[str(sample.label)] for sample in samples])
+    return Rows({"input_ids": ids, "attention_mask": mask, "labels": labels})
 
 
 def classes_of(samples: Sequence[TextSample]) -> list[str]:

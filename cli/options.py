@@ -220,6 +220,12 @@ class TrainOptions(JobOptions):
     """The options that `penstock train` takes in addition."""
 
     data: Annotated[Path | None, typer.Option(help="a .txt file, or .jsonl with text (and label) in each line")] = None
+    pack: Annotated[
+        bool,
+        typer.Option(
+            "--pack", help="pack the texts of a .jsonl file whole into rows, none of which attends to another"
+        ),
+    ] = False
     out: Annotated[Path, typer.Option(help="directory for checkpoint, trained model and programs")] = Path("out/train")
     epochs: Annotated[float, typer.Option(min=0.0, help="times over the data, unless --max-steps")] = 1.0
     max_steps: Annotated[int | None, typer.Option(min=1, help="training steps in all")] = None

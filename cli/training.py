@@ -35,7 +35,16 @@ from ..ir.units import format_seconds
 from ..runtime.processes.interrupt import ECHO_S
 from ..runtime.processes.torchrun import TorchrunDriver
 from ..runtime.state.checkpoint import find_latest
-from .data import Codec, Rows, classes_of, evaluation_batches, labelled_rows, read_samples, stream_rows
+from .data import (
+    Codec,
+    Rows,
+    classes_of,
+    evaluation_batches,
+    labelled_rows,
+    packed_rows,
+    read_samples,
+    stream_rows,
+)
 from .options import TrainOptions
 from .progress import StepScreen, memory_text
 
@@ -66,7 +75,10 @@ class TrainingTask:
     @property
     def fingerprint(self) -> str:
         """A hash of the training rows, as a run resumes only on the same data."""
-        return hashlib.sha256(self.rows.input_ids.numpy().tobytes()).hexdigest()[:16]
+        found = hashlib.sha256(self.rows.input_ids.numpy().tobytes())
+        if "position_ids" in self.rows.columns:  # the same tokens may be packed otherwise
+            found.update(self.rows.columns["position_ids"].numpy().tobytes())
+        return found.hexdigest()[:16]
 
 
 def train(options: TrainOptions, screen: Console) -> TrainResult:
@@ -121,6 +133,8 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
     if named.head == "seq2seq":
         raise PlanError(f"{options.model} is an encoder-decoder; train takes causal language models and classifiers")
     labelled = named.head == "classification"
+    if labelled and options.pack:
+        raise PlanError("--pack: a classifier takes one text a row; packing is for causal language models")
     samples = read_samples(options.data, labelled=labelled)
     codec = Codec.of_directory(named.directory)
     if codec.is_bytes:
@@ -129,6 +143,9 @@ def prepare(options: TrainOptions, screen: Console) -> TrainingTask:
         classes = classes_of(samples)
         named = _with_classes(options, named, classes)
         rows = labelled_rows(samples, codec, options.sequence, classes)
+    elif options.pack:
+        rows, packed = packed_rows(samples, codec, options.sequence, named.skipped_positions)
+        screen.print(packed.describe())
     else:
         rows = stream_rows(samples, codec, options.sequence)
     named.check_sequence(options.sequence)

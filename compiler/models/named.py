@@ -120,7 +120,7 @@ class NamedModel:
             key = getattr(self.config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
             raise PlanError(
                 f"sequence={sequence}, but {self.name} has {limit} positions; allowed are 1 to {limit}. A longer one, "
-                f"with new weights: {self.name.partition(':')[0]}:{key}={sequence + self._skipped_positions}"
+                f"with new weights: {self.name.partition(':')[0]}:{key}={sequence + self.skipped_positions}"
             )
 
     @property
@@ -136,10 +136,10 @@ class NamedModel:
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is None or getattr(self.config, "rope_parameters", None):
             return None
-        return int(limit) - self._skipped_positions
+        return int(limit) - self.skipped_positions
 
     @property
-    def _skipped_positions(self) -> int:
+    def skipped_positions(self) -> int:
         """The number of positions without a token: RoBERTa counts from the one after the padding token's id."""
         return self.config.pad_token_id + 1 if self.config.model_type == "roberta" else 0
 

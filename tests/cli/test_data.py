@@ -25,7 +25,7 @@ BYTES = Codec.of_directory(None)
 
 def numbered(count: int) -> Rows:
     ids = torch.arange(count).view(count, 1)
-    return Rows(ids, torch.ones_like(ids), ids)
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
 
 
 def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_tokenizer_of_a_directory() -> None:
 def test_streams_are_cut_to_rows_and_texts_kept_apart() -> None:
     rows = stream_rows([TextSample("abc"), TextSample("defg")], BYTES, sequence=4)
     assert rows.input_ids.tolist() == [[97, 98, 99, 10], [100, 101, 102, 103]]
-    assert torch.equal(rows.labels, rows.input_ids) and rows.attention_mask.all()
+    assert torch.equal(rows.labels, rows.input_ids) and rows.columns["attention_mask"].all()
     with pytest.raises(PlanError, match=r"8 tokens.*--sequence 8 or less"):
         stream_rows([TextSample("abc"), TextSample("defg")], BYTES, sequence=9)
 
@@ -54,7 +54,7 @@ def test_labelled_rows_are_padded_and_cut() -> None:
     samples = [TextSample("ab", "x"), TextSample("abcdef", "y"), TextSample("", "x")]
     rows = labelled_rows(samples, BYTES, 4, classes_of(samples))
     assert rows.input_ids.tolist() == [[97, 98, 0, 0], [97, 98, 99, 100], [0, 0, 0, 0]]
-    assert rows.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert rows.columns["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
     assert rows.labels.tolist() == [0, 1, 0]
 
 
