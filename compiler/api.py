@@ -58,6 +58,7 @@ from .job.preflight import plain_directories
 from .job.together import planned_once
 from .loss.rules import counted, refuse_item_count, traced
 from .own_copy import beside_own_copy
+from .packed_batch import is_packed, require_borders, require_positions, with_unread
 from .plan import Plan
 from .profile.profile import for_machines_like, make_profiler
 from .search.attempts import SEARCH_S, SearchResult, Wishes
@@ -163,6 +164,8 @@ def compile(
     check_steps(steps)
     check_compile_stages(compile_stages)
     refuse_item_count(example_inputs)
+    require_positions(example_inputs)
+    example_inputs, packed = with_unread(example_inputs), is_packed(example_inputs)
     directories = plain_directories(ssd_dirs)
     machine = Hardware.from_any(hardware)
     check_cuda_graphs(cuda_graphs, compile_stages, machine)
@@ -212,7 +215,9 @@ def compile(
         if Precision.of(precision).is_pure and not spec.rounds:
             spec.require_portions()
         by_user = loss_weight is not None
-        capture_at = _capturer(model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes)
+        capture_at = _capturer(
+            model, example_inputs, loss_fn, options, machine.devices[0].kind, by_user, shape, sizes, packed
+        )
         capture = capture_at()
         wishes = Wishes(asked, count, shape.size, options, dump, decided, search_s, steps=steps)
         if compile_stages and asked is None and decided is None:
@@ -326,6 +331,7 @@ def _capturer(
     by_user: bool,
     shape: BatchShape,
     sizes: BatchSizes | None,
+    packed: bool,
 ) -> Callable[..., Graphs]:
     """What makes functions from a number of micro-batches to the op graph of one micro-batch, the largest or one of
     given sizes. Each number is traced once, or all of them together where sizes are dynamic."""
@@ -342,6 +348,8 @@ def _capturer(
         @functools.cache
         def capture(num_micro_batches: int) -> OpGraph:
             graph = counted(at(num_micro_batches, other), by_user)
+            if packed:
+                require_borders(graph)
             graph.sum_dtype = types.sum_dtype(num_micro_batches, options.gradient_dtype)
             graph.boundary_dtype = types.boundary_dtype(options.boundary_dtype)
             return graph

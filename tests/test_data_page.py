@@ -13,6 +13,7 @@ import penstock
 from penstock.tests.compiler.job.fed_by_parts import BATCH, Net, Samples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+ROWS = re.findall(r"^\| `(input_ids|position_ids|labels)` \|(.*)\|$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -23,7 +24,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
         "batch": {"x": torch.zeros(BATCH, 4), "y": torch.zeros(BATCH, 1)}, "dataset": Samples(),
         "directory": tmp_path / "saved",
     }  # fmt: skip
-    reading, rest, resuming, stateful, evaluation = BLOCKS
+    reading, rest, resuming, stateful, evaluation, packing = BLOCKS
     exec(reading, names)
     job, sampler = names["job"], names["sampler"]
     with job:
@@ -36,3 +37,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
         assert len(names["losses"]) == 3 and job.step_count == 12
         exec(evaluation, names)
         assert len(names["losses"]) == 3 and job.step_count == 12
+    exec(packing, names)
+    assert names["packed"].describe() == packing.split("# ")[1].splitlines()[0]
+    table = {name: [int(cell) for cell in cells.split("|") if cell.strip()] for name, cells in ROWS}
+    assert {name: row.tolist() for name, row in names["first"].items()} == table

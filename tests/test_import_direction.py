@@ -33,7 +33,8 @@ ORDER = {
     ),
     "compiler": (
         "garbage", "batch_sizes", "stale", "own_copy", "strategies", "plan", "steps", "pipeline", "folder", "models",
-        "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job", "dynamic_shapes",
+        "unread", "packed_batch", "capture", "changed_params", "coupling", "loss", "profile", "search", "report", "job",
+        "dynamic_shapes",
         "arguments", "load", "check", "api",
     ),
 }  # fmt: skip

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...ir.errors import CaptureError
 from ...passes.graph.opgraph import OpGraph, build_module, missing_buffers
+from ..unread import Unread
 from .guard import Borrowed, TraceOptions, borrowed, replaced
 from .inputs import TraceInputs, fake_inputs, floating_as, forward_arguments, named_outputs
 from .lines import SourceLines
@@ -40,8 +41,9 @@ class _Names:
 class _Step(nn.Module):
     """The user's forward and loss as one module that returns a tuple."""
 
-    def __init__(self, model: nn.Module, options: TraceOptions):
+    def __init__(self, model: nn.Module, options: TraceOptions, unread: dict[str, Unread]):
         super().__init__()
+        self.unread = unread  # of the batch: torch.export takes no such arguments
         self.model, self.loss_fn, self.input_dtype = model, options.loss_fn, options.input_dtype
         self.names = _Names()
         self.training = model.training
@@ -49,6 +51,7 @@ class _Step(nn.Module):
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
         modules = dict(self.model.named_modules())
         before = state_of(modules, depth=0)  # what models set while they are exported lies deeper
+        batch = {**batch, **self.unread} if self.unread else batch
         given = forward_arguments(self.model, batch, self.loss_fn is not None)
         args, kwargs = floating_as(self.input_dtype, given)
         found = named_outputs(self.model, self.model(*args, **kwargs), TraceInputs(batch), self.loss_fn)
@@ -61,8 +64,12 @@ def export_trace(model: nn.Module, example_inputs: Any, options: TraceOptions) -
     """Capture one training step through torch.export. Raises CaptureError with the user's source line."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = fake_inputs(model, example_inputs, fake_mode, None)
+    unread: dict[str, Unread] = {}
+    if isinstance(inputs.batch, dict):
+        unread = {name: value for name, value in inputs.batch.items() if isinstance(value, Unread)}
+        inputs.batch = {name: value for name, value in inputs.batch.items() if name not in unread}
     with borrowed(model, fake_mode, options) as held:
-        step = _Step(model, options)
+        step = _Step(model, options, unread)
         training = _export(step, inputs)
         translation = _Translation(held, inputs, step.names.found)
         translation.translate(training)

@@ -21,6 +21,7 @@ from ...ir.precision import Precision
 from ...passes.graph.blocks import storage_root
 from ...passes.graph.kernels.cuda_autocast import autocast_as
 from ...passes.graph.opgraph import OpGraph, build_module, is_check, is_mode_switch, missing_buffers
+from ..unread import ValueRead
 from .dynamic import DynamicDims, LinedShapeEnv, require_any_size
 from .gradient_hooks import hooks_of
 from .guard import Borrowed, LossFn, TraceOptions, borrowed
@@ -226,6 +227,8 @@ def _run(recorder: Recorder, inputs: TraceInputs, loss_fn: LossFn | None) -> dic
                 args, kwargs = floating_as(dtype, (args, kwargs))
                 output = model(*args, **inputs.item_count(), **kwargs)
                 return named_outputs(model, output, inputs, loss_fn)
+        except ValueRead as error:
+            raise CaptureError(f"{SourceLines().of_traceback(error.__traceback__)}\n  {error}") from None
         except (CaptureError, Misaligned):
             raise
         except Exception as error:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import CaptureError
 from ...passes.graph.sizes.nodes import SizeNodes
+from ..unread import Unread
 from .guard import Borrowed
 from .lines import SourceLines
 from .values import KnownValues
@@ -114,6 +115,8 @@ class GraphWriter:
             return value.item() if isinstance(value, np.generic) else value.value
         if isinstance(value, range):
             return list(value)
+        if isinstance(value, Unread):
+            value.refuse()
         if isinstance(value, torch.Generator):
             raise CaptureError(
                 f"{self.lines.where()}\n  draws from a torch.Generator of its own, whose state no program has: leave "

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...ir.errors import BatchError, PlanError
 from ..capture.inputs import entry_names, is_spec, is_tensor_like, legal_name, rebuilt
+from ..packed_batch import with_unread
 from .plain_tensor import plain_tensor
 
 
@@ -176,6 +177,7 @@ def flatten(model: nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, str
         else:
             flags[legal_name(name)] = repr(value)
 
+    batch = with_unread(batch)
     if isinstance(batch, Mapping) and not is_spec(batch):
         walk("", batch)
     elif isinstance(batch, (tuple, list)):

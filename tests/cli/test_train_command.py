@@ -16,7 +16,8 @@ from rich.console import Console
 
 import penstock
 from penstock.cli import progress, training
-from penstock.cli.options import TrainOptions
+from penstock.cli.check_job import check_written
+from penstock.cli.options import JobOptions, TrainOptions
 from penstock.cli.training import TrainResult, interruptible, train
 from penstock.ir.errors import CheckpointError, PenstockError, PlanError
 from penstock.runtime.processes.driver import InProcessDriver
@@ -132,6 +133,31 @@ def test_a_checkpoint_is_neither_overwritten_nor_made_up(text: Path, tmp_path: P
     run(options(text, tmp_path / "out", max_steps=1))
     with pytest.raises(PlanError, match="--resume goes on from it"):
         run(options(text, tmp_path / "out"))
+
+
+PACKED_TEXTS = ["the quick brown fox", "jumps over", "the lazy dog and comes back again", "a", "and again"] * 4
+
+
+def packable(path: Path) -> Path:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in PACKED_TEXTS))
+    return path
+
+
+def test_it_trains_on_packed_texts(tmp_path: Path) -> None:
+    """What it has written is compared with the model on other packed rows."""
+    data = packable(tmp_path / "texts.jsonl")
+    given = {"pack": True, "eval_fraction": 0.25, "max_steps": 4, "dropout": False}
+    result, said = run(options(data, tmp_path / "out", **given))
+    assert "20 documents (32 pieces) in 20 rows, 12 of 320 tokens are padding (3.8%)" in said
+    assert "15 rows to train on, 5 held out" in said
+    assert result.after["loss"] < result.before["loss"] - 0.1
+    report = check_written(tmp_path / "out" / "programs", JobOptions(), 2)
+    assert report.passed
+
+
+def test_texts_of_a_classifier_are_not_packed(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--pack: a classifier takes one text a row"):
+        run(options(labelled(tmp_path / "data.jsonl"), tmp_path / "out", model=BERT, pack=True))
 
 
 def labelled(path: Path) -> Path:

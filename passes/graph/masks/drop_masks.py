@@ -26,8 +26,8 @@ from ..opgraph import OpGraph, is_check, is_mode_switch
 from .intervals import Intervals
 from .visible import visible_keys
 
-_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
-_KEEP = frozenset(("dropout", "to", "float", "type_as", "half", "bfloat16"))
+PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
+_KEEP = frozenset(("dropout", "to", "type", "float", "type_as", "half", "bfloat16"))
 ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -74,12 +74,12 @@ def masked_calls(graph: OpGraph) -> dict[str, fx.Node]:
         if node.op == "call_function" and node.target in ATTENTION:
             path = str(node.meta.get("module_path", "")) or node.name
             uses[path] = uses.get(path, 0) + 1
-            if isinstance(_given(node.args, node.kwargs).get("attn_mask"), fx.Node):
+            if isinstance(given_arguments(node.args, node.kwargs).get("attn_mask"), fx.Node):
                 found[path if uses[path] == 1 else f"{path}#{uses[path]}"] = node
     return found
 
 
-def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def given_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(ARGUMENTS, args)), **kwargs}
 
 
@@ -88,10 +88,12 @@ def _proven(graph: OpGraph, calls: dict[str, fx.Node]) -> dict[str, MaskForm]:
     known: dict[fx.Node, Intervals | None] = {}
     found: dict[str, MaskForm] = {}
     for place, node in calls.items():
-        given = _given(node.args, node.kwargs)
+        given = given_arguments(node.args, node.kwargs)
         mask = given["attn_mask"]
         if (
-            _given(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))["attn_mask"]
+            given_arguments(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))[
+                "attn_mask"
+            ]
             != mask
         ):
             continue
@@ -140,7 +142,7 @@ def _rewrite(node: fx.Node, form: MaskForm) -> None:
 def _without_mask(
     args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given = _given(args, kwargs)
+    given = given_arguments(args, kwargs)
     operands = tuple(given.pop(name) for name in ("query", "key", "value"))
     rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
     if isinstance(form, KeyWindow):
@@ -167,20 +169,20 @@ def _in_words(form: MaskForm) -> str:
 def written_out(graph: OpGraph) -> int:
     """The number of softmaxes between two batched products: attention that the model writes out itself, of which no
     kernel is told."""
-    return sum(_weighs(node) and _is_scored(node) for node in graph.nodes if call_name(node) == "softmax")
+    return sum(weighs(node) and is_scored(node) for node in graph.nodes if call_name(node) == "softmax")
 
 
-def _weighs(node: fx.Node) -> bool:
+def weighs(node: fx.Node) -> bool:
     """Whether a batched product reads a value, or what casts and dropout make of it."""
     kept = [user for user in node.users if call_name(user) in _KEEP]
-    return any(call_name(user) in _PRODUCTS for user in node.users) or any(map(_weighs, kept))
+    return any(call_name(user) in PRODUCTS for user in node.users) or any(map(weighs, kept))
 
 
-def _is_scored(node: fx.Node) -> bool:
+def is_scored(node: fx.Node) -> bool:
     """Whether a value comes from a batched product by way of calls that keep its shape: scales, masks, biases."""
     shape = node.meta["val"].shape
     before = [n for n in node.all_input_nodes if getattr(n.meta.get("val"), "shape", None) == shape]
-    return any(call_name(n) in _PRODUCTS or _is_scored(n) for n in before)
+    return any(call_name(n) in PRODUCTS or is_scored(n) for n in before)
 
 
 def _remarks(count: int, forms: Sequence[MaskForm], written: int) -> list[str]:

@@ -79,12 +79,12 @@ def _chain(graph: OpGraph, mask: fx.Node) -> list[fx.Node] | None:
         if not _is_constant(graph, node):
             return None
         found.add(node)
-        stack += _read(node)
+        stack += operands(node)
         stack += writers.get(storage_root(node), ())
     return [node for node in graph.nodes if node in found]
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
+def operands(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node depends on."""
     if _name(node) in SHAPE_ONLY and isinstance(node.args[0], fx.Node):
         return [n for n in node.all_input_nodes if n is not node.args[0]]

@@ -1,0 +1,87 @@
+"""Batches that hold several documents in a row, without attention across their borders.
+
+transformers' models take the borders from `position_ids`, which begin anew with each document. Its collator
+`DataCollatorWithFlattening` may give the borders in other forms, too: for flash attention, whose numbers are others in
+each batch, and for recurrent layers.
+
+In: a batch of the user. Out: the same with `Unread` in place of what is other in each batch and must not become part
+of a program; errors where tokens would attend across borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..ir.errors import PlanError
+from ..passes.graph.masks.followers import heedless_attention
+from ..passes.graph.opgraph import OpGraph
+from .unread import Unread
+
+OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+POSITIONS = "position_ids"
+_BORDERS = (*OF_FLASH_ATTENTION, "seq_idx")
+_SILENT = ("input_ids", "attention_mask", "labels")  # on where documents end
+
+
+def with_unread(batch: Any) -> Any:
+    """The batch with `Unread` in place of flash attention's numbers."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or not any(n in batch for n in OF_FLASH_ATTENTION):
+        return batch
+    return {name: Unread(name) if name in OF_FLASH_ATTENTION else value for name, value in batch.items()}
+
+
+def require_positions(example_inputs: Any) -> None:
+    """Raise `PlanError` for a packed batch that gives the borders of its documents in other forms only."""
+    if not isinstance(example_inputs, Mapping) or "input_ids" not in example_inputs or POSITIONS in example_inputs:
+        return
+    found = [name for name in _BORDERS if name in example_inputs]
+    if found:
+        raise PlanError(
+            f"example_inputs has {', '.join(found)}, but no {POSITIONS!r}: tokens would attend across the borders of "
+            "documents. Let the collator give it: DataCollatorWithFlattening(return_position_ids=True), or "
+            "penstock.pack_documents"
+        )
+
+
+def is_packed(example_inputs: Any) -> bool:
+    """Whether positions begin anew inside of a row, between tokens that its mask shows."""
+    if not isinstance(example_inputs, Mapping):
+        return False
+    positions, ids = example_inputs.get(POSITIONS), example_inputs.get("input_ids")
+    if not (_is_known(positions) and isinstance(ids, Tensor) and ids.dim() == 2):
+        return False
+    if positions.shape != ids.shape:
+        return False
+    begins = positions.diff(dim=-1) != 1
+    mask = example_inputs.get("attention_mask")
+    if mask is not None:
+        if not (_is_known(mask) and mask.shape == ids.shape):
+            return False  # a mask of the user's own, of all pairs
+        begins &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(begins.any())
+
+
+def _is_known(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta"
+
+
+def require_borders(graph: OpGraph) -> None:
+    """Raise `PlanError` where tokens of a packed batch attend across the borders of documents."""
+    begins = f"example_inputs[{POSITIONS!r}] begins anew inside of rows, where another document begins, but"
+    silent = (*_SILENT, *graph.loss.rules.names)
+    telling = [name for name in graph.inputs if name not in silent]  # a model may have an input of its own
+    places = heedless_attention(graph, telling)
+    if places:
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        without = "leave 'attention_mask' out of the batch, as transformers' models find documents only without one; "
+        raise PlanError(
+            f"{begins} the attention of {places[0]}{more} sees across: its mask does not follow from {POSITIONS!r}. "
+            f"Allowed: {without if 'attention_mask' in graph.inputs else ''}an 'attention_mask' of booleans "
+            "[rows, 1, queries, keys] that shows each token its own document; one document in a row"
+        )
+    if not any(node.users for node in graph.nodes if node.op == "placeholder" and node.name in telling):
+        raise PlanError(f"{begins} the model does not read {POSITIONS!r}: put one document into a row")

@@ -1,0 +1,211 @@
+"""Training on packed documents equals training on each of them by itself, and no token sees another document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.compiler.job.batch import flatten
+from penstock.compiler.job.job import Job
+from penstock.ir.errors import BatchError, CaptureError, PlanError
+from penstock.tests.compiler.eager_baseline import SGD, Eager, assert_close, assert_same_states
+from penstock.tests.zoo import VOCABULARY, without_cache, zoo
+
+SEQUENCE = 8
+# Other rows, and other lengths of them, add the same terms in another order: each addition rounds by at most 2^-24 of
+# the running sum, and two steps carry that through the network.
+REORDERED = 5e-6
+
+
+def documents(*lengths: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+# The same number of rows, with borders at other places in each step.
+STEPS = [documents(5, 3, 8, 6, 4, 2, 2), documents(2, 2, 2, 2, 7, 3, 5, 8, seed=1), documents(8, 1, 6, 4, 4, 7, seed=2)]
+
+
+def made(name: str, attention: str) -> nn.Module:
+    model, _ = zoo()[name](dropout=0.0)
+    model.set_attn_implementation(attention)  # type: ignore[operator]
+    return model
+
+
+def loss_alone(model: nn.Module, given: Sequence[Tensor]) -> Tensor:
+    """The mean over all targets, of documents that are run one by one."""
+    total, count = torch.zeros(()), 0
+    for document in given:
+        logits = model(input_ids=document[None]).logits[0, :-1]
+        total = total + F.cross_entropy(logits, document[1:], reduction="sum")
+        count += len(document) - 1
+    return total / count
+
+
+def compiled(model: nn.Module, batch: Any, **options: Any) -> Job:
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
+    return penstock.compile(model, hardware, example_inputs=batch, optimizer=SGD, strategy="balanced", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("gpt2", "eager"),
+        pytest.param("llama", "eager", marks=pytest.mark.slow),
+        pytest.param("gpt2", "sdpa", marks=pytest.mark.slow),
+        pytest.param("qwen3", "sdpa", marks=pytest.mark.slow),
+        pytest.param("mistral", "sdpa", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_training_is_that_of_each_document_by_itself(name: str, attention: str) -> None:
+    model = made(name, attention)
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+    assert {len(rows["input_ids"]) for rows in packed} == {4}
+    with compiled(model, packed[0], micro_batches=2) as job:
+        for rows, given in zip(packed, STEPS):
+            assert_close({"loss": job.step(rows)}, {"loss": eager.step(given)}, 1e-6)
+        assert_same_states(job, eager, REORDERED)  # momentum: the gradients of all steps
+        assert_close(job.state_dict(), eager.model.state_dict(), REORDERED)
+
+
+def flattened(lengths: Sequence[int], seed: int = 0, **options: Any) -> dict[str, Any]:
+    from transformers import DataCollatorWithFlattening
+
+    collate = DataCollatorWithFlattening(return_tensors="pt", **options)
+    return collate([{"input_ids": document.tolist()} for document in documents(*lengths, seed=seed)])
+
+
+FLASH = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+
+
+@pytest.mark.parametrize("options", [FLASH, pytest.param({}, marks=pytest.mark.slow)])
+def test_the_batches_of_transformers_collator(options: dict[str, bool]) -> None:
+    """Flash attention's numbers are others in each batch, and no part of the program."""
+    model = made("llama", "sdpa")
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    lengths = [(3, 5), (2, 2, 4), (8,)]
+    with compiled(model, flattened(lengths[0], **options)) as job:
+        for step, each in enumerate(lengths):
+            batch = flattened(each, step, **options)
+            assert batch.get("max_length_q", max(each)) == max(each)
+            assert_close({"loss": job.step(batch)}, {"loss": eager.step(documents(*each, seed=step))}, 1e-6)
+        assert_same_states(job, eager, REORDERED)
+        with pytest.raises(BatchError, match="batch lacks position_ids"):
+            job.step({name: value for name, value in batch.items() if name != "position_ids"})
+        if options:
+            with pytest.raises(BatchError, match=r"'max_length_q'.* is absent, compiled as any value"):
+                job.step({name: value for name, value in batch.items() if name != "max_length_q"})
+
+
+@pytest.mark.parametrize("option", ["return_flash_attn_kwargs", "return_seq_idx"])
+def test_borders_without_positions_are_refused(option: str) -> None:
+    batch = flattened((3, 5), return_position_ids=False, **{option: True})
+    with pytest.raises(PlanError, match=r"no 'position_ids'.*return_position_ids=True"):
+        compiled(made("llama", "sdpa"), batch)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_that_hides_the_borders_is_refused(attention: str) -> None:
+    """With a mask of its own in the batch transformers does not look for documents."""
+    batch = flattened((3, 5))
+    whole = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    with pytest.raises(PlanError, match=r"of model\.layers\.0\.self_attn and 1 more sees .*leave 'attention_mask' out"):
+        compiled(made("llama", attention), whole)
+
+
+def test_a_model_that_makes_its_mask_without_positions_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"and 1 more sees across.*Allowed: an 'attention_mask' of booleans"):
+        compiled(made("opt", "sdpa"), flattened((3, 5)))
+
+
+def test_a_mask_of_all_pairs_is_the_users_own() -> None:
+    """It shows OPT's tokens their own document, which the model does not find by itself."""
+    model = made("opt", "sdpa")
+    batch = flattened((3, 5))
+    document = (batch["position_ids"] == 0).cumsum(-1)
+    mask = (document[:, None, :, None] == document[:, None, None]).tril()
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    with compiled(model, {**batch, "attention_mask": mask}) as job:
+        assert_close({"loss": job.step({**batch, "attention_mask": mask})}, {"loss": eager.step(documents(3, 5))}, 1e-6)
+
+
+def test_padding_on_the_left_is_no_border() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    batch = {
+        "input_ids": torch.ones_like(mask), "attention_mask": mask,
+        "position_ids": torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]]), "labels": torch.ones_like(mask),
+    }  # fmt: skip
+    compiled(made("llama", "sdpa"), batch).close()
+
+
+def test_a_mask_made_of_another_input_is_the_models_own() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = made("opt", "sdpa")
+
+        def forward(self, documents: Tensor, **given: Tensor) -> Any:
+            mask = (documents[:, None, :, None] == documents[:, None, None]).tril()
+            return self.inner(attention_mask=mask, **given)
+
+    batch = flattened((3, 5))
+    batch["documents"] = (batch["position_ids"] == 0).cumsum(-1)
+    compiled(Masked(), batch).close()
+
+
+class Words(nn.Module):
+    """Forward reads what `read` makes of the inputs."""
+
+    def __init__(self, read: Any):
+        super().__init__()
+        self.table, self.head, self.read = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), read
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, **given: Any) -> Tensor:
+        hidden = self.table(input_ids) + position_ids[..., None]
+        return F.cross_entropy(self.head(self.read(hidden, **given)).flatten(0, 1), labels.flatten())
+
+
+READS = {
+    "max_length_q": [
+        lambda x, max_length_q, **_: x * max_length_q,
+        lambda x, max_length_q, **_: x if max_length_q > 3 else 2 * x,
+        lambda x, max_length_q, **_: x[:, :max_length_q],
+        lambda x, max_length_q, **_: x + torch.arange(max_length_q).sum(),
+    ],
+    "cu_seq_lens_k": [
+        lambda x, cu_seq_lens_k, **_: x * cu_seq_lens_k[1],
+        lambda x, cu_seq_lens_k, **_: x * torch.cumsum(cu_seq_lens_k, 0)[0],
+        lambda x, cu_seq_lens_k, **_: x + cu_seq_lens_k.float().mean(),
+        lambda x, cu_seq_lens_k, **_: x * len(cu_seq_lens_k),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "read"), [(name, read) for name, reads in READS.items() for read in reads])
+def test_a_forward_that_reads_flash_attentions_numbers_is_refused(name: str, read: Any) -> None:
+    with pytest.raises(CaptureError, match=rf"test_packed_job.py:\d+: .*\n  forward reads '{name}', which differs"):
+        compiled(Words(read), flattened((3, 5), **FLASH))
+
+
+def test_a_model_without_positions_is_refused() -> None:
+    model = Words(lambda x, **_: x)
+    model.forward = lambda input_ids, labels, **_: F.cross_entropy(  # type: ignore[method-assign]
+        model.head(model.table(input_ids)).flatten(0, 1), labels.flatten()
+    )
+    with pytest.raises(PlanError, match="the model does not read 'position_ids'"):
+        compiled(model, flattened((3, 5)))
+
+
+def test_flash_attentions_numbers_are_neither_tensors_nor_part_of_the_flags() -> None:
+    one, other = (flattened(lengths, **FLASH) for lengths in ((3, 5), (2, 2, 4)))
+    model = without_cache(made("llama", "sdpa"))
+    assert flatten(model, one)[1] == flatten(model, other)[1]
+    assert flatten(model, one)[0].keys() == {"input_ids", "labels", "position_ids", "seq_idx"}
