@@ -124,9 +124,8 @@ class KeyWindow(BaseModel):
     after: Annotated[int, Field(ge=0)] = 0
 
 
-MaskForm = (
-    Literal["all", "causal"] | KeyWindow
-)  # what an attention mask lets queries see; causal: keys up to their place
+# What an attention mask lets queries see. causal: keys up to their place; documents: those of their document alone.
+MaskForm = Literal["all", "causal", "documents"] | KeyWindow
 
 
 class LossChunk(BaseModel):

@@ -18,6 +18,7 @@ __all__ = [
     "cross_entropy_of_parts",
     "evaluation_logits",
     "joined_statistics",
+    "packed_attention",
     "part_statistics",
     "window_attention",
 ]
@@ -40,32 +41,56 @@ def window_attention(
     Blocks of queries see the keys around them, forward and backward, so that memory is linear in the number of queries
     and no mask is larger than a block. Backward computes each block's attention again.
     """
+    return _in_blocks(query, key, value, None, (before, after), dropout_p, scale, enable_gqa)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` in which the query at place i sees the keys up to place i of its own document.
+
+    documents: [rows, places], one number for all tokens of a document. Blocks of queries see the keys before them, with
+    a mask of their own that is made again in backward: none stands whole, or is kept. No value of `documents` is read
+    by the host, which waits for nothing while it issues a step; `torch.nn.attention.varlen` would need their number.
+    """
+    return _in_blocks(query, key, value, documents, (query.shape[-2], 0), dropout_p, scale, enable_gqa)
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as for torch's own
         query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
     with torch.autocast(kind, enabled=False):
-        found: Tensor = _WindowAttention.apply(query, key, value, (before, after), dropout_p, scale, enable_gqa)
+        found: Tensor = _BlockwiseAttention.apply(query, key, value, *options)
     return found
 
 
-class _WindowAttention(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], *options: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: Any, *options: Any
+    ) -> Tensor:
         ctx.window, ctx.options = window, options
-        ctx.save_for_backward(query, key, value)
+        ctx.save_for_backward(query, key, value, documents)
         ctx.random_state = _random_state(query) if options[0] > 0 else None
         parts = [
             _attend(query[..., rows, :], key[..., seen, :], value[..., seen, :], mask, options)
-            for rows, seen, mask in _blocks(query, key, *window)
+            for rows, seen, mask in _blocks(query, key, documents, *window)
         ]
         return torch.cat(parts, dim=-2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value = ctx.saved_tensors
+        query, key, value, documents = ctx.saved_tensors
         now = None if ctx.random_state is None else _random_state(query, ctx.random_state)
         sums = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (query, key, value)]
-        for rows, seen, mask in _blocks(query, key, *ctx.window):
+        for rows, seen, mask in _blocks(query, key, documents, *ctx.window):
             places = (rows, seen, seen)
             with torch.enable_grad():
                 parts = [t[..., s, :].detach().requires_grad_() for t, s in zip((query, key, value), places)]
@@ -74,7 +99,7 @@ class _WindowAttention(torch.autograd.Function):
                 total[..., place, :] += grad
         if now is not None:
             _random_state(query, now)
-        return (*(total.to(t.dtype) for total, t in zip(sums, (query, key, value))), None, None, None, None)
+        return (*(total.to(t.dtype) for total, t in zip(sums, (query, key, value))), None, None, None, None, None)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: tuple[Any, ...]) -> Tensor:
@@ -82,23 +107,37 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: tu
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
-def _blocks(query: Tensor, key: Tensor, before: int, after: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(
+    query: Tensor, key: Tensor, documents: Tensor | None, before: int, after: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Queries, the keys that they see, and which of these each query sees, as numbers to add. Masks of blocks at the
-    same distance from their keys are one tensor."""
+    same distance from their keys are one tensor, unless documents differ."""
     device = query.device
     masks: dict[tuple[int, int, int], Tensor] = {}
     for start, stop, first, last in window_blocks(query.shape[-2], key.shape[-2], before, after):
+        rows, seen = slice(start, stop), slice(first, last)
+        if documents is not None:
+            yield rows, seen, _document_mask(documents, rows, seen, query.dtype)
+            continue
         look = (stop - start, last - first, start - first)
         if look not in masks:
-            rows = torch.arange(start, stop, device=device).unsqueeze(-1)
-            distance = torch.arange(first, last, device=device) - rows
+            places = torch.arange(start, stop, device=device).unsqueeze(-1)
+            distance = torch.arange(first, last, device=device) - places
             mask = torch.zeros(distance.shape, dtype=query.dtype, device=device)
             masks[look] = mask.masked_fill_((distance < -before) | (distance > after), float("-inf"))
-        yield slice(start, stop), slice(first, last), masks[look]
+        yield rows, seen, masks[look]
+
+
+def _document_mask(documents: Tensor, rows: slice, seen: slice, dtype: torch.dtype) -> Tensor:
+    """The mask of a block that sees all keys up to its last query: its own keys are the last of these."""
+    hidden = documents[:, None, rows, None] != documents[:, None, None, seen]
+    size = rows.stop - rows.start
+    hidden[..., -size:] |= torch.ones(size, size, dtype=torch.bool, device=documents.device).triu_(1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=documents.device).masked_fill_(hidden, float("-inf"))
 
 
 def window_blocks(num_queries: int, num_keys: int, before: int, after: int) -> Iterator[tuple[int, int, int, int]]:
-    """The blocks of `window_attention`: from which query to before which, from which key to before which."""
+    """The blocks of queries in a window: from which query to before which, from which key to before which."""
     size = min(max(before + after, LEAST_QUERIES), MOST_QUERIES)
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)

@@ -21,7 +21,7 @@ from .stage_costs import storages
 LEAST_BYTES = 512  # smaller outputs are not worth a copy
 _PRODUCTS = (
     "matmul", "mm", "addmm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "tensordot", "inner", "bilinear",
-    "scaled_dot_product_attention", "window_attention", "grouped_mm",
+    "scaled_dot_product_attention", "window_attention", "packed_attention", "grouped_mm",
 )  # fmt: skip
 _BATCHED = ("matmul", "bmm", "baddbmm")
 

@@ -1,4 +1,4 @@
-"""Attention in a window of keys, in blocks: what torch's attention gives with the window as a mask."""
+"""Attention in blocks, in a window of keys or in documents: what torch's attention gives with the same as a mask."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.runtime.functions import window_attention
+from penstock.runtime.functions import packed_attention, window_attention
 
 # Sums of at most 700 products in another order, of values of order one.
 TOLERANCE = 1e-12
@@ -66,7 +67,53 @@ def test_backward_leaves_the_generator_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_memory_is_linear() -> None:
+def documents_of(rows: int, length: int, seed: int, mean: int) -> Tensor:
+    """Numbers of documents of about `mean` tokens."""
+    made = torch.Generator().manual_seed(seed)
+    return (torch.rand(rows, length, generator=made) < 1 / mean).cumsum(-1)
+
+
+def documents_mask(documents: Tensor) -> Tensor:
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 1100), st.integers(0, 9), st.sampled_from([1, 3, 50, 2000]), st.booleans(), st.booleans())
+def test_documents_equal_a_mask(length: int, seed: int, mean: int, grouped: bool, scaled: bool) -> None:
+    q, k, v = operands(length, length, 4 if grouped else 2)
+    documents, scale = documents_of(2, length, seed, mean), 0.25 if scaled else None
+    found = packed_attention(q, k, v, documents, scale=scale, enable_gqa=grouped)
+    want = F.scaled_dot_product_attention(q, k, v, documents_mask(documents), scale=scale, enable_gqa=grouped)
+    assert_same(found, want, [q, k, v])
+
+
+def test_documents_of_one_row_hold_for_all() -> None:
+    q, k, v = operands(40, 40)
+    documents = documents_of(1, 40, 0, 5)
+    found = packed_attention(q, k, v, documents)
+    assert_same(found, F.scaled_dot_product_attention(q, k, v, documents_mask(documents)), [q, k, v])
+
+
+def test_dropout_in_documents_is_drawn_alike_in_backward() -> None:
+    q, k, v = operands(100, 100)
+    documents = documents_of(2, 100, 0, 10)
+    torch.manual_seed(3)
+    found = packed_attention(q, k, v, documents, 0.5)
+    torch.manual_seed(3)
+    want = F.scaled_dot_product_attention(q, k, v, documents_mask(documents), 0.5)
+    assert_same(found, want, [q, k, v])
+
+
+def test_the_host_reads_no_border() -> None:
+    """Neither forward nor backward needs a value: the host would wait for the GPU that has it."""
+    with FakeTensorMode():  # it refuses to tell values
+        q, k, v = (torch.empty(2, 2, 700, 8, requires_grad=True) for _ in range(3))
+        packed_attention(q, k, v, torch.empty(2, 700, dtype=torch.long)).sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_memory_is_linear(is_packed: bool) -> None:
     """Backward keeps no tensor but query, key and value; the largest tensor that lives has a block's rows."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -82,8 +129,11 @@ def test_memory_is_linear() -> None:
 
     q, k, v = (torch.randn(1, 1, 4096, 8, requires_grad=True) for _ in range(3))
     with Largest() as largest:
-        window_attention(q, k, v, 63, 0).sum().backward()
-    assert largest.numel <= 4096 * 8 + 128 * 256
+        if is_packed:
+            packed_attention(q, k, v, documents_of(1, 4096, 0, 300)).sum().backward()
+        else:
+            window_attention(q, k, v, 63, 0).sum().backward()
+    assert largest.numel <= (4096 * 512 if is_packed else 4096 * 8 + 128 * 256)
 
 
 def test_autocast_lowers_as_for_torchs_attention() -> None:

@@ -73,7 +73,17 @@ def cuda_window_attention(
 ) -> Tensor:  # fmt: skip
     """Has the costs of `functions.window_attention` on CUDA."""
     query, key, value = _as_autocast(query, key, value)
-    found: Tensor = _Windowed.apply(query, key, value, before, after)
+    found: Tensor = _Blockwise.apply(query, key, value, None, before, after)
+    return found
+
+
+def cuda_packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, dropout_p: float = 0.0,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Has the costs of `functions.packed_attention` on CUDA, which are the same wherever documents end."""
+    query, key, value = _as_autocast(query, key, value)
+    found: Tensor = _Blockwise.apply(query, key, value, documents, query.shape[-2], 0)
     return found
 
 
@@ -140,20 +150,25 @@ def _flash_workspace(query: Tensor, key: Tensor, value: Tensor, results: Iterabl
         held += [t.new_empty((batch, heads, *t.shape[2:])) for t in (key, value)]
 
 
-class _Windowed(torch.autograd.Function):
+class _Blockwise(torch.autograd.Function):
     """Saves its operands; backward computes attention again, block by block, and adds gradients up in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, before: int, after: int) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, before: int, after: int
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, documents)
         heads, dtype = query.shape[0] * query.shape[1], DTYPES.get(query.dtype, "")
         blocks = list(window_blocks(query.shape[-2], key.shape[-2], before, after))
         sizes = [(stop - start, last - first) for start, stop, first, last in blocks]
         ctx.calls = [AttentionCall(EFFICIENT, dtype, heads, rows, seen, query.shape[-1]) for rows, seen in sizes]
-        ctx.mask_size = max(rows * seen for rows, seen in sizes)
-        mask = query.new_empty(ctx.mask_size)
+        ctx.masks = 1 if documents is None else len(documents)
+        ctx.mask_size = ctx.masks * max(rows * seen for rows, seen in sizes)
+        mask = _block_mask(query, ctx.mask_size, documents)
         parts = [
-            _windowed_block(call, query[..., start:stop, :], key[..., first:last, :], value[..., first:last, :], mask)
+            _one_block(
+                call, query[..., start:stop, :], key[..., first:last, :], value[..., first:last, :], mask, ctx.masks
+            )
             for call, (start, stop, first, last) in zip(ctx.calls, blocks)
         ]
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -165,17 +180,25 @@ class _Windowed(torch.autograd.Function):
         for call in ctx.calls:
             count_call(call)
             count_call(replace(call, backward=True))
-        operands = ctx.saved_tensors
+        *operands, documents = ctx.saved_tensors
         sums = [t.new_empty(t.shape, dtype=torch.float32) for t in operands]
-        mask = operands[0].new_empty(ctx.mask_size)
+        mask = _block_mask(operands[0], ctx.mask_size, documents)
         del mask
-        return (*(total.to(t.dtype) for total, t in zip(sums, operands)), None, None)
+        return (*(total.to(t.dtype) for total, t in zip(sums, operands)), None, None, None)
 
 
-def _windowed_block(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _block_mask(query: Tensor, size: int, documents: Tensor | None) -> Tensor:
+    """Numbers to add, made of booleans where documents differ."""
+    hidden = None if documents is None else query.new_empty(size, dtype=torch.bool)
+    mask = query.new_empty(size)
+    del hidden
+    return mask
+
+
+def _one_block(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, masks: int) -> Tensor:
     """A block's result; each block is a call of its own."""
     if cuda_backend(query, key, value, mask, False) == MATH:
-        mask = mask[: call.queries * call.keys].view(call.queries, call.keys)
+        mask = mask[: masks * call.queries * call.keys].view(masks, 1, call.queries, call.keys)
         is_grouped = query.shape[1] != key.shape[1]
         math_attention = torch.ops.aten._scaled_dot_product_attention_math
         found: Tensor = math_attention(query, key, value, mask, enable_gqa=is_grouped)[0]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ....ir.machine.call_mix import Product
 from ....ir.program import aligned
-from ....runtime.functions import window_attention
-from .attention import cuda_attention, cuda_window_attention
+from ....runtime.functions import packed_attention, window_attention
+from .attention import cuda_attention, cuda_packed_attention, cuda_window_attention
 from .call_rows import DTYPES, count_call
 
 
@@ -93,5 +93,6 @@ CUDA_STAND_INS: dict[Any, Any] = {
     torch.nn.functional.scaled_dot_product_attention: cuda_attention,
     torch.ops.aten.scaled_dot_product_attention.default: cuda_attention,
     window_attention: cuda_window_attention,
+    packed_attention: cuda_packed_attention,
     torch.nn.functional.dropout: cuda_dropout,
 }

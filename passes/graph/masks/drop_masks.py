@@ -2,7 +2,8 @@
 
 In: the op graph. Out: a graph in which `scaled_dot_product_attention` gets no mask where its mask is proven to show
 every key, every key up to the query's place, or a window around it. A call with a mask cannot run flash attention and
-keeps the mask, which is as large as all pairs of a query and a key. Masks that depend on the batch (padding), on
+keeps the mask, which is as large as all pairs of a query and a key. Masks that keep documents of a row apart become
+those of blocks of queries, made of the documents' numbers. Other masks that depend on the batch (padding), on
 parameters or on buffers stay.
 """
 
@@ -18,17 +19,21 @@ from torch import fx
 
 from ....ir.calls import call_name
 from ....ir.errors import PassError
-from ....runtime.functions import window_attention
+from ....runtime.functions import MOST_QUERIES, packed_attention, window_attention
 from ...decisions import KeyWindow, MaskForm
 from ...draft import Draft
 from ..graph_pass import GraphPass
 from ..opgraph import OpGraph, is_check, is_mode_switch
+from .documents import documents_of
 from .intervals import Intervals
 from .visible import visible_keys
 
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "__matmul__"))
 _KEEP = frozenset(("dropout", "to", "type", "float", "type_as", "half", "bfloat16"))
 ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+# Places of a row from which on blocks win: two blocks of queries leave out a quarter of all pairs, which makes up for
+# the attention that backward computes again.
+LEAST_PACKED = 2 * MOST_QUERIES
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -38,8 +43,13 @@ class DropMasks(GraphPass):
     decides: ClassVar[str] = "masks"
 
     def plan(self, draft: Draft) -> dict[str, MaskForm]:
-        """What the mask of each call is proven to be, by the call's place."""
-        return _proven(draft.graph, masked_calls(draft.graph))
+        """What the mask of each call is proven to be, by the call's place. Masks of documents go where blocks of
+        queries take no more time than one mask for all calls: on GPUs, in long rows."""
+        calls = masked_calls(draft.graph)
+        proven = _proven(draft.graph, calls)
+        is_cpu = draft.machine.devices[0].kind == "cpu"
+        short = {place for place, node in calls.items() if node.meta["val"].shape[-2] < LEAST_PACKED}
+        return {p: form for p, form in proven.items() if form != "documents" or not (is_cpu or p in short)}
 
     def rewrite(self, draft: Draft, decision: dict[str, MaskForm]) -> None:
         told = _remarks(len(masked_calls(draft.graph)), list(decision.values()), written_out(draft.graph))
@@ -61,7 +71,7 @@ class DropMasks(GraphPass):
                     f"masks says that the mask of {place} is {_in_words(form)}, but it {found}; "
                     "leave the entry out to keep the mask"
                 )
-            _rewrite(calls[place], form)
+            _rewrite(graph, calls[place], form)
         _remove_unused(graph)
         draft.graph = graph
 
@@ -86,25 +96,35 @@ def given_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
 def _proven(graph: OpGraph, calls: dict[str, fx.Node]) -> dict[str, MaskForm]:
     """The forms of the masks for which there is a proof."""
     known: dict[fx.Node, Intervals | None] = {}
+    packed: dict[fx.Node, bool] = {}
     found: dict[str, MaskForm] = {}
     for place, node in calls.items():
         given = given_arguments(node.args, node.kwargs)
         mask = given["attn_mask"]
-        if (
-            given_arguments(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))[
-                "attn_mask"
-            ]
-            != mask
-        ):
+        evaluation = given_arguments(node.meta.get("eval_args", node.args), node.meta.get("eval_kwargs", node.kwargs))
+        if evaluation["attn_mask"] != mask or given.get("is_causal"):
             continue
         if mask not in known:
             known[mask] = visible_keys(graph, mask)
-        seen = known[mask]
-        queries, keys = (given[name].meta["val"].shape[-2] for name in ("query", "key"))
-        form = None if seen is None or given.get("is_causal") else form_of(seen, queries, keys)
+            packed[mask] = known[mask] is None and _documents(graph, mask) is not None
+        seen, query = known[mask], given["query"].meta["val"]
+        queries, keys = query.shape[-2], given["key"].meta["val"].shape[-2]
+        form = None if seen is None else form_of(seen, queries, keys)
+        if packed[mask] and queries == keys and query.dim() == 4:
+            form = "documents"
         if form is not None:
             found[place] = form
     return found
+
+
+def _documents(graph: OpGraph, mask: fx.Node) -> fx.Node | None:
+    """The node with the documents that a mask keeps apart."""
+
+    def form_of_part(part: fx.Node) -> MaskForm | None:
+        seen, length = visible_keys(graph, part), mask.meta["val"].shape[-1]
+        return None if seen is None else form_of(seen, length, length)
+
+    return documents_of(graph, mask, form_of_part)
 
 
 def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None:
@@ -130,23 +150,29 @@ def form_of(seen: Intervals, num_queries: int, num_keys: int) -> MaskForm | None
     return window if is_window else None
 
 
-def _rewrite(node: fx.Node, form: MaskForm) -> None:
-    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form)
+def _rewrite(graph: OpGraph, node: fx.Node, form: MaskForm) -> None:
+    documents = None
+    if form == "documents":
+        documents = _documents(graph, given_arguments(node.args, node.kwargs)["attn_mask"])
+        node.target = packed_attention
+    node.args, node.kwargs = _without_mask(node.args, node.kwargs, form, documents)
     if "eval_args" in node.meta:
         meta = node.meta
-        meta["eval_args"], meta["eval_kwargs"] = _without_mask(meta["eval_args"], meta["eval_kwargs"], form)
+        meta["eval_args"], meta["eval_kwargs"] = _without_mask(meta["eval_args"], meta["eval_kwargs"], form, documents)
     if isinstance(form, KeyWindow):
         node.target = window_attention
 
 
 def _without_mask(
-    args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm
+    args: Sequence[Any], kwargs: dict[str, Any], form: MaskForm, documents: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = given_arguments(args, kwargs)
     operands = tuple(given.pop(name) for name in ("query", "key", "value"))
     rest = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
     if isinstance(form, KeyWindow):
         return (*operands, form.before, form.after), rest
+    if documents is not None:
+        return (*operands, documents), rest
     return operands, {**rest, "is_causal": True} if form == "causal" else rest
 
 
@@ -163,7 +189,7 @@ def _remove_unused(graph: OpGraph) -> None:
 def _in_words(form: MaskForm) -> str:
     if isinstance(form, KeyWindow):
         return f"a window of {form.before + 1 + form.after} keys"
-    return {"all": "all ones", "causal": "causal"}[form]
+    return {"all": "all ones", "causal": "causal", "documents": "causal in each document"}[form]
 
 
 def written_out(graph: OpGraph) -> int:

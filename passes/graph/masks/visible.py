@@ -64,6 +64,16 @@ def visible_keys(graph: OpGraph, mask: fx.Node) -> Intervals | None:
     return None
 
 
+def constant_value(graph: OpGraph, node: fx.Node) -> Tensor | None:
+    """The value of a small tensor that follows from constants alone; None for any other."""
+    chain = _chain(graph, node)
+    try:
+        found = None if chain is None else _Values(graph, VECTOR_ELEMENTS).run(chain, node)
+    except Unfollowed:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
 def _chain(graph: OpGraph, mask: fx.Node) -> list[fx.Node] | None:
     """The nodes that the mask is made of, in order; None if one of them depends on more than constants."""
     writers: dict[fx.Node, list[fx.Node]] = {}

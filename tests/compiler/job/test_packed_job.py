@@ -76,6 +76,33 @@ def test_packed_training_is_that_of_each_document_by_itself(name: str, attention
         assert_close(job.state_dict(), eager.model.state_dict(), REORDERED)
 
 
+def test_the_kernel_of_documents_in_a_job() -> None:
+    """On CPU plans keep the mask; a plan for a GPU holds this decision."""
+    model = made("llama", "sdpa")
+    eager = Eager(model, micro_batches=1, loss_of=loss_alone)
+    packed = [penstock.pack_documents(given, SEQUENCE).columns for given in STEPS]
+    plan = compiled(model, packed[0], micro_batches=2).plan
+    assert plan.decisions.masks == {}
+    places = [f"model.layers.{i}.self_attn" for i in range(2)]
+    plan.decisions.masks = dict.fromkeys(places, "documents")
+    hardware = penstock.Hardware.cpu(num_devices=1, memory="64MB", dram="1GB")
+    with penstock.compile(model, hardware, example_inputs=packed[0], optimizer=SGD, plan=plan) as job:
+        assert job.code().count("functions.packed_attention(") == 1  # in the class of both layers
+        assert "scaled_dot_product_attention" not in job.code()
+        for rows, given in zip(packed, STEPS):
+            assert_close({"loss": job.step(rows)}, {"loss": eager.step(given)}, 1e-6)
+        assert_same_states(job, eager, REORDERED)
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_gpu_takes_the_kernel_of_documents() -> None:
+    spec = {"shape": [2, 1024], "dtype": "int64"}
+    packed = {"input_ids": spec, "position_ids": spec, "labels": spec}
+    job = penstock.compile(made("llama", "sdpa"), "rtx4090x1", example_inputs=packed, optimizer=SGD)
+    assert set(job.plan.decisions.masks.values()) == {"documents"}
+    assert "2" in next(line for line in job.explain().splitlines() if "causal in each document" in line)
+
+
 def flattened(lengths: Sequence[int], seed: int = 0, **options: Any) -> dict[str, Any]:
     from transformers import DataCollatorWithFlattening
 

@@ -21,11 +21,12 @@ from penstock.passes.graph.kernels.attention import (
     MATH,
     cuda_attention,
     cuda_backend,
+    cuda_packed_attention,
     cuda_window_attention,
 )
 from penstock.passes.graph.kernels.call_rows import KernelCalls, MixRows
 from penstock.passes.graph.masks.drop_masks import DropMasks
-from penstock.runtime.functions import window_attention
+from penstock.runtime.functions import packed_attention, window_attention
 from penstock.tests.passes.running import apply, draft_of
 from penstock.tests.passes.stage_runs import Peak, one_device, stages_of
 from penstock.tests.zoo import zoo
@@ -175,6 +176,23 @@ def test_a_windows_calls_are_those_of_its_blocks() -> None:
         rows = counted((row, 1) for row in calls.rows.attention)
         found.append({(row.queries, row.keys, row.backward, row.count) for row in rows})
     assert found[0] == found[1]
+
+
+def test_documents_save_their_operands_alone_and_call_by_blocks() -> None:
+    operands = projected(torch.bfloat16)
+    documents = torch.zeros(BATCH, ROWS, dtype=torch.long)
+    output = BATCH * HEADS * ROWS * WIDTH * 2  # what the product saves
+    for call in (cuda_packed_attention, packed_attention):
+        assert saved_bytes(call, operands, documents) == output + BATCH * ROWS * 8
+    operands = [torch.zeros(1, 2, 1100, WIDTH, requires_grad=True) for _ in range(3)]
+    found = []
+    for call in (cuda_packed_attention, packed_attention):
+        with Calls() as calls:
+            call(*operands, torch.zeros(1, 1100, dtype=torch.long)).sum().backward()
+        rows = counted((row, 1) for row in calls.rows.attention)
+        found.append({(row.queries, row.keys, row.backward, row.count) for row in rows})
+    assert found[0] == found[1]
+    assert {(queries, keys) for queries, keys, _, _ in found[0]} == {(512, 512), (512, 1024), (76, 1100)}
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])

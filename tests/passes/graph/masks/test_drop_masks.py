@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.compiler.capture.trace import trace
 from penstock.ir.errors import PassError
+from penstock.ir.machine.hardware import Hardware
 from penstock.passes.decisions import KeyWindow, MaskForm
-from penstock.passes.graph.masks import visible
+from penstock.passes.graph.masks import drop_masks, visible
 from penstock.passes.graph.masks.drop_masks import DropMasks, masked_calls
 from penstock.passes.graph.opgraph import OpGraph
 from penstock.tests.alike import slow_but
@@ -236,11 +237,132 @@ def test_long_masks_take_no_memory() -> None:
     assert list(forms(graph).values()) == [KeyWindow(before=4095)]
 
 
+@pytest.mark.usefixtures("short_rows")
 def test_golden(golden: Golden) -> None:
     draft = apply(draft_of(captured(causal, dropout=0.1)), DropMasks())
     golden(str(draft.graph.graph), "causal")
     draft = apply(draft_of(captured(masked_window)), DropMasks())
     golden(str(draft.graph.graph), "window")
+    graph = of_positions(gathered)
+    draft = apply(draft_of(graph, GPU), DropMasks())
+    golden(str(draft.graph.graph), "documents")
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+MakeRelation = Callable[[Tensor], Tensor]  # position ids to a mask
+GPU = Hardware.preset("rtx4090x1")
+
+
+class Packed(nn.Module):
+    """Attention under a mask made of position ids."""
+
+    def __init__(self, mask: MakeRelation):
+        super().__init__()
+        self.make, self.layer = mask, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
+        q, k, v = self.layer(x).unflatten(-1, (3, HEADS, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.make(position_ids))
+        return {"loss": out.square().mean()}
+
+
+def of_positions(mask: MakeRelation) -> OpGraph:
+    return trace(Packed(mask), {"x": torch.randn(3, LENGTH, 8), "position_ids": torch.zeros(3, LENGTH).long()})
+
+
+def counted(ids: Tensor) -> Tensor:
+    return (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def pairs(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Of queries and of keys."""
+    return numbers[:, None, :, None], numbers[:, None, None, :]
+
+
+def same(numbers: Tensor) -> Tensor:
+    queries, keys = pairs(numbers)
+    return queries == keys
+
+
+def not_later(numbers: Tensor) -> Tensor:
+    queries, keys = pairs(numbers)
+    return keys <= queries
+
+
+def gathered(ids: Tensor) -> Tensor:
+    """As transformers writes it, with indices of all pairs."""
+    documents = counted(ids)
+    rows, i = torch.arange(ids.shape[0])[:, None, None, None], torch.arange(LENGTH)[None, None, :, None]
+    j = i.transpose(2, 3)
+    return (
+        i.new_ones((), dtype=torch.bool) & (documents[rows, i] == documents[rows, j]) & (ids[rows, j] <= ids[rows, i])
+    )
+
+
+DOCUMENTS: list[tuple[str, MakeRelation]] = [
+    ("gathered", gathered),
+    ("laid out", lambda ids: same(counted(ids)) & not_later(ids)),
+    ("the other way around", lambda ids: (pairs(ids)[0] >= pairs(ids)[1]) & same(counted(ids))),
+    ("by places", lambda ids: same(counted(ids)) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
+    ("any numbers, by places", lambda ids: same(ids) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()),
+    ("seen twice", lambda ids: same(counted(ids)) & not_later(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
+]
+OTHERS: list[tuple[str, MakeRelation]] = [
+    ("not causal", lambda ids: same(counted(ids))),
+    ("earlier", lambda ids: same(counted(ids)) & (pairs(ids)[1] < pairs(ids)[0])),
+    ("later", lambda ids: same(counted(ids)) & (pairs(ids)[0] <= pairs(ids)[1])),
+    ("positions alone", not_later),
+    ("other positions", lambda ids: same(counted(ids)) & not_later(ids * 2)),
+    ("other borders", lambda ids: same((torch.diff(ids, prepend=ids[:, :1] - 1) != 2).cumsum(-1)) & not_later(ids)),
+    ("second differences", lambda ids: same((torch.diff(ids, 1, 0, prepend=ids[:1]) != 1).cumsum(-1)) & not_later(ids)),
+    ("borders of the rows", lambda ids: same((torch.diff(ids, prepend=ids[:, :1]) != 1).cumsum(0)) & not_later(ids)),
+    ("either", lambda ids: same(counted(ids)) | not_later(ids)),
+    ("another row", lambda ids: same(counted(ids)).flip(0) & not_later(ids)),
+    ("backwards", lambda ids: (pairs(ids)[0] == pairs(ids)[1].flip(3)) & not_later(ids)),
+    ("two documents", lambda ids: same(counted(ids)) & same(ids) & torch.ones(LENGTH, LENGTH).tril().bool()),
+    ("a window", lambda ids: same(counted(ids)) & not_later(ids) & causal(ids, LENGTH).triu(-3)),
+    ("a value", lambda ids: same(counted(ids)) & not_later(ids) & (ids[:, None, None, :] < 9)),
+]
+
+
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if blocks won there, too."""
+    monkeypatch.setattr(drop_masks, "LEAST_PACKED", 1)
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("mask", [row[1] for row in DOCUMENTS], ids=[row[0] for row in DOCUMENTS])
+def test_documents_are_found(mask: MakeRelation) -> None:
+    graph = of_positions(mask)
+    assert list(DropMasks().plan(draft_of(graph, GPU)).values()) == ["documents"]
+    assert forms(graph) == {}  # on CPU the mask stays
+
+
+def test_documents_of_short_rows_keep_their_mask() -> None:
+    assert DropMasks().plan(draft_of(of_positions(gathered), GPU)) == {}
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("mask", [row[1] for row in OTHERS], ids=[row[0] for row in OTHERS])
+def test_other_masks_of_positions_stay(mask: MakeRelation) -> None:
+    assert DropMasks().plan(draft_of(of_positions(mask), GPU)) == {}
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("name", slow_but(("llama",), ("llama", "gpt2", "qwen3")))
+def test_models_on_packed_rows_train_like_eager(name: str) -> None:
+    """Borders lie elsewhere in each micro-batch, and two rows differ."""
+    model, batches = without_padding(name)
+    for batch, cuts in zip(batches, ((3, 5), (1, 7))):
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(c), torch.arange(8 - c)]) for c in cuts])
+    graph = trace(model, batches[0])
+    masks = DropMasks().plan(draft_of(graph, GPU))
+    assert list(masks.values()) == ["documents"] * 2
+    draft = apply(draft_of(graph, micro_batches=2), DropMasks(), decisions={"masks": masks})
+    assert not masked_calls(draft.graph)
+    assert_same_step(draft_of(graph, micro_batches=2), draft, batches)
 
 
 # --- training -------------------------------------------------------------------------------------------------------
