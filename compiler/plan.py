@@ -90,6 +90,7 @@ class Decisions(BaseModel):
     vocabulary: dict[str, list[int]] = {}  # split table -> 0, the first row of each further part, the number of rows
     pointwise_again: bool = False  # whether backward computes pointwise results again
     chunks: dict[str, LossChunk] = {}  # cross entropy -> the chunks in which its logits are made
+    interleaved: bool = False  # whether independent forwards of one model run layer by layer
     blocks: dict[str, int]  # block -> number of op-graph nodes, in order
     stages: list[list[str]]  # stage -> its blocks
     planned_for: list[int]  # stage -> the device whose speed and memory it was cut for
@@ -131,8 +132,9 @@ class Plan(BaseModel):
         """Six hexadecimal digits over the decisions."""
         usual = {name for name in ("gradient_dtype", "boundary_dtype") if name not in self._unusual()}
         decided = self.model_dump(exclude={"predicted", "rivals", "hardware", "notes", *usual})
-        if not self.decisions.vocabulary:
-            decided["decisions"].pop("vocabulary")
+        for name in ("vocabulary", "interleaved"):  # later than others: plans without them keep their hash
+            if not getattr(self.decisions, name):
+                decided["decisions"].pop(name)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:6]
 
     def _unusual(self) -> set[str]:

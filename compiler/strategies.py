@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..passes.base import Pass
 from ..passes.graph.coarsen import Coarsen
+from ..passes.graph.interleave_forwards import InterleaveForwards
 from ..passes.graph.loss.chunk_loss import ChunkLoss
 from ..passes.graph.masks.drop_masks import DropMasks
 from ..passes.graph.recompute_pointwise import RecomputePointwise
@@ -41,6 +42,7 @@ PASSES: dict[str, type[Pass]] = {
         SplitVocabulary,
         RecomputePointwise,
         ChunkLoss,
+        InterleaveForwards,
         Coarsen,
         Mesh,
         PartitionBalanced,
@@ -117,5 +119,7 @@ _AFTER_GRAPH: dict[str, str] = {
     "ftpipe-async": "coarsen{level=operator}, partition-mixed{asynchronous=true}, map-cross, schedule-async",
 }
 # What the model computes is put in its best form before blocks are found in it. `chunk-loss` is in all of them: it
-# changes nothing where logits are small for a device, and no strategy is about keeping large ones.
-STRATEGIES: dict[str, str] = {name: f"drop-masks, chunk-loss, {passes}" for name, passes in _AFTER_GRAPH.items()}
+# changes nothing where logits are small for a device, and no strategy is about keeping large ones; nor does
+# `interleave-forwards` where a step calls the model once. It comes last, as others look for what stands together.
+BEFORE_BLOCKS = "drop-masks, chunk-loss, interleave-forwards"
+STRATEGIES: dict[str, str] = {name: f"{BEFORE_BLOCKS}, {passes}" for name, passes in _AFTER_GRAPH.items()}

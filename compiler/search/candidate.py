@@ -10,6 +10,7 @@ from ...ir import ops
 from ...passes.base import Pass
 from ...passes.graph.coarsen import Coarsen
 from ...passes.graph.graph_pass import GraphPass
+from ...passes.graph.interleave_forwards import InterleaveForwards
 from ...passes.graph.loss.chunk_loss import ChunkLoss
 from ...passes.graph.masks.drop_masks import DropMasks
 from ...passes.mapping.map_round_robin import MapRoundRobin
@@ -206,7 +207,10 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
 
 
 PLAIN = Candidate(
-    (DropMasks(), ChunkLoss(), Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
+    (
+        DropMasks(), ChunkLoss(), InterleaveForwards(), Coarsen(), PartitionBalanced(), MapRoundRobin(),
+        SchedulePipeline(), *Tiering().passes,
+    )  # fmt: skip
 )
 LEAVING = PLAIN.tiered(activations=True)
 RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)

@@ -108,6 +108,12 @@ def make_blocks(graph: OpGraph, runs: list[NamedNodes], layers: Sequence[str] = 
 
 
 def _runs(graph: OpGraph) -> list[NamedNodes]:
+    runs = [piece for run in split_runs(graph) for piece in _calls(graph, run)]
+    return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
+
+
+def split_runs(graph: OpGraph) -> list[NamedNodes]:
+    """Runs of nodes of one element of a module list, or of one other module with parameters, in recorded order."""
     shared = shared_nodes(graph)
     nodes = [
         n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared and not is_mode_switch(n)
@@ -119,8 +125,7 @@ def _runs(graph: OpGraph) -> list[NamedNodes]:
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
-    runs = [piece for run in runs for piece in _calls(graph, run)]
-    return _unique(_join_leading(graph, _join_inseparable(graph, runs)))
+    return runs
 
 
 def _block_path(path: str) -> str:
@@ -137,7 +142,8 @@ def _in_list(key: str) -> bool:
 
 
 def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
-    """Cut a run with several calls of one element of a module list where its first node with parameters comes again."""
+    """Cut a run with several calls of one element of a module list where its first node with parameters comes again,
+    unless the calls do not depend on each other: then its weights serve all of them in one place."""
     name, nodes = run
     first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
     pieces: list[list[fx.Node]] = [[]]
@@ -145,7 +151,19 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
         if first is not None and node is not first and (node.op, node.target) == (first.op, first.target):
             pieces.append([])
         pieces[-1].append(node)
-    return [(name, piece) for piece in pieces]
+    joined = pieces[:1]
+    for piece in pieces[1:]:
+        if _depends(piece, joined[-1]):
+            joined.append(piece)
+        else:
+            joined[-1] += piece
+    return [(name, piece) for piece in joined]
+
+
+def _depends(later: list[fx.Node], earlier: list[fx.Node]) -> bool:
+    """Whether nodes read what earlier ones of the same run compute."""
+    made = {node for node in earlier if node.op != "get_attr"}
+    return any(arg in made for node in later for arg in node.all_input_nodes)
 
 
 def _join_leading(graph: OpGraph, runs: list[NamedNodes]) -> list[NamedNodes]:
@@ -187,13 +205,13 @@ def _inseparable(graph: OpGraph, home: dict[fx.Node, int]) -> list[tuple[fx.Node
             pairs += [(node, user) for user in node.users]
         if node.target is operator.getitem:
             pairs += [(arg, node) for arg in node.all_input_nodes]
-        for name in _buffers_of(graph, node):
+        for name in buffers_of(graph, node):
             if ties.get(name, name) in written:
                 pairs.append((holder.setdefault(ties.get(name, name), node), node))
     return [(a, b) for a, b in pairs if a in home and b in home]
 
 
-def _buffers_of(graph: OpGraph, node: fx.Node) -> list[str]:
+def buffers_of(graph: OpGraph, node: fx.Node) -> list[str]:
     if node.op == "call_module":
         leaf = graph.module.get_submodule(str(node.target))
         return [f"{node.target}.{name}" for name, _ in leaf.named_buffers(remove_duplicate=False)]
