@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .compiler.job.sampler import RankSampler
     from .compiler.load import load
     from .compiler.plan import Plan
+    from .compiler.preference import DPO
     from .ir import errors
     from .ir.machine.hardware import Hardware
     from .runtime.optimizer.param_groups import hidden_matrices
     from .runtime.simulate import Timeline
 
 __all__ = [
+    "DPO",
     "Hardware",
     "Job",
     "Outputs",
@@ -38,6 +40,7 @@ __all__ = [
 
 # Imported at first use: a worker needs the runtime only, and starts seconds sooner without the compiler.
 _HOMES = {
+    "DPO": ".compiler.preference",
     "Hardware": ".ir.machine.hardware",
     "Job": ".compiler.job.job",
     "Outputs": ".compiler.job.job",

@@ -76,7 +76,7 @@ def elementwise(call: OperatorCall) -> RowState:
 
 rule("native_dropout", "glu", "bernoulli", "rrelu_with_noise", "_fake_quantize_learnable_per_tensor_affine",
      "fake_quantize_per_tensor_affine", "isin", "bucketize", "complex", "view_as_real", "view_as_complex", "frexp",
-     "_fused_dropout", "dropout")(elementwise)  # fmt: skip
+     "_fused_dropout", "dropout", "log_sigmoid_forward")(elementwise)  # fmt: skip
 
 
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "neg", "contiguous", "positive",
