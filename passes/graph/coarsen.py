@@ -121,7 +121,7 @@ def split_runs(graph: OpGraph) -> list[NamedNodes]:
     runs: list[NamedNodes] = []
     for node in nodes:
         key = _block_path(node.meta.get("module_path", ""))
-        if runs and (key == runs[-1][0] or not (_in_list(key) or graph.node_parameters(node))):
+        if runs and (key == runs[-1][0] or not (in_list(key) or graph.node_parameters(node))):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
@@ -137,7 +137,7 @@ def _block_path(path: str) -> str:
     return path
 
 
-def _in_list(key: str) -> bool:
+def in_list(key: str) -> bool:
     return key.rpartition(".")[2].isdigit()
 
 
@@ -145,7 +145,7 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
     """Cut a run with several calls of one element of a module list where its first node with parameters comes again,
     unless the calls do not depend on each other: then its weights serve all of them in one place."""
     name, nodes = run
-    first = next((n for n in nodes if _in_list(name) and graph.node_parameters(n)), None)
+    first = next((n for n in nodes if in_list(name) and graph.node_parameters(n)), None)
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
         if first is not None and node is not first and (node.op, node.target) == (first.op, first.target):
@@ -153,17 +153,23 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
         pieces[-1].append(node)
     joined = pieces[:1]
     for piece in pieces[1:]:
-        if _depends(piece, joined[-1]):
+        if _depends(name, piece, joined[-1]):
             joined.append(piece)
         else:
             joined[-1] += piece
     return [(name, piece) for piece in joined]
 
 
-def _depends(later: list[fx.Node], earlier: list[fx.Node]) -> bool:
-    """Whether nodes read what earlier ones of the same run compute."""
+def _depends(name: str, later: list[fx.Node], earlier: list[fx.Node]) -> bool:
+    """Whether the later call of an element reads what the earlier one computes, or what is made of that between them."""
     made = {node for node in earlier if node.op != "get_attr"}
-    return any(arg in made for node in later for arg in node.all_input_nodes)
+    own = [node for node in later if is_inside(name, node)]
+    return any(arg in made for node in own for arg in node.all_input_nodes)
+
+
+def is_inside(key: str, node: fx.Node) -> bool:
+    """Whether a node was recorded in the module of this path, or below it."""
+    return f"{node.meta.get('module_path', '')}.".startswith(f"{key}.")
 
 
 def _join_leading(graph: OpGraph, runs: list[NamedNodes]) -> list[NamedNodes]:

@@ -10,6 +10,7 @@ an embedding that is also the head, stays where it is.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from ...ir.errors import PassError
 from ..draft import Draft
 from .blocks import storage_root
-from .coarsen import buffers_of, split_runs
+from .coarsen import buffers_of, in_list, is_inside, split_runs
 from .graph_pass import GraphPass
 from .opgraph import OpGraph, is_mode_switch, plain_meta
 
@@ -152,17 +153,32 @@ def _needs(graph: OpGraph) -> dict[fx.Node, set[fx.Node]]:
 def _order(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> list[fx.Node]:
     """The nodes, without switches of modes: those of a run that uses parameters again after the run that used them
     first, and everything after what it needs."""
-    goal: dict[fx.Node, int] = {}
-    for number, (_, nodes) in enumerate(split_runs(graph)):
-        earlier = min((places[node][1] for node in nodes if node in places), default=number)
-        goal.update(dict.fromkeys(nodes, earlier))
+    goal = _goals(graph, places)
     needs = _needs(graph)
     slot: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        wanted = max(goal.get(node, 0), places[node][1] if node in places else 0)
-        slot[node] = max(wanted, *(slot[n] for n in needs[node]), 0)
+        slot[node] = max(goal[node], *(slot[n] for n in needs[node]), 0)
     inner = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_mode_switch(n)]
     return sorted(inner, key=slot.__getitem__)  # a stable sort: recorded order within a slot
+
+
+def _goals(graph: OpGraph, places: dict[fx.Node, tuple[str, int]]) -> dict[fx.Node, int]:
+    """For each node the number of the run that it should stand with. A node of no run, or between the elements of a
+    list, stands with the first that reads it; a part of a value stays with the value."""
+    own: dict[fx.Node, int] = {}
+    between: set[fx.Node] = set()
+    for number, (key, nodes) in enumerate(split_runs(graph)):
+        earlier = min((places[node][1] for node in nodes if node in places), default=number)
+        own.update({node: max(earlier, places[node][1] if node in places else 0) for node in nodes})
+        if in_list(key):
+            between.update(n for n in nodes if n not in places and not is_inside(key, n))
+    found: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        readers = [found[user] for user in node.users if user.op != "output"]
+        is_part = node.target is operator.getitem
+        is_placed = node in own and (node not in between or is_part or not readers)
+        found[node] = own[node] if is_placed else min(readers, default=0)
+    return found
 
 
 def _reorder(graph: OpGraph, order: list[fx.Node]) -> None:
