@@ -75,8 +75,8 @@ def _require_adapters(model: nn.Module) -> None:
     name = type(model).__name__
     if not is_a(model, PEFT):
         raise PlanError(
-            f"DPO: {name} is no PeftModel. Its reference would be a frozen copy of all weights; with adapters it is the "
-            f"model itself, with its adapters off: {_ADAPT}"
+            f"DPO: {name} is no PeftModel. Its reference would be a frozen copy of all weights; with adapters it is "
+            f"the model itself, with its adapters off: {_ADAPT}"
         )
     peft: Any = model
     if peft.active_peft_config.is_prompt_learning:
@@ -106,8 +106,8 @@ def _require_pairs(batch: dict[str, Tensor]) -> None:
     if wrong:
         what = "lacks" if wrong[0] in names else "has"
         raise CaptureError(
-            f"the batch of DPO {what} {wrong[0]!r}; its entries are {', '.join(names)}, each [rows, sequence], a pair in "
-            "a row"
+            f"the batch of DPO {what} {wrong[0]!r}; its entries are {', '.join(names)}, each [rows, sequence], a pair "
+            "in a row"
         )
     shapes = {tuple(batch[name].shape) for name in names}
     if len(shapes) > 1 or batch[names[0]].dim() != 2:

@@ -30,6 +30,7 @@ PAGES = [
     "docs/security.md",
     "docs/glossary.md",
     "docs/precision.md",
+    "docs/preference.md",
     "bench/README.md",
 ]
 FILE = re.compile(r"`((?:ir|runtime|passes|codegen|compiler|cli|papers|tests|bench|examples|docs)/[\w./-]*)`")

@@ -206,11 +206,9 @@ def shared_tiers(reservoir: bool) -> tuple[Pass, ...]:
     return InsertRemat(), InsertShard(), InsertTwoHop(every=AUTO), InsertOptimizer()
 
 
+PLAIN_GRAPH = (DropMasks(), ChunkLoss(), InterleaveForwards())
 PLAIN = Candidate(
-    (
-        DropMasks(), ChunkLoss(), InterleaveForwards(), Coarsen(), PartitionBalanced(), MapRoundRobin(),
-        SchedulePipeline(), *Tiering().passes,
-    )  # fmt: skip
+    (*PLAIN_GRAPH, Coarsen(), PartitionBalanced(), MapRoundRobin(), SchedulePipeline(), *Tiering().passes)
 )
 LEAVING = PLAIN.tiered(activations=True)
 RESERVOIR = PLAIN.tiered(activations=True, reservoir=True)

@@ -161,7 +161,7 @@ def _calls(graph: OpGraph, run: NamedNodes) -> list[NamedNodes]:
 
 
 def _depends(name: str, later: list[fx.Node], earlier: list[fx.Node]) -> bool:
-    """Whether the later call of an element reads what the earlier one computes, or what is made of that between them."""
+    """Whether a later call of an element reads what the earlier one computes, or what is made of that in between."""
     made = {node for node in earlier if node.op != "get_attr"}
     own = [node for node in later if is_inside(name, node)]
     return any(arg in made for node in own for arg in node.all_input_nodes)

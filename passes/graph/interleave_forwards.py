@@ -207,7 +207,7 @@ def _switch_grad(graph: fx.Graph, before: fx.Node | None, node: fx.Node | None) 
 
 def _switch_autocast(graph: fx.Graph, order: list[fx.Node]) -> None:
     """One region for each run of nodes that were recorded in the same inner autocast."""
-    entered = None
+    entered: fx.Node | None = None
     for before, node in pairwise([None, *order, None]):
         old = before.meta["autocast"] if before is not None else None
         new = node.meta["autocast"] if node is not None else None

@@ -1,4 +1,4 @@
-"""Preference training equals eager PyTorch and its equation, and moves no more weights than training with one forward."""
+"""Preference training equals eager PyTorch and its equation, and moves no more weights than plain fine-tuning does."""
 
 from __future__ import annotations
 
@@ -207,17 +207,17 @@ def test_the_adapter_is_saved(tmp_path: Path) -> None:
 
 def test_models_that_have_no_reference_are_refused() -> None:
     base = adapted().get_base_model()
-    with pytest.raises(PlanError, match="LlamaForCausalLM is no PeftModel.*frozen copy.*get_peft_model"):
+    with pytest.raises(PlanError, match=r"LlamaForCausalLM is no PeftModel.*frozen copy.*get_peft_model"):
         penstock.DPO(base)
     whole = adapted()
     whole.requires_grad_(True)
-    with pytest.raises(PlanError, match="embed_tokens.weight and .* more of the base model is trained.*freeze"):
+    with pytest.raises(PlanError, match=r"embed_tokens.weight and .* more of the base model is trained.*freeze"):
         penstock.DPO(whole)
     with pytest.raises(PlanError, match="bias"):
         penstock.DPO(adapted("gpt2", bias="all"))
     frozen = adapted()
     frozen.requires_grad_(False)
-    with pytest.raises(PlanError, match="no adapter is trained.*is_trainable=True"):
+    with pytest.raises(PlanError, match=r"no adapter is trained.*is_trainable=True"):
         penstock.DPO(frozen)
     with pytest.raises(PlanError, match="beta=0"):
         penstock.DPO(adapted(), beta=0)
@@ -234,9 +234,31 @@ def test_bad_batches_are_refused() -> None:
     missing.pop("rejected_labels")
     more["prompt_input_ids"] = more["chosen_input_ids"]
     shorter |= {name: rows[:, :8] for name, rows in pairs().items() if name.startswith("rejected")}
-    with pytest.raises(CaptureError, match="lacks 'rejected_labels'; its entries are chosen_input_ids"):
+    with pytest.raises(CaptureError, match=r"lacks 'rejected_labels'; its entries are chosen_input_ids"):
         job_of(model, "balanced", batch=missing)
     with pytest.raises(CaptureError, match="has 'prompt_input_ids'"):
         job_of(model, "balanced", batch=more)
     with pytest.raises(CaptureError, match=r"rejected_labels \[2, 8\].*same length"):
         job_of(model, "balanced", batch=shorter)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "preference.md").read_text("utf-8")
+    first, *others = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"torch": torch, "penstock": penstock}
+    exec(first, names)
+    assert float(names["loss"]) == pytest.approx(0.6931, abs=1e-4)  # an adapter begins as zero: log 2
+    assert names["margins"].shape == (4,) and (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+    for block in others:
+        exec(block, names)
+    tokens = names["tokens"][0]
+    assert set(names["IPO"](names["policy"])(**names["batch"])) == {
+        "loss", "chosen_rewards", "rejected_rewards", "margins",
+    }  # fmt: skip
+    near = names["NearBase"](names["policy"])
+    hardware = penstock.Hardware.cpu(num_devices=1)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with penstock.compile(near, hardware, example_inputs=batch, micro_batches=1, strategy="balanced") as job:
+        assert job.plan.decisions.interleaved
+        assert float(job.step(batch)) == pytest.approx(float(near(**batch)), rel=1e-5)

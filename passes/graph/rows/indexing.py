@@ -107,9 +107,10 @@ def _rows_by_number(
     if isinstance(which, Permutation) and not others and own.dim() == 1:
         return _permuted(call, state, which, at)
     before = len(shape) - own.dim()
-    every = isinstance(which, Free) and which.counts is not None and which.counts[1] == 1
-    if state.order is None and every and own.shape[which.counts[0]] == value.shape[state.dim]:  # all places, in order
-        dim = which.counts[0] + before
+    counts = which.counts if isinstance(which, Free) else None
+    counts_all = counts is not None and counts[1] == 1 and own.shape[counts[0]] == value.shape[state.dim]
+    if state.order is None and counts is not None and counts_all:  # every place, in order
+        dim = counts[0] + before
         rows = [(s, p) for s, p in others if isinstance(s, ByRow)]
         if any((s.dim + len(shape) - len(p), s.inner, s.order) != (dim, state.inner, None) for s, p in rows):
             return call.mix(Kind.PAIRS)

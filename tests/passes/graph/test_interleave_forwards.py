@@ -1,4 +1,4 @@
-"""`interleave-forwards`: the same step with every part of the model in one place, and nothing where it is called once."""
+"""`interleave-forwards`: the same step with each part of the model in one place; a model called once stays as it is."""
 
 from __future__ import annotations
 
