@@ -189,8 +189,8 @@ def _reorder(graph: OpGraph, order: list[fx.Node]) -> None:
     end = graph.graph.output_node()
     for node in order:
         end.prepend(node)
-    for before, node in pairwise([None, *order, None]):
-        _switch_grad(graph.graph, before, node)
+    for before, after in pairwise([None, *order, None]):
+        _switch_grad(graph.graph, before, after)
     _switch_autocast(graph.graph, order)
     graph.rebuild()
 
